@@ -60,8 +60,8 @@ class Frame:
         return ctypes.addressof(array)
 
 
-#: How a kernel is launched, as bits. Dependent: it may start before the work ahead of it is done. Cooperative: all of its
-#: blocks run at the same time, or the launch fails.
+#: How a kernel is launched, as bits. Dependent: it may start before the work ahead of it is done. Cooperative: all of
+#: its blocks run at the same time, or the launch fails.
 PLAIN, DEPENDENT, COOPERATIVE = 0, 1, 2
 
 #: A kernel to launch: its handle, blocks, threads of a block, bytes of dynamic shared memory, how it is launched, and
