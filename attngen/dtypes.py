@@ -11,6 +11,9 @@ from dataclasses import dataclass
 #: and of the widest swizzle.
 MMA_BYTES, REGISTER_BYTES, CHUNK_BYTES, SWIZZLE_BYTES = 32, 4, 16, 128
 
+#: Keys of a group of V in 8 bits: K of a product, which sums over them.
+V_GROUP = 32
+
 
 @dataclass(frozen=True, slots=True)
 class DType:

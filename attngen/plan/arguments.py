@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES, SCALAR_TYPES, dtype
+from attngen.dtypes import DESCALES, PAGE_BLOCK, QUANTIZED_DTYPES, SCALAR_TYPES, V_GROUP, dtype
 from attngen.lang.biases import box_bytes
 from attngen.lang.variant import Tensor, Variant
 from attngen.plan.layouts import LAYOUTS
@@ -159,6 +159,12 @@ def tensor_map(
         paged=paged,
         transposed=transposed,
     )
+
+
+def grouped_map(plan: Plan, keys: int) -> Argument:
+    """Tensor map of V in groups of 32 keys, a row of 32 for each column: one copy brings all groups of a tile."""
+    box = (1, 1, keys // V_GROUP, plan.columns_v[0].width, V_GROUP)
+    return Argument("v_map", "descriptor", "tensor_map", of="v", box=box, swizzle=V_GROUP)
 
 
 def bias_map(tensor: Tensor, rows: int, keys: int) -> Argument:

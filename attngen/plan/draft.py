@@ -62,6 +62,7 @@ def named(spec: KernelSpec, name: str, *, alignment: int, **decided: Any) -> Pla
         v_of_key=spec.v_of_key,
         scale_block=spec.scale_block,
         transposed_v=spec.transposed_v,
+        grouped_v=spec.grouped_v,
         direction=spec.direction,
         alignment=alignment,
         fast_math=spec.fast_math,

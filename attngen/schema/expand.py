@@ -40,7 +40,7 @@ from attngen.formats import (
     WIDEN_VARIANT,
 )
 from attngen.lang.variant import Variant
-from attngen.schema.fields import SPLIT_TILES
+from attngen.schema.fields import IN_GROUPS, SPLIT_TILES
 from attngen.schema.loading import DeclaredVariant, Spec
 from attngen.schema.messages import field_path
 from attngen.schema.models import (
@@ -126,6 +126,7 @@ class KernelSpec:
     epilogue: str | None = None
     pack_gqa: bool | None = None
     transposed_v: bool = False  # keys lie side by side in v
+    grouped_v: bool = False  # in groups of 32, in the order of the lanes of an accumulator
     v_of_key: bool = False  # v is the first columns of k
     split_kv: bool = False
     split_tiles: bool = False  # blocks share the keys of a tile of queries
@@ -484,6 +485,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         epilogue=values["epilogue"],
         pack_gqa=values["pack_gqa"],
         transposed_v=bool(values["transposed_v"]),
+        grouped_v=values["transposed_v"] == IN_GROUPS,
         v_of_key=entry.v is not None,
         split_kv=values["split_kv"] is True or (values["passes"] == "forward" and (shares or beyond_256)),
         split_tiles=values["split_kv"] == SPLIT_TILES,

@@ -22,6 +22,9 @@ T = TypeVar("T")
 #: What ``split_kv`` may say beside true and false.
 SPLIT_TILES = "tiles"
 
+#: How a spec asks for kernels that take v as ``quantize="fp8"`` makes it.
+IN_GROUPS = "groups"
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -155,6 +158,14 @@ def _split_kv(value: object) -> bool | str:
     raise ValueError(f"found {show(value)}; allowed: true, false or '{SPLIT_TILES}'")
 
 
+def _transposed(value: object) -> bool | str:
+    if isinstance(value, bool):
+        return value
+    if value == IN_GROUPS:
+        return IN_GROUPS
+    raise ValueError(f"found {show(value)}; allowed: true, false or '{IN_GROUPS}'")
+
+
 def _mask(value: object) -> bool | str:
     if not isinstance(value, bool | str):
         raise ValueError(f"found {show(value)}; allowed: an expression, true or false")
@@ -167,6 +178,9 @@ Expression = Annotated[str, PlainValidator(_expression), WithJsonSchema({"type":
 MaskExpression = Annotated[bool | str, PlainValidator(_mask), WithJsonSchema({"type": ["string", "boolean"]})]
 SplitKv = Annotated[
     bool | str, PlainValidator(_split_kv), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": SPLIT_TILES}]})
+]
+TransposedV = Annotated[
+    bool | str, PlainValidator(_transposed), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": IN_GROUPS}]})
 ]
 Descale = Annotated[int | str, PlainValidator(_descale), WithJsonSchema({"enum": list(dtypes.DESCALE_BLOCKS)})]
 Alignment = Annotated[int | str, PlainValidator(_alignment), WithJsonSchema({"enum": ["element", 2, 4, 8, 16]})]

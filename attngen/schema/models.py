@@ -45,6 +45,7 @@ from attngen.schema.fields import (
     SplitKv,
     SymbolName,
     TensorDType,
+    TransposedV,
     VariantName,
     fields_of_dtypes,
 )
@@ -280,8 +281,10 @@ class KernelModel(Model):
     epilogue: OneOrMany[Epilogue] | None = Field(
         default=None, description="outputs leave through shared memory, or directly from registers"
     )
-    transposed_v: OneOrMany[bool] | None = Field(
-        default=None, description="v in 8 bits has contiguous keys, and need not be transposed in the kernel"
+    transposed_v: OneOrMany[TransposedV] | None = Field(
+        default=None,
+        description="v in 8 bits has contiguous keys, and need not be transposed in the kernel; `groups`: it comes in "
+        'groups of 32 keys, as `quantize="fp8"` makes it',
     )
     pack_gqa: OneOrMany[bool] | None = Field(
         default=None, description="query heads of one KV head share the rows of a tile; left out: no"

@@ -11,6 +11,16 @@ from attngen.runtime.helpers.quantize_arguments import in_rows
 from attngen.runtime.helpers.quantize_sampled import Sampled
 from attngen.runtime.helpers.quantize_tiles import SAMPLES
 from attngen.runtime.helpers.quantize_torch import signs_of, transformed
+from attngen.tools.verify.inputs import in_groups
+
+
+def check_groups(q: Tensor, k: Tensor, v: Tensor, layout: str, centered: bool) -> None:
+    """Assert that v in groups of keys has the bits of v in rows, and everything else those of the same call."""
+    rows, groups = (
+        quantize_by_sample(q, k, v, layout=layout, centered=centered, grouped=grouped)[0] for grouped in (False, True)
+    )
+    wanted = rows._replace(v=in_groups(in_rows(rows.v, layout)))
+    assert all(_same(a, b) for a, b in zip(groups, wanted, strict=True))
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, layout: str, centered: bool) -> None:

@@ -104,9 +104,11 @@ def test_scales_from_a_sample(host: HostDriver, dim: int, centered: bool) -> Non
         tensors = [given[name] if layout == "bshd" else given[name].transpose(1, 2) for name in "qkv"]
         sample.check(*tensors, layout, centered)
         assert not sample.redone(*tensors, layout, centered)
+        sample.check_groups(*tensors, layout, centered)
     given["q"][1, 64, 4, 7] = given["v"][0, 599, 2, 1] = 3e4
     for name in "qkv":
         assert sample.redone(*(given[name] for name in "qkv"), "bshd", centered)
+    sample.check_groups(*(given[name] for name in "qkv"), "bshd", centered)
     given["k"][0, 5, 1, 3] = torch.nan
     assert sample.redone(*(given[name] for name in "qkv"), "bshd", centered)
     kernel = f"quantize_sm90a_bf16_d{dim}"

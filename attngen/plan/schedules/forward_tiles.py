@@ -197,7 +197,7 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
         if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
             # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
             choice = next((row for row in rows if row.consumers < _FEW_TILES), choice)
-        step = _key_step(operands_of(spec), form.transposes, spec.transposed_v)
+        step = _key_step(operands_of(spec), form.transposes, spec.transposed_v and not spec.grouped_v)
         step = max(step, _bias_keys(spec, tiled) if tiled else 0)
         usual = choice.tile_n // step * step
         leaves_room = bool(spec.roles) or tiled > 0
@@ -238,7 +238,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = ROWS * consumers
-    step = _key_step(operands, form.transposes, spec.transposed_v)
+    step = _key_step(operands, form.transposes, spec.transposed_v and not spec.grouped_v)
     if spec.scale_block > 1 and spec.scale_block % tile_n:
         return refuse(
             spec,
@@ -445,7 +445,7 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     given, most = spec.roles or Roles(), first.structure.consumers
     fixed = given.consumer is not None or spec.tile_m is not None
     assert isinstance(first.structure, HopperForward)
-    step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
+    step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v and not spec.grouped_v)
     narrower = [n for n in FEWER_KEYS if n < first.tile_n and n % step == 0] if spec.tile_n is None else []
     tiles = [(most, n) for n in narrower[: 2 if most > 2 else None]]
     if not fixed:
@@ -461,7 +461,7 @@ def alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
     """Yield the spec of a forward with each tile, depth and order of consumers that may be the fastest."""
     assert isinstance(first.structure, HopperForward)
-    step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v)
+    step = _key_step(first.operands, first.structure.v_by_columns, spec.transposed_v and not spec.grouped_v)
     consumers = (1, 2) if spec.pack_gqa else (2, 3)
     keys = [n for n in _TUNED_KEYS if n % step == 0]
     for count, tile_n, stages, schedule in product(consumers, keys, _TUNED_STAGES, _TUNED_ORDERS):
@@ -518,7 +518,8 @@ def _sees_ranges_by_runs(spec: KernelSpec) -> bool:
 
 
 def _key_step(operands: Operands, v_by_columns: bool, transposed_v: bool) -> int:
-    """Least multiple of the keys of a tile; where keys are columns of V, they fill swizzled rows."""
+    """Least multiple of the keys of a tile; where keys are columns of V, they fill swizzled rows, of which a copy of
+    ``transposed_v`` brings no narrow ones."""
     if v_by_columns:
         return (BOX_BYTES if transposed_v else TRANSPOSED_BYTES)[-1] // operands.v.bytes
     return max(_LEAST_KEYS, operands.p.mma_k)

@@ -121,7 +121,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged or roles.shares else ["direct"]),
             *(["pack"] if pack_gqa else []),
-            *(["transposedv"] if spec.transposed_v else []),
+            *(["groupedv" if spec.grouped_v else "transposedv"] if spec.transposed_v else []),
             *([_scale_label(spec.scale_block)] if spec.scale_block else []),
         ),
         columns_qk=columns[:1],
@@ -187,7 +187,9 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
     staged = [boxes("out", ROWS, packed=plan.pack_gqa)] if roles.boxes_out else []
     v_map = boxes("v", plan.tile_n, window=plan.tile_n)
-    if plan.transposed_v:
+    if plan.grouped_v:
+        v_map = arguments.grouped_map(plan, plan.tile_n)
+    elif plan.transposed_v:
         box_bytes = widest_box(plan.tile_n * plan.operands.v.bytes)
         v_map = arguments.tensor_map(plan, "v", plan.columns_v[0].width, box_bytes=box_bytes)
     read = {load.tensor for load in biases(plan.variant, roles.bias_bytes)} if roles.biases else frozenset()

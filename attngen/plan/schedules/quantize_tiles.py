@@ -56,9 +56,9 @@ _SIZES = ("heads", "kv_heads", "seqlen_q", "seqlen_k", "units", "units_q", "unit
 #: Those of one launch, and those by which it divides.
 _OWN_SIZES = {
     QUANTIZE: ("sharers",),
-    KEPT: ("hadamard", "lag", "units_of_tokens", "words_q", "words_k", "words_v", "tiles_q", "tiles_k"),
+    KEPT: ("hadamard", "lag", "units_of_tokens", "words_q", "words_k", "words_v", "tiles_q", "tiles_k", "v_groups"),
     SAMPLE: ("kv_heads", "units", "samples_q", "samples_k", "step_q", "step_k", "words"),
-    SAMPLED: (),
+    SAMPLED: ("v_groups",),
     ROTATED: (
         "batch", "sharers", "hadamard", "scales", "rounds", "bands", "bands_q", "bands_k", "parts_q", "parts_k",
         "positions", "rotary_form", "angle_bytes",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from attngen.dtypes import DType
+from attngen.dtypes import V_GROUP, DType
 from attngen.lang.statements import Code, Statement, leaf, reads
 from attngen.plan.model import Columns, Launch, Plan
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, widest_box
@@ -123,7 +123,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     v_box = structure.box_bytes
     if structure.v_by_columns:
         among = TRANSPOSED_BYTES if structure.transposes else BOX_BYTES
-        v_box = widest_box(plan.tile_n * plan.operands.v.bytes, among=among)
+        v_box = V_GROUP if plan.grouped_v else widest_box(plan.tile_n * plan.operands.v.bytes, among=among)
     work_lines = _work_lines(plan, reads(code.work) | steps | seen, code.work)
     return CudaView(
         template=template,
@@ -197,7 +197,7 @@ def _headers(plan: Plan, forward: HopperForward) -> tuple[str, ...]:
         "tile_map": plan.has_launch("classify"),
         "tma": True,
         "transpose": forward.transposes,
-        "keys": plan.transposed_v,
+        "keys": plan.transposed_v and not plan.grouped_v,
         "value_scale": plan.block_scales,
         "wgmma": True,
     }

@@ -66,11 +66,16 @@ def check_out_dtype(q: torch.dtype, asked: Any) -> torch.dtype | None:
 
 class View(NamedTuple):
     """Shape and strides (elements) of a tensor by axis: ``b s h d``, ``s h d`` of packed rows, ``page s h d`` of a
-    cache."""
+    cache, ``b h g d k`` of v in groups of keys."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether keys come in groups, each with a row of keys for every column."""
+        return "g" in self.axes
 
     def stride(self, axis: str) -> int:
         """Stride along a named axis; 0 for ``b`` in a varlen call."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attngen.dtypes import KEY_VALUE_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
+from attngen.dtypes import KEY_VALUE_DIMS, LATENT_ROWS, QUANTIZED_DTYPES, V_GROUP
 from attngen.errors import CallError, suggest
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Variant
@@ -36,6 +36,9 @@ from attngen.runtime.arguments.scalars import FLOAT32_MAX
 
 #: Letter of an order of axes → the axis, in messages.
 _AXES = {"b": "batch", "s": "seqlen", "h": "heads", "d": "head_dim"}
+
+#: Axes of v in groups of keys, of which each has a row of keys for every column.
+_OF_GROUPS = ("b", "h", "g", "d", "k")
 
 
 def bind(
@@ -70,14 +73,33 @@ def _layout_hint(layout: Any) -> str:
 
 
 def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
-    views = _views({"q": q, "k": k, "v": v}, order, " x ".join(_AXES[axis] for axis in order))
+    form = " x ".join(_AXES[axis] for axis in order)
+    grouped = isinstance(v, torch.Tensor) and v.dim() == len(_OF_GROUPS)
+    views = _views({"q": q, "k": k, "v": k if grouped else v}, order, form)
     (batch, seqlen_q), seqlen_k = views["q"].shape[:2], views["k"].shape[1]
+    if grouped:
+        return _bind_grouped(variant, q, k, v, views, order)
     for name in ("k", "v"):
         if views[name].shape[0] != batch:
             raise CallError(f"{name} has batch {views[name].shape[0]}, but q has {batch}")
     if views["v"].shape[1] != seqlen_k:
         raise CallError(f"k has {seqlen_k} keys, but v has {views['v'].shape[1]}")
     call = common(variant, q, k, views, "dense", order)
+    call.batch, call.seqlen_q, call.seqlen_k = batch, seqlen_q, seqlen_k
+    call.total_q, call.total_k = batch * seqlen_q, batch * seqlen_k
+    return call
+
+
+def _bind_grouped(variant: Variant, q: Any, k: Any, v: Any, views: dict[str, View], order: str) -> Call:
+    """The call whose v comes in groups of keys, (batch, kv_heads, groups, head_dim, 32); places of no key are 0."""
+    (batch, seqlen_q), (of_k, seqlen_k, kv_heads) = views["q"].shape[:2], views["k"].shape[:3]
+    wanted = (batch, kv_heads, -(-seqlen_k // V_GROUP), v.shape[3], V_GROUP)
+    if of_k != batch or tuple(v.shape) != wanted:
+        raise CallError(f"v in groups of keys must have shape {wanted}, got {tuple(v.shape)}")
+    if v.dtype != k.dtype or v.device != k.device:
+        raise CallError(f"k has dtype {k.dtype} and is on {k.device}, but v has {v.dtype} and is on {v.device}")
+    call = common(variant, q, k, views, "dense", order)
+    call.v, call.head_dim_v = View(_OF_GROUPS, tuple(v.shape), tuple(v.stride())), v.shape[3]
     call.batch, call.seqlen_q, call.seqlen_k = batch, seqlen_q, seqlen_k
     call.total_q, call.total_k = batch * seqlen_q, batch * seqlen_k
     return call

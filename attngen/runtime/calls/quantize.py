@@ -107,11 +107,12 @@ def quantize_centered(q: Tensor, k: Tensor, v: Tensor, *, layout: str, k_mean: T
 
 
 def quantize_by_sample(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: str, centered: bool
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str, centered: bool, grouped: bool = False
 ) -> tuple[Quantized, Tensor | None]:  # fmt: skip
     """As ``quantize_centered``, with a mean of the keys that is returned, or without, (batch, kv_heads, head_dim).
-    Scales may be larger than the largest magnitudes ask for, where a kernel takes them from a sample of the rows."""
-    call = Sampled(q, k, v, layout, centered)
+    Scales may be larger than the largest magnitudes ask for, where a kernel takes them from a sample of the rows. With
+    ``grouped``, such a kernel writes v in groups of keys."""
+    call = Sampled(q, k, v, layout, centered, grouped)
     if is_traced(q) or watching():
         mean = mean_of_keys(k, layout) if centered and in_rows(k, layout).shape[1] else None
         return _run(call.exact(mean)), mean

@@ -19,6 +19,7 @@ from torch import Tensor
 from attngen.errors import CallError, suggest
 from attngen.lang.shifts import shifts_with_logits
 from attngen.lang.variant import Variant
+from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.torch_state import is_compiling
 from attngen.runtime.calls.quantize import quantize_by_sample, quantize_centered
 from attngen.runtime.helpers.quantize_arguments import in_rows
@@ -47,7 +48,8 @@ def attend(
             mean = _mean_of_used(k, seqused_k, layout) if centered and length else None
             eight = quantize_centered(q, k, v, layout=layout, k_mean=mean)
         else:
-            eight, mean = quantize_by_sample(q, k, v, layout=layout, centered=centered)
+            grouped = not (is_compiling() or debugging.active()) and _takes_groups(q, v, variant, package, rest)
+            eight, mean = quantize_by_sample(q, k, v, layout=layout, centered=centered, grouped=grouped)
     result = call(
         eight.q, eight.k, eight.v, variant=variant, package=package, layout=layout,
         softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5, seqused_k=seqused_k,
@@ -67,6 +69,17 @@ def _may_shift(variant: str | Variant, package: str | None) -> bool:
 
         return bool(may_shift(variant, package))
     return shifts_with_logits(find(variant, package).variant)
+
+
+def _takes_groups(q: Tensor, v: Tensor, variant: str | Variant, package: str | None, rest: dict[str, Any]) -> bool:
+    """Whether a kernel of the variant takes v in groups of keys."""
+    if rest.get("backend") not in (None, "cuda") or rest.get("out_dtype") is not None:
+        return False
+    dims = q.shape[-1], v.shape[-1]
+    return any(
+        kernel.grouped_v and (kernel.head_dim_qk, kernel.head_dim_v) == dims and kernel.dtype_of("out").name == "bf16"
+        for kernel in find(variant, package).kernels
+    )
 
 
 def _mean_of_used(k: Tensor, seqused_k: Tensor, layout: str) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attngen.dtypes import V_GROUP
 from attngen.formats import QUANTIZE as DIRECTION
 from attngen.formats import QUANTIZE_VARIANT
 from attngen.runtime.device.driver import Driver
@@ -37,13 +38,15 @@ _ALIGNMENT = 16
 
 
 class Sampled(NamedTuple):
-    """A call: q, k and v in 16 bits, and whether keys are taken relative to a mean."""
+    """A call: q, k and v in 16 bits, whether keys are taken relative to a mean, and whether a kernel may write v in
+    groups of keys."""
 
     q: TensorArgument
     k: TensorArgument
     v: TensorArgument
     layout: Text
     centered: Flag
+    grouped: Flag = False
 
     def exact(self, k_mean: Tensor | None) -> Quantize:
         """The same with scales from the largest magnitudes."""
@@ -54,7 +57,8 @@ class Sampled(NamedTuple):
 
 class SampledHelper(Helper[Sampled, Sizes]):
     """Quantizing by a sample; a call gives q, k and v in 8 bits, their scales, and the mean of the keys
-    (batch, kv_heads, head_dim) or None."""
+    (batch, kv_heads, head_dim) or None. v in groups of keys is (batch, kv_heads, groups, head_dim, 32), 0 where there
+    is no key."""
 
     name = "quantize"
     fields = Fields(Sampled)
@@ -71,17 +75,20 @@ class SampledHelper(Helper[Sampled, Sizes]):
 
     def prepare(self, call: Sampled, sizes: Sizes, driver: Driver) -> PreparedSampled | str:
         exact = call.exact(None)
+        v_groups = -(-sizes.seqlen_k // V_GROUP) if call.grouped else 0
 
         def prepared(kernel: Kernel) -> PreparedSampled | str | None:
             if kernel.loads != "descriptor" or not pays(kernel, exact, sizes, driver):
                 return None
-            launches = of_sample(kernel, exact, sizes, driver)
+            launches = of_sample(kernel, exact, sizes, driver, v_groups)
             if isinstance(launches, str):
                 return launches
             operands, grids, words = launches
             operands = replace(operands, tensors=_TENSORS)
             device = call.q.device.index or 0
-            return PreparedSampled(kernel, operands, grids, words, driver, device, sizes, centered=call.centered)
+            return PreparedSampled(
+                kernel, operands, grids, words, driver, device, sizes, centered=call.centered, v_groups=v_groups
+            )
 
         kernels = kernels_of(DIRECTION, QUANTIZE_VARIANT, call.q.dtype)
         return first_that_takes(
@@ -92,23 +99,26 @@ class SampledHelper(Helper[Sampled, Sizes]):
 class PreparedSampled(HelperLaunches):
     """The launches of one kind of call."""
 
-    __slots__ = ("_centered", "_mean", "_scales", "_words")
+    __slots__ = ("_centered", "_mean", "_of_v", "_scales", "_words")
 
     def __init__(
         self, kernel: Kernel, operands: Operands, grids: list[Grid], words: int, driver: Driver, device: int,
-        sizes: Sizes, *, centered: bool,
+        sizes: Sizes, *, centered: bool, v_groups: int,
     ) -> None:  # fmt: skip
         """``words``: those that the first launch clears. Raises LoadError if a cubin does not load."""
         super().__init__(kernel, operands, grids, driver, device)
         self._centered, self._words = centered, -(-4 * words // _ALIGNMENT) * _ALIGNMENT // 4
         self._mean = sizes.batch, sizes.kv_heads, sizes.head_dim_qk
         self._scales = sizes.batch, sizes.kv_heads
+        self._of_v = (*self._scales, v_groups, sizes.head_dim_v, V_GROUP) if v_groups else ()
 
     def run(self, call: Sampled, addresses: list[int]) -> tuple[Tensor | None, ...]:
         """Quantize, and return q, k and v in 8 bits, their scales, and the mean of the keys."""
-        q, k, v, _, centered = call
+        q, k, v, _, centered, _ = call
         device, (batch, kv_heads, head_dim) = q.device, self._mean
-        values = [torch.empty(x.shape, dtype=_EIGHT, device=device) for x in (q, k, v)]
+        values = [
+            torch.empty(shape, dtype=_EIGHT, device=device) for shape in (q.shape, k.shape, self._of_v or v.shape)
+        ]
         scales = [torch.empty(self._scales, dtype=torch.float32, device=device) for _ in "qkv"]
         mean = torch.empty(self._mean, dtype=k.dtype, device=device) if centered else None
         count = self._words + batch * kv_heads * head_dim

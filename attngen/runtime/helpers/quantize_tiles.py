@@ -106,7 +106,7 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         if granularities(call)[0] == BLOCK:
             grids = [_of_blocks(tiles, call)]
         else:
-            grid, maxima = _of_heads(tiles, granularities(call)[0], begin=0)
+            grid, maxima = _of_heads(tiles, granularities(call)[0], begin=0, v_groups=0)
             grids = [grid]
     else:
         if any(n * _sharers(kernel, call) % tiles.groups for n in tiles.across):
@@ -115,17 +115,18 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         grids = _rotated(tiles, call)
         if granularities(call)[0] != BLOCK:
             begin = 2 * sizes.batch * sizes.kv_heads if granularities(call)[0] == HEAD else 0
-            grid, maxima = _of_heads(tiles, None, begin=begin)
+            grid, maxima = _of_heads(tiles, None, begin=begin, v_groups=0)
             grids.append(grid)
     operands = _operands(kernel, call, sizes, driver)
     return PreparedQuantize(kernel, operands, grids, driver, device, sizes, maxima)
 
 
 def of_sample(
-    kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver
+    kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver, v_groups: int
 ) -> tuple[Operands, list[Grid], int] | str:  # fmt: skip
     """Operands and launches of a call that takes scales of heads from a sample, and the words that the first one
-    clears; or the reason against it. The last launch does all again if the sample was of too small numbers."""
+    clears; or the reason against it. The last launch does all again if the sample was of too small numbers. V is
+    written in ``v_groups`` of keys for each head; 0: in rows."""
     reason = _against(kernel, call, sizes)
     if reason is not None:
         return reason
@@ -134,7 +135,7 @@ def of_sample(
     if _too_many(tiles):
         return _TOO_MANY
     group, down = sizes.heads // sizes.kv_heads, tiles.down(kernel.main.tile_m)
-    again, words = _of_heads(tiles, HEAD, begin=1)
+    again, words = _of_heads(tiles, HEAD, begin=1, v_groups=v_groups)
     of_kv = sizes.batch * sizes.kv_heads
     samples = [min(length, max(SAMPLES // rows, 1)) for length, rows in ((sizes.seqlen_q, group), (sizes.seqlen_k, 1))]
     numbers = {
@@ -148,7 +149,7 @@ def of_sample(
     }  # fmt: skip
     grids = [
         Grid(kernel.launch("sample").entry, 3 * of_kv, tiles.groups * _GROUP, numbers),
-        tiles.grid("sampled", (units[0], units[1], units[1]), {}, divisors),
+        tiles.grid("sampled", (units[0], units[1], units[1]), {"v_groups": v_groups}, divisors),
         again,
     ]
     return _operands(kernel, call, sizes, driver), grids, words
@@ -193,7 +194,7 @@ def _of_blocks(tiles: _Tiles, call: Quantize) -> Grid:
     return tiles.grid("quantize", (units[0], units[1], units[1]), {"sharers": sharers}, divisors)
 
 
-def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Grid, int]:
+def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int, v_groups: int) -> tuple[Grid, int]:
     """The launch for scales of heads, of those of tokens, or of V alone (None), and its maxima, with those
     ``begin`` that another launch has."""
     sizes, down = tiles.sizes, tiles.down(tiles.kernel.main.tile_m)
@@ -218,7 +219,7 @@ def _of_heads(tiles: _Tiles, granularity: int | None, *, begin: int) -> tuple[Gr
         "lag": max(-(-(longest - 1) // at_once), 1),
         "units_of_tokens": units[0] + units[1] if granularity == TOKEN else 0,
         "words_q": begin, "words_k": begin + words[0], "words_v": begin + words[0] + words[1],
-        "tiles_q": down[0], "tiles_k": down[1],
+        "tiles_q": down[0], "tiles_k": down[1], "v_groups": v_groups,
     }  # fmt: skip
     divisors = {"group": group, "group_kv": 1} | {
         f"{name}_{of}": value

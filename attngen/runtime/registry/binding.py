@@ -78,6 +78,10 @@ def require_reference(call: Call, backend: str | None) -> None:
             f"backend {backend!r} runs on a GPU, and q is on {call.device}; leave 'backend' out and the reference runs "
             "there, or move q, k and v to a GPU"
         )
+    if call.v.in_groups:
+        raise CallError(
+            "v in groups of keys is for kernels alone; the reference takes (batch, seqlen, heads, head_dim)"
+        )
 
 
 def bind_call(given: Given) -> tuple[Call, Resolved]:

@@ -194,6 +194,8 @@ def against_form(kernel: Kernel, call: Call) -> str | None:
             return f"{label} is {built}, the call has {asked}"
     if kernel.transposed_v and call.seqused_k is not None:
         return "it takes no seqused_k: its copies of V cannot leave out keys"
-    if kernel.transposed_v != call.v.keys_side_by_side and kernel.direction == "forward":
+    if kernel.grouped_v != call.v.in_groups:
+        return f"it takes v {'' if kernel.grouped_v else 'not '}in groups of keys"
+    if not kernel.grouped_v and kernel.transposed_v != call.v.keys_side_by_side and kernel.direction == "forward":
         return f"it takes v with contiguous {'keys' if kernel.transposed_v else 'columns'}"
     return None

@@ -162,6 +162,8 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
 def _v_of_key(request: Request) -> bool:
     """Whether v is the first columns of k, in memory."""
     addresses, k, v = request.addresses, request.call.k, request.call.v
+    if v.in_groups:
+        return False
     # The stride of an axis of extent 1 is arbitrary.
     steps = zip(k.strides, v.strides, v.shape, strict=True)
     return addresses["k"] == addresses["v"] and all(of_k == of_v for of_k, of_v, extent in steps if extent > 1)

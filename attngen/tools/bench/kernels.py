@@ -26,6 +26,7 @@ from attngen.tools.bench.peers import Tensors
 from attngen.tools.bench.timing import Contender
 from attngen.tools.bench.workloads import Workload
 from attngen.tools.build.pipeline import Prepared, compile_kernels
+from attngen.tools.verify.inputs import in_groups
 
 #: The column and the package of the kernel that a call takes, of all of a team.
 TAKEN = "attngen"
@@ -179,6 +180,8 @@ def _as_read(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     k, v = (tensor if tensor.dtype == kv_dtype else tensor.float().to(kv_dtype) for tensor in (k, v))
     if kernel.v_of_key:
         return q, k, k[..., : kernel.head_dim_v]
+    if kernel.grouped_v:
+        return q, k, in_groups(v)
     return q, k, v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if kernel.transposed_v else v
 
 

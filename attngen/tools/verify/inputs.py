@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.dtypes import CHUNK_BYTES, DESCALES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, DESCALES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES, V_GROUP
 from attngen.dtypes import dtype as dtype_row
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, Packing
@@ -98,6 +98,7 @@ class Element:
     kv_dtype: str = ""  # of k and v, where another than that of q
     out_dtype: str = ""  # of the output of a quantized q, where it is not the usual one
     transposed_v: bool = False  # keys lie side by side in v
+    grouped_v: bool = False  # in groups
     v_of_key: bool = False  # v is the first columns of k
 
     @property
@@ -151,7 +152,7 @@ def make_inputs(
         filled["k"] = representable(element.kv_dtype, filled["k"])
     tensors = {name: element.rounded(name, tensor).to(device) for name, tensor in filled.items()}
     cut = {name: _cut(tensors[name], rows[name][0], layout) for name in tensors}
-    if element.transposed_v:
+    if element.transposed_v and not element.grouped_v:
         cut["v"] = by_columns(cut["v"])
     if element.v_of_key:
         cut["v"] = cut["k"][..., : element.head_dim_v]
@@ -169,6 +170,8 @@ def make_inputs(
         descales=_descales(case, element, generator, device),
         out_dtype=torch_dtype(element.out_dtype) if element.out_dtype else None,
     )
+    if element.grouped_v:
+        return replace(inputs, v=in_groups(cut["v"]), packed=inputs)
     if not element.latent_rows:
         return inputs
     cache = cache_of(element.kv_dtype, cut["k"])
@@ -183,6 +186,20 @@ def by_columns(v: Tensor) -> Tensor:
     columns = torch.full((batch, heads, width, room), torch.nan, device=v.device).to(v.dtype)
     columns[..., :seqlen] = v.permute(0, 2, 3, 1)
     return columns[..., :seqlen].permute(0, 3, 1, 2)
+
+
+def in_groups(v: Tensor) -> Tensor:
+    """Return the numbers of a tensor (batch, seqlen, heads, head_dim) in groups of keys: (batch, heads, groups,
+    head_dim, 32). A lane's elements of an accumulator, the keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16, lie side by
+    side. Places after the last key are 0."""
+    batch, seqlen, heads, width = v.shape
+    groups = -(-seqlen // V_GROUP)
+    place = torch.arange(V_GROUP, device=v.device)
+    key = place // 16 * 16 + place // 2 % 2 * 8 + place % 16 // 4 * 2 + place % 2
+    rows = torch.zeros(batch, groups * V_GROUP, heads, width, device=v.device).to(v.dtype)
+    rows[:, :seqlen] = v
+    of_groups = rows.view(torch.uint8).reshape(batch, groups, V_GROUP, heads, width)[:, :, key]
+    return of_groups.permute(0, 3, 1, 4, 2).contiguous().view(v.dtype)
 
 
 def _descales(

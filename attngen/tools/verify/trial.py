@@ -187,7 +187,7 @@ def element_of(kernel: Kernel) -> Element:
     out = kernel.dtype_of("out").name if kernel.dtype in QUANTIZED_DTYPES else ""
     return Element(
         kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v, kernel.scale_block, kernel.dtype_of("k").name, out,
-        kernel.transposed_v, kernel.v_of_key,
+        kernel.transposed_v, kernel.grouped_v, kernel.v_of_key,
     )  # fmt: skip
 
 
