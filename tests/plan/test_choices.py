@@ -61,11 +61,13 @@ def test_a_map_is_shared_where_the_mask_allows(mask: str, batch: bool, heads: bo
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_keys_of_a_tile_fill_rows_of_v_in_8_bits(variant: str, head_dim: int) -> None:
     """Copies bring rows of 64 keys at least, where V comes with keys along its rows; what is transposed may have 32."""
-    entries = ("", ", transposed_v: true", ", tile: {n: 32}")
+    entries = ("", ", transposed_v: true", ", tile: {n: 32}", ", transposed_v: groups")
     lines = "".join(f"  - {{variant: {variant}, head_dim: {head_dim}, dtype: fp8_e4m3{more}}}\n" for more in entries)
     text = f"schema: 1\npackage: tested\narch: [sm90a]\nkernels:\n{lines}"
-    usual, columns, narrow = (plan(spec) for spec in expand(load_spec_text(text, "test.yaml"))[:3])
+    usual, columns, narrow, groups = (plan(spec) for spec in expand(load_spec_text(text, "test.yaml"))[:4])
     assert usual.tile_n % 32 == columns.tile_n % 64 == 0
+    assert (groups.tile_n, groups.name) == (usual.tile_n, f"{usual.name}_groupedv")
+    assert not groups.structure.transposes  # type: ignore[union-attr]
     assert isinstance(narrow.structure, HopperForward)
     assert narrow.structure.ahead == 2  # fragments of 16 keys in flight
 

@@ -9,9 +9,20 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.dtypes import DESCALES
 from attngen.errors import CallError
 from attngen.integrations.sageattention import sageattn, sageattn_varlen
 from attngen.lang.shifts import shifts_with_logits
+from attngen.plan import plan
+from attngen.runtime.arguments.shapes import bind
+from attngen.runtime.calls.quantize import quantize_by_sample
+from attngen.runtime.device.tensormap import reason_against
+from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.runtime.registry.order import against_form
+from attngen.schema import expand, load_spec_text, preset
+from attngen.tools.verify.inputs import in_groups
+from tests.runtime.support import kernel_of
 
 
 def made(seed: int = 0, *, queries: int = 48, keys: int = 96, dim: int = 64, shift: float = 0.0) -> list[Tensor]:
@@ -173,3 +184,57 @@ def test_what_sageattn_would_ignore_is_refused() -> None:
         sageattn(q, k, v, "NHD", scale=1.0)
     with pytest.raises(CallError, match="tensor_layout must be one of HND, NHD, got 'BSHD'"):
         sageattn(q, k, v, "BSHD")
+
+
+def of_spec(transposed: str) -> Kernel:
+    """The kernel of full attention in 8 bits, head dim 64."""
+    text = (
+        f"schema: 1\npackage: tested\narch: [sm90a]\nkernels:\n"
+        f"  - {{variant: full, head_dim: 64, dtype: fp8_e4m3, transposed_v: {transposed}}}\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    resources = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
+    return kernel_of({**plan(spec).to_dict(), "resources": resources})
+
+
+def test_kernels_that_take_v_in_groups() -> None:
+    """They take nothing else, and no other kernel takes it; its descriptor is that of the tensor."""
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in made())
+    grouped = in_groups(v)
+    assert grouped.shape == (2, 2, 3, 64, 32)
+    full = preset("full")
+    settings: dict[str, Any] = {"softmax_scale": None, "seqused_k": None, "return_lse": False}
+    calls = [bind(full, q, k, one, None, **settings) for one in (v, grouped)]
+    assert [call.v.in_groups for call in calls] == [False, True]
+    assert {(call.seqlen_k, call.kv_heads, call.head_dim_v) for call in calls} == {(96, 2, 64)}
+    for call in calls:
+        call.descales, call.scale_blocks = {name: torch.ones(2, 2) for name in DESCALES}, (0,)
+    for name, takes in (("false", [True, False]), ("groups", [False, True])):
+        reasons = [against_form(of_spec(name), call) for call in calls]
+        assert [reason is None for reason in reasons] == takes
+        assert any("in groups of keys" in str(reason) for reason in reasons)
+    (parameter,) = (one for one in of_spec("groups").main.entry.layout.parameters if one.name == "v_map")
+    assert parameter.box == (1, 1, 4, 64, 32)
+    assert reason_against("v", calls[1].v.shape, calls[1].v.strides, 1) is None
+    for wrong in (grouped[:, :1], grouped[:, :, :2], grouped[..., :16], grouped.float()):
+        with pytest.raises(CallError):
+            bind(full, q, k, wrong, None, **settings)
+    with pytest.raises(CallError, match="v in groups of keys is for kernels"):
+        attngen.attention(q, k, grouped, **{name: torch.ones(2, 2) for name in DESCALES})
+
+
+def test_v_is_grouped_only_for_a_kernel_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def quantized(*tensors: Tensor, grouped: bool, **options: Any) -> Any:
+        asked.append(grouped)
+        return quantize_by_sample(*tensors, grouped=grouped, **options)
+
+    monkeypatch.setattr("attngen.runtime.calls.quantized.quantize_by_sample", quantized)
+    q, k, v = made()
+    for kernels in ([of_spec("false")], [of_spec("false"), of_spec("groups")]):
+        registry.clear()
+        registry.add(package_of_kernels(kernels, "memory"))
+        attngen.attention(q, k, v, quantize="fp8")
+        attngen.attention(q, k, v, quantize="fp8", backend="reference")
+    assert asked == [False, False, True, False]
