@@ -12,6 +12,7 @@
 //   quantize_sm90a_fp16_d64_rotated: rotated rows; scales of heads take two launches.
 #include "pdl.cuh"
 #include "divisor.cuh"
+#include "ldmatrix.cuh"
 #include "pieces.cuh"
 #include "ring.cuh"
 #include "scales.cuh"
@@ -117,6 +118,58 @@ __device__ __forceinline__ void read_tile(float (&x)[kSlots][kNumbers], const ch
   for (int slot = 0; slot < kSlots; ++slot) {
     const int row = row_of_piece(slot / 2), vector = 2 * (threadIdx.x % 4) + slot % 2;
     to_floats<Element>(x[slot], Words::load(tile + slot / 4 * kBox + row * 128 + (vector ^ row % 8) * 16));
+  }
+}
+
+static_assert(kNumbers == 8 && kSlots >= 4);
+
+// A tile of V in groups of 32 keys, each with a row of 32 for every column: a lane has 4 keys of a column in a word, which
+// are those of its elements of an accumulator. Of a tile as it is: for each 8 of the 32 columns of a warp, the keys of both
+// groups, pairs of which take the place of the first numbers.
+__device__ __forceinline__ void read_columns(float (&x)[kSlots][kNumbers], uint32_t tile) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+#pragma unroll
+  for (int eight = 0; eight < 4; ++eight) {
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      const int row = 32 * group + lane, vector = 4 * (warp % 2) + eight;
+      uint32_t pairs[4];
+      load_blocks_transposed(pairs, tile + warp / 2 * kBox + row * 128 + (vector ^ row % 8) * 16);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[eight][4 * group + i] = __uint_as_float(pairs[i]);
+    }
+  }
+}
+
+// Rounded by a factor for each head of the tile, and written; `too_large` as for rows.
+template <typename Rounded>
+__device__ __forceinline__ void store_columns(
+    const float (&x)[kSlots][kNumbers], const float (&factors)[kHeads], unsigned char* out, int b, int kv_heads, int first_head, int tile, int groups,
+    uint32_t& too_large) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, of_tile = kHeads == 1 ? 0 : warp / 2, head = first_head + of_tile;
+  const int first_column = (kHeads == 1 ? 32 * warp : 32 * (warp % 2)) + lane / 4;
+  const bool odd = lane & 1;
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+    const int place = 2 * tile + group;
+    unsigned char* const of_group = out + ((b * kv_heads + head) * static_cast<long long>(groups) + place) * (32 * kHeadDim);
+#pragma unroll
+    for (int eight = 0; eight < 4; ++eight) {
+      uint32_t words[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 low = unpack<Element>(__float_as_uint(x[eight][4 * group + 2 * half]));
+        const float2 high = unpack<Element>(__float_as_uint(x[eight][4 * group + 2 * half + 1]));
+        const float factor = factors[of_tile];
+        words[half] = pack<Rounded>(low.x * factor, low.y * factor, high.x * factor, high.y * factor);
+        too_large |= (words[half] & 0x7f7f7f7f) + 0x02020202;
+      }
+      // Neighbouring lanes exchange words, so that each has two that lie side by side.
+      const uint32_t other = __shfl_xor_sync(~0u, odd ? words[0] : words[1], 1);
+      const uint2 both = odd ? uint2{other, words[1]} : uint2{words[0], other};
+      const int at = (first_column + 8 * eight) * 32 + (odd ? 16 : 0) + 4 * (lane % 4 & 2);
+      if (head < kv_heads && place < groups) __stcs(reinterpret_cast<uint2*>(of_group + at), both);
+    }
   }
 }
 
@@ -411,11 +464,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
     long long sign_bits_0, long long sign_bits_1, int heads, int kv_heads, int seqlen_q, int seqlen_k, int units,
     int units_q, int units_k, int e5m2_out, int hadamard, int lag, int units_of_tokens, int words_q, int words_k,
-    int words_v, int tiles_q, int tiles_k, int group, int group_kv, int set_q, int set_k, int set_v, int sets_q,
-    int sets_k, int sets_v, int pairs_q, int pairs_k, int pairs_v, int group_reciprocal, int group_kv_reciprocal,
-    int set_q_reciprocal, int set_k_reciprocal, int set_v_reciprocal, int sets_q_reciprocal, int sets_k_reciprocal,
-    int sets_v_reciprocal, int pairs_q_reciprocal, int pairs_k_reciprocal, int pairs_v_reciprocal, float norm
+    int words_v, int tiles_q, int tiles_k, int v_groups, int group, int group_kv, int set_q, int set_k, int set_v,
+    int sets_q, int sets_k, int sets_v, int pairs_q, int pairs_k, int pairs_v, int group_reciprocal,
+    int group_kv_reciprocal, int set_q_reciprocal, int set_k_reciprocal, int set_v_reciprocal,
+    int sets_q_reciprocal, int sets_k_reciprocal, int sets_v_reciprocal, int pairs_q_reciprocal,
+    int pairs_k_reciprocal, int pairs_v_reciprocal, float norm
 ) {
+  launch_dependents();
+  wait_dependencies();  // nothing in global memory is read or written before
   if (redo_ptr != nullptr && *redo_ptr == 0) return;  // scales from a sample were large enough
   char* const memory = shared_memory;
   KeptShared& shared = *reinterpret_cast<KeptShared*>(memory + kShared);
@@ -525,16 +581,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     const int count = waits ? part.group.value * part.tiles : 0;
     Asked asked;
     ask(asked, maxima_ptr, part, b, first_head, count);
+    const bool by_columns = task.x == 2 && v_groups > 0;
     float x[kSlots][kNumbers];
     if (multiplies) {
       multiply_tile(x, base + tile, base + kFactors);
+    } else if (by_columns) {
+      read_columns(x, base + tile);
     } else {
       read_tile(x, memory + tile);
     }
     if (waits) wait_for_maxima(largest, asked, maxima_ptr, part, b, first_head, count);
 
     const float own_norm = multiplies ? norm : 1.0f, limit = e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
-    float factors[kPieces];
+    float factors[kPieces], of_heads[kHeads];
     if (of_tokens) {
       // Four lanes have a row, and each gets the maximum of one of their rows.
       float of_rows[kPieces];
@@ -572,7 +631,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
 #pragma unroll
       for (int head = 0; head < kHeads; ++head) {
         const float scale = scale_of(__uint_as_float(known[head]) * own_norm, limit);
-        const float factor = __fdiv_rn(1.0f, scale) * own_norm;
+        const float factor = of_heads[head] = __fdiv_rn(1.0f, scale) * own_norm;
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
           if (kHeads == 1 || piece / 2 == head) factors[piece] = factor;
@@ -584,6 +643,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
       }
     }
     const auto store = [&]<typename Rounded>() {
+      if (by_columns) {
+        uint32_t too_large = 0;  // numbers of exact scales never are
+        return store_columns<Rounded>(x, of_heads, part.to, b, kv_heads, first_head, task.w, v_groups, too_large);
+      }
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         const int head = first_head + (kHeads == 1 ? 0 : piece / 2), token = first_token + row_of_piece(piece);
@@ -634,7 +697,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     long long sign_bits_0, long long sign_bits_1, int kv_heads, int units, int samples_q, int samples_k,
     int step_q, int step_k, int words, int group, int kv_heads_reciprocal, int group_reciprocal
 ) {
-  launch_dependents();
+  wait_dependencies();
+  launch_dependents();  // `sampled` reads Q, K and V at once
   SampleShared& shared = *reinterpret_cast<SampleShared*>(shared_memory);
   for (int i = blockIdx.x * kThreads + threadIdx.x; i < words; i += gridDim.x * kThreads) maxima_ptr[i] = 0;
 
@@ -730,10 +794,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     long long stride_k_out_b, long long stride_k_out_s, long long stride_k_out_h,
     long long stride_v_out_b, long long stride_v_out_s, long long stride_v_out_h,
     long long sign_bits_0, long long sign_bits_1, int heads, int kv_heads, int seqlen_q, int seqlen_k, int units,
-    int units_q, int units_k, int heads_q, int heads_k, int tiles_q, int tiles_k, int group,
+    int units_q, int units_k, int v_groups, int heads_q, int heads_k, int tiles_q, int tiles_k, int group,
     int heads_q_reciprocal, int heads_k_reciprocal, int tiles_q_reciprocal, int tiles_k_reciprocal,
     int group_reciprocal, float norm
 ) {
+  launch_dependents();
   char* const memory = shared_memory;
   SampledShared& shared = *reinterpret_cast<SampledShared*>(memory + kShared);
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
@@ -788,7 +853,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
   uint32_t too_large = 0;  // bit 7 of each byte
   for (int index = first, turn = 0; index < units; index += all, ++turn) {
     const Task task = task_at(index);
-    const bool multiplies = task.part < 2;
+    const bool multiplies = task.part < 2, by_columns = task.part == 2 && v_groups > 0;
     const int stage = turn % kStages;
     const uint32_t tile = (of_block * kStages + stage) * kTile;
     const int heads_here = task.part == 0 ? heads : kv_heads, seqlen = task.part == 0 ? seqlen_q : seqlen_k;
@@ -804,12 +869,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d6
     float x[kSlots][kNumbers];
     if (multiplies) {
       multiply_tile(x, base + tile, base + kFactors);
+    } else if (by_columns) {
+      read_columns(x, base + tile);
     } else {
       read_tile(x, memory + tile);
     }
     named_sync(Named::kTile, of_block, 128);  // all have read the tile
     if (thread == 0 && index + kStages * all < units) {
       bring(index + kStages * all, ring + stage * kTile, full + 8 * stage);
+    }
+    if (by_columns) {
+      store_columns<e4m3>(x, factors, v_out_ptr, task.b, kv_heads, task.head, task.tile, v_groups, too_large);
+      continue;
     }
     if (task.part == 1 && k_shift_ptr != nullptr) {
       const long long first_row = task.b * static_cast<long long>(kv_heads);
