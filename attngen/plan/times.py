@@ -6,6 +6,7 @@ these (``runtime.prediction``) and takes the kernel that should be done first.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attngen.lang.bands import Bands
 from attngen.lang.declared import Scalar
 from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate, written
+from attngen.lang.spans import Interval
 from attngen.plan.traits import bands_of
 from attngen.schema.expand import KernelSpec
 
@@ -60,6 +62,14 @@ MERGE = 2000.0
 #: A step in 8 bits beside one in 16, as far as it decides between tiles.
 _ONE_BYTE = 0.75
 
+#: Tiles of work in the middle of a long sequence by which ``row_time`` compares tiles.
+_SAMPLED = 6
+
+#: Steps that a tile of work loses where its consumers skip what their own rows do not see, as predictions of calls have
+#: it; and where rows see no tile of keys that all of them see, so that a partial one comes first and row maxima rise
+#: later.
+_SKIPPING_STEPS, _PARTIAL_STEPS = 2, 1
+
 
 def times_of(
     consumers: int, tile_n: int, columns: int, element_bytes: int, *, shared: bool = False
@@ -80,6 +90,30 @@ def times_of(
     if element_bytes == 1:
         scale *= _ONE_BYTE
     return near.launch, near.tile + MERGE * shared, round(near.step * scale, 1)
+
+
+def row_time(spec: KernelSpec, consumers: int, tile_n: int, columns: int) -> float | None:
+    """Predicted nanoseconds of a row in the middle of a long sequence, in 16 bits; None if bounds do not decide.
+
+    Scalars are assumed as in ``first_see_most``.
+    """
+    rows, bands = 64 * consumers, bands_of(spec)
+    starts = [_LONG // 2 // rows * rows + rows * i for i in range(_SAMPLED)]
+    names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG}
+    ends = [start + rows - 1 for start in starts]
+    names |= {"q_lo": starts, "q_pos_lo": starts, "q_hi": ends, "q_pos_hi": ends}
+    names |= {scalar.name: _assumed(scalar) for scalar in spec.variant.scalars}
+    visible, full = (_ends(intervals, names, _SAMPLED) for intervals in (bands.visible, bands.full))
+    if not visible or full is None:
+        return None
+    steps = sum(max(-(-to // tile_n) - at // tile_n, 0) for interval in visible for at, to in interval)
+    for whole in zip(*full, strict=True):
+        if tile_n < rows - 64:
+            steps += _SKIPPING_STEPS
+        elif all(to // tile_n <= -(-at // tile_n) for at, to in whole):
+            steps += _PARTIAL_STEPS
+    _, tile, step = times_of(consumers, tile_n, columns, 2)
+    return (tile + steps / _SAMPLED * step) / rows
 
 
 def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int) -> bool:
@@ -126,14 +160,24 @@ def _seen_at(spec: KernelSpec, queries: tuple[int, int], keys: int) -> tuple[int
     names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG}
     names |= {name: list(queries) for name in ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi")}
     names |= {scalar.name: _assumed(scalar, keys) for scalar in spec.variant.scalars}
-    first, last = 0, 0
-    for interval in bands_of(spec).visible:
-        lo, hi = (evaluate(written(end), names, 2) for end in (interval.lo, interval.hi))
+    intervals = _ends(bands_of(spec).visible, names, 2)
+    if intervals is None:
+        return None
+    first, last = (sum(max(ends[place][1] - ends[place][0], 0) for ends in intervals) for place in (0, 1))
+    return first, last
+
+
+def _ends(intervals: Iterable[Interval], names: dict[str, Any], count: int) -> list[list[tuple[int, int]]] | None:
+    """First keys and ends of intervals of a long sequence; None if lengths and scalars do not decide. ``names`` has
+    values of ``count`` places."""
+    evaluated = []
+    for interval in intervals:
+        lo, hi = (evaluate(written(end), names, count) for end in (interval.lo, interval.hi))
         if (lo is None and interval.lo is not None) or (hi is None and interval.hi is not None):
             return None
-        seen = [max(min(to, _LONG) - max(at, 0), 0) for at, to in zip(lo or [0, 0], hi or [_LONG] * 2, strict=True)]
-        first, last = first + seen[0], last + seen[1]
-    return first, last
+        ends = zip(lo or [0] * count, hi or [_LONG] * count, strict=True)
+        evaluated.append([(max(at, 0), min(to, _LONG)) for at, to in ends])
+    return evaluated
 
 
 def last_see_most(spec: KernelSpec) -> bool:

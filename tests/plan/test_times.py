@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attngen import resources
-from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, times_of
+from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, row_time, times_of
 from attngen.runtime.geometry.prediction import Card
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.order import preferred
@@ -14,6 +14,7 @@ from attngen.tools.bench.small.inputs import call_of
 from attngen.tools.bench.small.shapes import Shape
 from attngen.tools.build.pipeline import plans
 from attngen.tools.verify.interpreter import kernel_of
+from tests.plan.specs import kernel_spec, planned
 
 MULTIPROCESSORS = 132
 
@@ -68,7 +69,10 @@ def kernels() -> list[Kernel]:
         (Shape("causal", 128, 4, 16, 16, 4096, 4096), "m128n128s2c2"),  # 192 rows lose two steps where tiles are short
         (Shape("causal", 128, 1, 16, 16, 16384, 16384), "m192n80s2c3"),
         (Shape("sliding_window", 128, 1, 32, 8, 16384, 16384), "m192n64s2c3_pack"),
-        (Shape("sliding_window", 128, 1, 16, 16, 16384, 16384), "m192n64s2c3"),
+        (Shape("sliding_window", 128, 1, 32, 8, 8192, 8192), "m192n64s2c3_pack"),
+        (Shape("sliding_window", 128, 1, 16, 16, 16384, 16384), "m128n128s2c2"),
+        (Shape("sliding_window", 128, 1, 8, 8, 2048, 2048), "m128n128s2c2"),
+        (Shape("sliding_window", 64, 1, 8, 8, 2048, 2048), "m128n128s2c2"),  # 128 tiles: one wave
         (Shape("sliding_window", 64, 1, 64, 16, 16384, 16384), "m192n64s2c3_pack"),
         (Shape("sliding_window", 64, 1, 64, 64, 16384, 16384), "m192n128s2c3"),
         (Shape("full", 64, 1, 32, 32, 256, 256), "m64n128s2c1"),
@@ -82,3 +86,38 @@ def test_calls_take_the_kernel_that_was_fastest(kernels: list[Kernel], shape: Sh
     own = [kernel for kernel in kernels if kernel.variant_name == shape.variant]
     call = call_of(shape, own[0].variant)
     assert preferred(own, call, Card(MULTIPROCESSORS))[0].name.endswith(fastest)
+
+
+_OWN = "variants:\n  own:\n    mask: {mask}\n{more}"
+
+
+@pytest.mark.parametrize(
+    ("mask", "head_dim", "tile"),
+    [
+        ('"0 <= q_pos - kv and q_pos - kv < 256"', 64, (128, 128)),  # no tile of keys that 192 rows see as a whole
+        ('"0 <= q_pos - kv and q_pos - kv < 1024"', 64, (128, 128)),
+        ('"0 <= q_pos - kv and q_pos - kv < 4096"', 64, (192, 128)),
+        ('"abs(q_pos - kv) < window"', 64, (192, 128)),  # assumed to be a share of the keys
+        ('"0 <= q_pos - kv and q_pos - kv < 256"', 128, (128, 128)),
+        ('"abs(q_pos - kv) < window"', 128, (128, 128)),
+        ('"q_pos >= kv and (kv < 4 or q_pos - kv < 1024)"', 128, (128, 128)),
+        ('"abs(q_pos - kv) < window"', 256, (128, 64)),
+    ],
+)
+def test_windows_take_the_tile_whose_rows_should_take_less_time(
+    mask: str, head_dim: int, tile: tuple[int, int]
+) -> None:
+    more = "    scalars: {window: {type: int32, min: 1}}\n" if "window" in mask else ""
+    one = planned("own", declared=_OWN.format(mask=mask, more=more), head_dim=head_dim, backend="cuda")
+    assert (one.tile_m, one.tile_n) == tile
+
+
+def test_time_of_a_row_by_hand() -> None:
+    spec = kernel_spec("own", declared=_OWN.format(mask='"0 <= q_pos - kv and q_pos - kv < 1024"', more=""))
+    of = {(row.consumers, row.tile_n): row for row in TABLE if row.columns == 128}
+    wide, narrow = of[2, 128], of[3, 64]
+    assert row_time(spec, 2, 128, 128) == pytest.approx((wide.tile + 9 * wide.step) / 128)
+    assert row_time(spec, 3, 64, 128) == pytest.approx((narrow.tile + (19 + 2) * narrow.step) / 192)
+    ids = "    tensors: {ids: {dtype: int32, shape: [b, seqlen_k], monotone: {axis: 1}}}\n"
+    documents = kernel_spec("own", declared=_OWN.format(mask='"ids[b, q_pos] == ids[b, kv]"', more=ids))
+    assert row_time(documents, 2, 128, 128) is None

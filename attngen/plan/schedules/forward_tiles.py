@@ -33,7 +33,7 @@ from attngen.plan.schedules.forward_pipes import forward_roles
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, register_refusal, registers_of, searches
 from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max
 from attngen.plan.schedules.structures import HopperForward
-from attngen.plan.times import first_see_many_more, first_see_most, last_see_most
+from attngen.plan.times import first_see_many_more, first_see_most, last_see_most, row_time
 from attngen.plan.traits import (
     NO_KEY_VALUES,
     bands_of,
@@ -81,6 +81,10 @@ _MOST_BLOCKS = 8
 
 #: Columns up to which query tiles may be cut into parts; beyond, kernels with tile maps would spill registers.
 _CUT_COLUMNS = 128
+
+#: Consumers and keys of the tiles that windows may have instead of their usual ones, up to how many columns, and by how
+#: much their rows may take longer: short calls of fewer rows in a tile end more evenly.
+_WIDE, _WIDE_COLUMNS, _MORE_EVEN = (2, 128), 128, 1.045
 
 #: With this many consumers or more, tiles have so many rows that few calls end evenly.
 _FEW_TILES = 3
@@ -194,6 +198,8 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
                 families |= {"held_table"}
         rows = [row for row in form.table if row.family in families and max(qk, v) <= row.head_dim]
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
+        if "window" in families and not form.transposes and _has_rows_of_one_head(spec):
+            choice = _faster(spec, choice, max(qk, v))
         if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
             # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
             choice = next((row for row in rows if row.consumers < _FEW_TILES), choice)
@@ -206,6 +212,22 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
         choices = (choice, replace(choice, consumers=_FEW_CONSUMERS)) if tiled else (choice,)
         for tile_n, one in product((spec.tile_n or usual, *fewer), choices):
             yield Candidate(one, tile_n, tiled, by_distance)
+
+
+def _faster(spec: KernelSpec, usual: Choice, columns: int) -> Choice:
+    """The ``usual`` choice for a mask whose bands end on the left, or tiles of 128 x 128 if rows in the middle of a
+    long sequence should take less time in these."""
+    if columns > _WIDE_COLUMNS:
+        return usual
+    wide = replace(usual, consumers=_WIDE[0], tile_n=_WIDE[1])
+    times = [row_time(spec, each.consumers, each.tile_n, columns) for each in (usual, wide)]
+    return wide if times[0] and times[1] and times[1] < _MORE_EVEN * times[0] else usual
+
+
+def _has_rows_of_one_head(spec: KernelSpec) -> bool:
+    """Whether the rows of a tile are neighbouring queries of one head of a dense sequence, whose keys no blocks
+    share."""
+    return spec.layout == "dense" and not (spec.pack_gqa or spec.split_tiles)
 
 
 def _rooms(spec: KernelSpec) -> tuple[int, ...]:
@@ -480,8 +502,6 @@ def _families(spec: KernelSpec, iteration: str) -> frozenset[str]:
         visible = bands_of(spec).visible
         if spec.layout == "dense" and any(interval.lo is not None for interval in visible):
             families.add("window")
-            if len(visible) > 1 and not (spec.pack_gqa or spec.split_tiles):
-                families.add("two_intervals")
         elif spec.layout == "dense" and spec.pack_gqa is not True:
             families.add("plain")
             if spec.head_dim_v <= _NARROW_V < spec.head_dim_qk:
@@ -494,6 +514,8 @@ def _families(spec: KernelSpec, iteration: str) -> frozenset[str]:
         families.add("score")
     if reads_data_per_key(spec.variant):
         families.add("listed")
+        if _has_rows_of_one_head(spec):
+            families.add("listed_by_head")
     elif _only_scores(spec):
         families.add("scored")
     if spec.pack_gqa:

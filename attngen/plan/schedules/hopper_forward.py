@@ -41,8 +41,9 @@ _ONE_HEAD_COLUMNS = 192
 #: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
 #: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
 #: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
-#: "listed" mask loads a value for each key; a "window" is light and ends on the left, so that small tiles save much;
-#: "two_intervals" are a window beside other keys, for which a whole tile comes first if consumers skip none;
+#: "listed" mask loads a value for each key, and where rows are of one head ("listed_by_head") a whole tile of more keys
+#: may come first; a "window" is light and ends on the left, so that small tiles save much where heads share rows; of
+#: single heads ``forward_tiles`` takes tiles of 128 x 128 if predicted times say so;
 #: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys; for a "biased"
 #: score the tiles of biases come with those of K, and take room beside them, a "narrow_bias" of one byte little; a
 #: "mapped" mask comes as a tile map, whose blocks (documents, images) seldom begin at a multiple of 96 or 192, and the
@@ -61,8 +62,9 @@ TABLE = (
     Choice("score", 64, 3, 64, "pingpong"),
     Choice("scored", 128, 3, 80, "pingpong"),
     Choice("score", 128, 3, 64, "pingpong"),
+    Choice("listed", 64, 3, 64, "pingpong"),
+    Choice("listed_by_head", 128, 2, 128, "pingpong"),
     Choice("listed", 128, 3, 64, "pingpong"),
-    Choice("two_intervals", 128, 2, 128, "pingpong"),
     Choice("window", 128, 3, 64, "pingpong"),
     Choice("plain", 96, 3, 96, "pingpong"),
     Choice("any", 128, 2, 128, "pingpong"),

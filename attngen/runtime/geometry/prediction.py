@@ -34,6 +34,10 @@ _MANY_WAVES = 6
 #: Of the bandwidth of a card, what its memory reaches in these calls.
 _USABLE = 0.8
 
+#: A step of tiles that end with the last visible key, where heads share their rows, beside one of the measured kernels,
+#: which have code to skip tiles.
+_ALIKE = 0.92
+
 #: Steps that a tile of work loses where its consumers skip what their own rows do not see, and wait for one another.
 _LOST_STEPS = 2
 
@@ -86,6 +90,8 @@ def predict(
     if not times:
         return None
     launch, tile, step = times
+    if _sees_alike(kernel, call):
+        step *= _ALIKE
     seqlen_q, seqlen_k = lengths(call)
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows, tiles = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k), q_tiles * units
@@ -142,6 +148,12 @@ def lengths(call: Call) -> tuple[int, int]:
     return max(seqlen_q, 1), call.seqlen_k if call.page_size else max(min(-(-call.total_k // batch), call.seqlen_k), 1)
 
 
+def _sees_alike(kernel: Kernel, call: Call) -> bool:
+    """Whether the rows of a tile see nearly the same keys, though these end on both sides: they are heads of few
+    queries."""
+    return kernel.pack_gqa and group_of(call) > 1 and kernel.structure.anchor > 0
+
+
 def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:
     """KV tiles of each query tile of a head, in order, run-length encoded: (KV tiles, query tiles with as many)."""
     m, n = kernel.tile_m, kernel.tile_n
@@ -168,7 +180,7 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
         high = [min(-(-at // n), every) for at in evaluate(hi, names, count) or [seqlen_k] * count]
         seen = [tiles + max(end - begin, 0) for tiles, begin, end in zip(seen, low, high, strict=True)]
     rows: list[tuple[int, int]] = []
-    lost = _LOST_STEPS if kernel.skips else 0
+    lost = _LOST_STEPS if kernel.skips and not _sees_alike(kernel, call) else 0
     step = 1 if kernel.structure.from_first else -1
     for tiles, width in zip(seen[::step], widths[::step], strict=True):
         steps = min(tiles, every) + lost

@@ -1,9 +1,9 @@
-// fwd_sm90a_wgmma_bf16_d128_packed_documents_m192n64s2c3
+// fwd_sm90a_wgmma_bf16_d64_sliding_window_m128n128s2c2
 //
-// Attention forward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
+// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
@@ -17,18 +17,18 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 192;  // query rows of a tile of work
-constexpr int kBlockN = 64;  // keys of one step
-constexpr int kHeadDimQk = 128;
-constexpr int kHeadDimV = 128;
-constexpr int kConsumers = 3;  // warpgroups that multiply
-constexpr int kThreads = 512;
+constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockN = 128;  // keys of one step
+constexpr int kHeadDimQk = 64;
+constexpr int kHeadDimV = 64;
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kThreads = 384;
 // What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
-constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
-constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
+constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
+constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
 static_assert(kSkippedBit + kConsumers <= 32);
-constexpr int kProducerRegisters = 56, kConsumerRegisters = 152;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 constexpr int kElementBytes = sizeof(Element), kOutElementBytes = sizeof(OutElement);
 static_assert(kOutElementBytes == 2);  // O leaves its registers in pairs of 16 bits
 constexpr int kMmaK = 16;  // K of one wgmma: the elements that it sums over
@@ -37,29 +37,28 @@ constexpr int kPacked = 4 / kElementBytes;  // probabilities in a register
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy brings
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
-constexpr int kOutColumns = 128;  // columns of O that are staged at once
+constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRecomputeAbove = 0x1p40f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
 constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 98304 B: Q
-constexpr uint32_t kK = kShared + 98304;  // 32768 B: K, a tile per stage
-constexpr uint32_t kV = kShared + 131072;  // 32768 B: V, a tile per stage
-constexpr uint32_t kOut = kShared + 163840;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
-constexpr uint32_t kQFull = kShared + 213632;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 213648;  // 16 B: barriers
-constexpr uint32_t kKFull = kShared + 213664;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 213680;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 213696;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 213712;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 213728;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 213744;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 213760;  // 8 B: barriers
-constexpr uint32_t kKeyValues = kShared + 213768;  // 1024 B: values of the keys of two tiles in each stage of K, which the mask reads
-constexpr uint32_t kTileInfo = kShared + 214792;  // 8 B: which tile is in each stage of K
+constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
+constexpr uint32_t kK = kShared + 32768;  // 32768 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 65536;  // 32768 B: V, a tile per stage
+constexpr uint32_t kOut = kShared + 98304;  // 16384 B: O, for its store
+constexpr uint32_t kWork = kShared + 114688;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kQFull = kShared + 115328;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 115344;  // 16 B: barriers
+constexpr uint32_t kKFull = kShared + 115360;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 115376;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 115392;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 115408;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 115424;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 115440;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 115456;  // 8 B: barriers
+constexpr uint32_t kTileInfo = kShared + 115464;  // 8 B: which tile is in each stage of K
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
@@ -69,35 +68,24 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
-  kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
-  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
+  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
-constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
+constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * kElementBytes;
 constexpr uint32_t kOutBytes = 64 * kOutColumns * kOutElementBytes;  // of one consumer
-static_assert(kConsumers * kOutBytes == 49152);
-static_assert(QRing::kStages * kQBytes == 98304);
+static_assert(kConsumers * kOutBytes == 16384);
+static_assert(QRing::kStages * kQBytes == 32768);
 static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
 // How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
-
-// What the mask reads of a key; it comes with the tile of K.
-struct KeyValues {
-  int u_doc_kv;
-};
-static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1024);
-
-// What it reads of a row.
-struct RowValues {
-  int u_doc_q_pos;
-};
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
 struct Spans {
@@ -125,16 +113,15 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d128_packed_documents_m192n64s2c3(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d64_sliding_window_m128n128s2c2(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
-    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter, const int* u_doc,
+    bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    long long stride_u_doc_0,
-    int extent_u_doc_0, int extent_u_doc_1,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
+    int u_window,
     int write_lse, int has_seqused_k
 ) {
   launch_dependents();
@@ -145,13 +132,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
     init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
-    init_barriers(kQEmpty, 2, 3);  // each consumer
+    init_barriers(kQEmpty, 2, 2);  // each consumer
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kKEmpty, 2, 3);  // each consumer
+    init_barriers(kKEmpty, 2, 2);  // each consumer
     init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
-    init_barriers(kVEmpty, 2, 3);  // each consumer
-    init_barriers(kWorkFull, 2, 4);  // the scheduler's lanes that write the record
-    init_barriers(kWorkEmpty, 2, 13);  // each warp of the consumers, and the loader of Q
+    init_barriers(kVEmpty, 2, 2);  // each consumer
+    init_barriers(kWorkFull, 2, 3);  // the scheduler's lanes that write the record
+    init_barriers(kWorkEmpty, 2, 9);  // each warp of the consumers, and the loader of Q
     init_barriers(kWorkAsked, 1, 1);  // the loader of K and V
     fence_barrier_init();
   }
@@ -189,15 +176,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int q_hi = min(q_start + (part < kConsumers ? 64 : kBlockM), seqlen_q) - 1;
           const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-          const int u_q_pos_lo_max_0 = max(q_pos_lo, 0);
-          const int u_doc_q_pos_lo_max_0 = (u_q_pos_lo_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_lo_max_0)] : 0;
-          const int u_doc_from = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_q_pos_lo_max_0, false);
-          const int visible_lo = u_doc_from / kBlockN;
+          const int u_window_min_1073741823 = min(u_window, 1073741823);
+          const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
           const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-          const int full_lo = (max(u_doc_from, 0) + kBlockN - 1) / kBlockN;
-          const int u_q_pos_hi_max_0 = max(q_pos_hi, 0);
-          const int u_doc_q_pos_hi_max_0 = (u_q_pos_hi_max_0 < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(u_q_pos_hi_max_0)] : 0;
-          const int full_hi = min(max(u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0 ? q_pos_lo + 1 : 0, 0) / kBlockN, whole_tiles);
+          const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
+          const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
           spans = {visible_lo, visible_hi, full_lo, full_hi};
           if (q_start >= seqlen_q) spans = {};
           const int tiles = max(spans.visible_hi - spans.visible_lo, 0);
@@ -205,9 +188,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
-          for (int i = lane; i < rows * 16; i += 32) {
-            const int q = work.q_start + i / 16;
-            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 16)) = {};
+          for (int i = lane; i < rows * 8; i += 32) {
+            const int q = work.q_start + i / 8;
+            *reinterpret_cast<int4*>((out_ptr + work.b * stride_out_b + work.h * stride_out_h + (q) * stride_out_s) + kOutChunk * (i % 8)) = {};
           }
           for (int i = lane; write_lse && i < rows; i += 32) {
             const int q = work.q_start + i;
@@ -233,7 +216,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         index = next_tile();
       }
     } else if (warp == kLoader) {
-      // The loader of K and V: from the last tile of keys to the first. V follows K one step later, as consumers read it.
+      // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
+      // the last to the first. V follows K one step later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
       while (true) {
@@ -241,9 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
         const int b = work.b, tiles = work.tiles, seqlen_k = work.seqlen_k;
         const int hk = work.h / group;
-        const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
         const Spans mine = work.spans[min(lane, kConsumers)], all = work.spans[kConsumers];
-        const bool sees_any = max(mine.visible_hi - mine.visible_lo, 0) > 0;
         work_ring.advance();
         if (__any_sync(~0u, tiles < 0)) break;
         __syncwarp();
@@ -262,24 +244,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
         };
-        // `tile_info` is the tile, above it a bit for each consumer that needs the mask and one for each that sees nothing.
+        // `tile_info` is the tile, above it a bit for each consumer that needs the mask.
         const auto load_step = [&](int tile, int tile_info) {
-          // Before waiting for room, so that they come meanwhile.
-          KeyValues key_values[(kBlockN + 31) / 32];
-#pragma unroll
-          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
-            const int kv = tile * kBlockN + 32 * i + lane;
-            const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
-            key_values[i] = {u_doc_kv};
-          }
           k_ring.acquire();
-          const uint32_t to = kKeyValues + sizeof(KeyValues) * kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase);
-#pragma unroll
-          for (int i = 0; i < (kBlockN + 31) / 32; ++i) {
-            const int key = 32 * i + lane;
-            if (key < kBlockN) shared_at<KeyValues>(to + sizeof(KeyValues) * key) = key_values[i];
-          }
-          __syncwarp();
           if (lane == 0) {
             if (remaining == kLookahead && tiles > kLookahead) Event<kWorkAsked>::arrive();
             shared_at<int>(kTileInfo + 4 * k_ring.stage) = tile_info;
@@ -297,11 +264,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           k_ring.advance();
         };
 
+        const bool any_whole = min(all.full_hi, all.visible_hi) > max(all.full_lo, all.visible_lo);
+        const int first = (any_whole ? min(all.full_hi, all.visible_hi) : all.visible_hi) - 1;
         while (__any_sync(~0u, remaining > 0)) {
-          const int tile = all.visible_lo + remaining - 1;
+          const int place = all.visible_lo + remaining - 1;
+          const int tile = remaining == tiles ? first : place + (place >= first);
           const uint32_t partial = ~__ballot_sync(~0u, tile >= mine.full_lo && tile < mine.full_hi) & (1u << kConsumers) - 1;
-          const uint32_t skipped = __ballot_sync(~0u, sees_any && !(tile >= mine.visible_lo && tile < mine.visible_hi)) & (1u << kConsumers) - 1;
-          load_step(tile, tile | partial << kPartialBit | skipped << kSkippedBit);
+          load_step(tile, tile | partial << kPartialBit);
         }
         load_v();
       }
@@ -383,42 +352,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     KRing k_ring;
     VRing v_ring;
     int tile_info = 0;
-    uint32_t key_values = 0;  // where those of the lane's keys begin
-    const auto of_key = [&](int key) { return shared_at<KeyValues>(key_values + sizeof(KeyValues) * key); };
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
       k_ring.advance();
     };
-    VRing held;        // the tile of V that O += P V still has to read,
-    int held_for = 0;  // and how many tiles were skipped since
-    const auto wait_v = [&] { held.wait(); };
+    const auto wait_v = [&] { v_ring.wait(); };
     const auto release_v = [&] {
-      if (leader) held.release();
-    };
-    // Holds the tile of V that belongs to these logits until O += P V.
-    const auto hold_v = [&] {
-      held = v_ring;
-      held_for = 0;
-      v_ring.advance();
-    };
-    const auto skip_v = [&] {
-      // Only the warp that releases it waits: another one might come when the phase is over, and would wait for the next.
-      if (warp % 4 == 0) v_ring.wait();
       if (leader) v_ring.release();
       v_ring.advance();
     };
-    // Waits for the next tile of K; true if these rows see nothing of it.
     const auto wait_k = [&] {
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
-      key_values = kKeyValues + sizeof(KeyValues) * (kBlockN * (k_ring.stage + KRing::kStages * k_ring.phase) + 2 * (lane % 4));
-      return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
-    };
-    // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
-      take_turn();
-      pass_turn();
     };
     const auto next_work = [&] {
       work_ring.wait();
@@ -432,42 +378,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     Place work = next_work();
     bool more = __any_sync(~0u, work.tiles > 0);
     left = work.tiles;
-    // Waits for the first tile; true if these rows see nothing of it, and there is another.
-    const auto first_is_blind = [&] {
+    const auto wait_operands = [&] {
       q_ring.wait();
-      return wait_k() && __any_sync(~0u, left > 1);
+      wait_k();
     };
-    // Skips the tiles that these rows do not see, and computes S of the first that they do.
-    const auto start = [&](bool blind, bool turn_is_spent) {
-      while (blind) {
-        if (!turn_is_spent) give_up_turn();
-        turn_is_spent = false;
-        release_k();
-        skip_v();
-        --left;
-        blind = wait_k() && __any_sync(~0u, left > 1);
-      }
+    const auto start = [&] {
+      wait_operands();
       take_turn();
       issue_qk(k_ring.stage, q_ring.stage);
       pass_turn();
       wait_products<0>();
       fence_registers(s);
     };
-    if (more) start(first_is_blind(), false);
+    if (more) start();
     while (more) {
       const int seqlen_k = work.seqlen_k;
-      const int b = work.b;
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
-      const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
-      RowValues of_rows[2];
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-        const int q_pos = q_row + (seqlen_k - seqlen_q);
-        const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
-        of_rows[row] = {u_doc_q_pos};
-      }
       float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
@@ -477,27 +404,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const int kv_first = (tile_info & kTileMask) * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           struct Row {
-            int u_doc_q_pos;
+            int visible_from;
             int visible_to;
           };
           Row rows[2];
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
-            const auto [u_doc_q_pos] = of_rows[row];
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {u_doc_q_pos, visible_to};
+            rows[row] = {visible_from, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-            const auto [u_doc_kv] = of_key(key);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [u_doc_q_pos, visible_to] = rows[row];
-              if (!(key < visible_to && u_doc_q_pos == u_doc_kv)) x = kMasked;
+              const auto [visible_from, visible_to] = rows[row];
+              if (key < visible_from || key >= visible_to) x = kMasked;
             }
           }
         }
@@ -505,7 +431,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The first tile. Its S is there.
       release_k();
-      hold_v();
       finish_logits();
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
@@ -514,18 +439,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
-        // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
-        if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
-          give_up_turn();
-          release_k();
-          skip_v();
-          ++held_for;
-          continue;
-        }
+        wait_k();
         take_turn();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
-        issue_pv(held.stage);  // O += P V of the tile before
+        issue_pv(v_ring.stage);  // O += P V of the tile before
         pass_turn();
         wait_products<1>();
         fence_registers(s);
@@ -552,7 +470,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
-        hold_v();
       }
 
       if (leader) q_ring.release();
@@ -601,24 +518,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;
-      const bool blind = more && first_is_blind();
+      if (more) wait_operands();
       wait_v();
       take_turn();
-      if (blind) {
-        issue_pv(held.stage);
-        pass_turn();
-        free_out();
-        wait_products<0>();
-        write_out();
-        start(true, true);
-      } else {
-        issue_pv(held.stage);
-        issue_qk(k_ring.stage, q_ring.stage);
-        pass_turn();
-        free_out();
-        wait_products<1>();
-        write_out();
-      }
+      issue_pv(v_ring.stage);
+      issue_qk(k_ring.stage, q_ring.stage);
+      pass_turn();
+      free_out();
+      wait_products<1>();
+      write_out();
       if (write_lse && lane % 4 == 0) {
 #pragma unroll
         for (int row = 0; row < 2; ++row) {
