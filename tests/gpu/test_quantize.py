@@ -263,10 +263,12 @@ def test_scales_from_a_sample(dim: int, dtype: torch.dtype) -> None:
             for centered in (True, False):
                 if lengths[1] > 1 or not centered:
                     by_sample.check(*call, centered)
+                by_sample.check_groups(*call, centered)
                 if lengths[1] > 1:
                     assert not by_sample.redone(*call, centered)
                     given["v"].view(-1)[-3] = 3e4
                     assert by_sample.redone(*call, centered)
+                    by_sample.check_groups(*call, centered)
                     given["v"].view(-1)[-3] = 1
     assert rounds_by_a_sample()
 
