@@ -14,7 +14,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare_each
-from tests.gpu.family import compiled_kernels, known
+from tests.gpu.family import compiled_kernels, in_graph, known
 from tests.gpu.test_decode import close, on_gpu, own_of
 from tests.integrations import sglang_stub, vllm_mla_cases, vllm_stub
 from tests.integrations.stubs import imported_with
@@ -47,12 +47,12 @@ def _known() -> None:
 
 def paged(
     variant: str, lengths: list[int], *, heads: int = 16, queries: int = 1, page_size: int = 64, head_dim: int = 576,
-    dtype: torch.dtype = torch.bfloat16, page_layout: str = "NHD", **given: Any,
+    dtype: torch.dtype = torch.bfloat16, page_layout: str = "NHD", scale: float = 1.0, **given: Any,
 ) -> None:  # fmt: skip
     """Compare a call over pages, all of whose other rows and entries are wrong, with float64 on the CPU."""
     c = pages_of(lengths, page_size, kv_heads=1, head_dim=head_dim, page_layout=page_layout, dtype=dtype)
     torch.manual_seed(len(lengths))
-    q = torch.randn(len(lengths), queries, heads, head_dim).to(dtype)
+    q = (scale * torch.randn(len(lengths), queries, heads, head_dim)).to(dtype)
     own = own_of(variant, len(lengths), queries, heads)
     call = {"variant": variant, "page_layout": page_layout, "return_lse": True}
     cache = c.k_pages.double()
@@ -71,6 +71,37 @@ def paged(
 @pytest.mark.parametrize("queries", [1, 2, 5, 16])
 def test_heads_and_queries(heads: int, queries: int) -> None:
     paged("causal", [0, 1, 63, 64, 65, 200, 1500], heads=heads, queries=queries)
+
+
+@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (32, 1), (8, 4), (96, 1), (128, 2)])
+def test_large_logits(heads: int, queries: int) -> None:
+    """The row max follows the running max again and again."""
+    paged("causal", [0, 5, 64, 3000], heads=heads, queries=queries, scale=6.0)
+
+
+@pytest.mark.parametrize(("heads", "lengths"), [(16, [9000]), (128, [9000]), (128, [700] * 40), (16, [640, 900] * 40)])
+def test_partial_results_are_merged_again_and_again(heads: int, lengths: list[int]) -> None:
+    """Calls one after the other, and replays of a graph, have the bits of the first one."""
+    torch.manual_seed(0)
+    pages = -(-max(lengths) // 64)
+    cache = torch.randn(len(lengths) * pages, 64, 1, 576).bfloat16().cuda()
+    table = torch.randperm(len(lengths) * pages).int().view(len(lengths), pages).cuda()
+    q = torch.randn(len(lengths), 1, heads, 576).bfloat16().cuda()
+    used = torch.tensor(lengths, dtype=torch.int32).cuda()
+
+    def call() -> Tensor:
+        out = attngen.attention_paged(q, cache, cache[..., :VALUES], table, used, package=PACKAGE)
+        assert isinstance(out, Tensor)
+        return out
+
+    first = call()
+    graph, replayed = in_graph(call)
+    for _ in range(20):
+        replayed.zero_()
+        graph.replay()
+        assert torch.equal(replayed, first)
+        assert torch.equal(call(), first)
+    paged("causal", lengths[:3], heads=heads)
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 48, 64, 80, 128])
