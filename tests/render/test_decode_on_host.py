@@ -26,7 +26,7 @@ HOST = root() / "tests" / "host"
 #: Headers that are compiled as they are, but for what they ask of the hardware.
 COMPILED = (
     "softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh", "pair.cuh",
-    "quad.cuh",
+    "quad.cuh", "lane_max.cuh",
 )  # fmt: skip
 
 #: What headers ask of the hardware in PTX, and the same on the host.
