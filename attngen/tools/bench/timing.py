@@ -32,6 +32,10 @@ _ESTIMATED = 5
 #: A call is host-bound when enqueuing it takes this fraction of the time that it takes on the GPU.
 HOST_FRACTION = 0.9
 
+#: Calls wait in a queue where enqueuing one takes this fraction of its time. It is less than the fraction above: of few
+#: calls the last one is still on the GPU when the host is done, which hides that the host is slower.
+_HELD_FRACTION = 0.5
+
 #: The time that a queue is given to fill, over what enqueuing its calls took before.
 _LEAD = 1.5
 
@@ -191,7 +195,7 @@ class Batches:
         for _ in contender.calls:
             self._batch(1)
         estimate, self._host_us = self._batch(_ESTIMATED)
-        self._host_bound = Timing((estimate,), self._host_us, True).host_bound
+        self._held = self._host_us >= _HELD_FRACTION * 1e3 * estimate
         self._repeats = max(math.ceil(SAMPLE_MS / max(estimate, 1e-6)), 2)
 
     def output(self) -> Any:
@@ -216,7 +220,7 @@ class Batches:
                 for _ in range(count):
                     next(self._calls)()
 
-        return Work(enqueue, count, _LEAD * count * self._host_us / 1e3 if self._host_bound else 0.0)
+        return Work(enqueue, count, _LEAD * count * self._host_us / 1e3 if self._held else 0.0)
 
     def _batch(self, count: int) -> tuple[float, float]:
         """Run a number of calls; return the milliseconds of one, and the host's microseconds for one."""
