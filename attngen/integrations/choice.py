@@ -120,13 +120,11 @@ def attend(
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend,
         "deterministic": deterministic, **(descales or {}),
     }  # fmt: skip
-    own = candidates[0].arguments.values()
-    learns = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v, *own))
     if DROPOUT_P.name in candidates[0].arguments and RNG_STATE.name not in candidates[0].arguments:
         state = {RNG_STATE.name: draw(q.device)}
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
-    ordered = deterministic or asks_for_determinism() == 2
     if is_traced(q):
+        learns, ordered = _learns(candidates, q, k, v), deterministic or asks_for_determinism() == 2
         names = tuple(candidate.variant for candidate in candidates)
         layout = _layout(packing, pages)
         dtype, kv_dtype, device = _dtype(q), _dtype(v), q.device.type
@@ -138,11 +136,16 @@ def attend(
         return _call(candidates[place], name, q, k, v, packing, pages, options)
     if not on_gpu(q) or backend == "reference":
         return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, pages, options)
-    layout = _layout(packing, pages)
-    kind = _kind(candidates, q, v, layout, learns, ordered)
-    last = first = _LAST.get(kind)
-    if first is None:
-        first = _with_backward(candidates, q, v, layout, ordered) if learns else 0
+    kind: tuple[Any, ...] | None = None
+    last, first = None, 0
+    if len(candidates) > 1:
+        learns, ordered = _learns(candidates, q, k, v), deterministic or asks_for_determinism() == 2
+        layout = _layout(packing, pages)
+        kind = _kind(candidates, q, v, layout, learns, ordered)
+        last = _LAST.get(kind)
+        first = last or 0
+        if last is None and learns:
+            first = _with_backward(candidates, q, v, layout, ordered)
     error: NoKernelError | None = None
     for place in (first, *(i for i in range(len(candidates)) if i != first)):
         chosen = candidates[place]
@@ -151,7 +154,7 @@ def attend(
         except NoKernelError as refused:
             error = refused
             continue
-        if place != last:
+        if kind is not None and place != last:
             _LAST.put(kind, place)
         return result
     refusal = none_takes(candidates, spec, error)
@@ -160,6 +163,12 @@ def attend(
     warnings.warn(f"attention runs on the slow reference: {refusal}", RuntimeWarning, stacklevel=3)
     options["backend"] = "reference"
     return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, pages, options)
+
+
+def _learns(candidates: Sequence[Candidate], *tensors: Tensor) -> bool:
+    """Whether a call is to be differentiated."""
+    own = candidates[0].arguments.values()
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*tensors, *own))
 
 
 def reason_against(
@@ -204,19 +213,20 @@ def _call(
     if candidate.finish is not None:
         options = {**options, "return_lse": True}
     result: Any
+    own = candidate.own()
     if pages is not None:
-        rest = {name: value for name, value in options.items() if name not in ("seqused_k", "deterministic")}
+        rest = {**options, **own}
+        del rest["deterministic"], rest["seqused_k"]
         result = calls.attention_paged(
             q, k, v, pages.page_table, options["seqused_k"], cu_seqlens_q=pages.cu_seqlens_q,
             max_seqlen_q=pages.max_seqlen_q, num_splits=pages.num_splits, out=pages.out, variant=chosen, **rest,
-            **candidate.own(),
         )  # fmt: skip
     elif packing is None:
-        result = calls.attention(q, k, v, variant=chosen, **options, **candidate.own())
+        result = calls.attention(q, k, v, variant=chosen, **options, **own)
     else:
         starts_q, starts_k, longest_q, longest_k = packing
         result = calls.attention_varlen(
-            q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **candidate.own()
+            q, k, v, starts_q, starts_k, longest_q, longest_k, variant=chosen, **options, **own
         )
     return result if candidate.finish is None else candidate.finish(*result)
 

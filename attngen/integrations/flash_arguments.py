@@ -37,7 +37,11 @@ def tensor(name: str, value: Any) -> Tensor:
 
 def contiguous_rows(**tensors: Tensor) -> list[Tensor]:
     """The tensors with a contiguous last dimension, copied only if need be, as flash-attn does."""
-    return [given if tensor(name, given).stride(-1) == 1 else given.contiguous() for name, given in tensors.items()]
+    rows = list(tensors.values())
+    for place, (name, given) in enumerate(tensors.items()):
+        if tensor(name, given).stride(-1) != 1:
+            rows[place] = given.contiguous()
+    return rows
 
 
 def sequences_of(cu_seqlens_q: Tensor) -> int:

@@ -9,17 +9,20 @@ graph may capture a call whose lengths change later.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, NoKernelError
+from attngen.integrations import choice
 from attngen.integrations.choice import Candidate, Pages, attend
+from attngen.integrations.constants import counted, filled
 from attngen.integrations.flash_arguments import contiguous_rows, refuse, tensor
+from attngen.runtime.arguments.torch_state import is_traced, watching
+from attngen.runtime.helpers.merge import merge_into_first
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -43,10 +46,10 @@ _SCALES_AFTER_ROWS = [row.bytes for row in LATENT_ROWS.values() if row.scales_af
 
 #: Dtypes of caches in 8 bits: rows of bytes, whatever they are called.
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+_BYTES_BUT_UINT8 = _BYTES[1:]
 
-
-#: Largest sink that is passed to a kernel: in units of log2 it is still finite in float32, and no logit counts beside
-#: it.
+#: Largest sink that counts, as the spec has it: in units of log2 it is still finite in float32, and no logit counts
+#: beside it.
 _LARGEST_SINK = 1e38
 
 #: With the scale multiplied by this, a log-sum-exp of n logits exceeds the largest one by at most log(n) before it is
@@ -54,19 +57,13 @@ _LARGEST_SINK = 1e38
 _SHARPENED = 2.0**20
 
 
-@dataclass(frozen=True, slots=True)
-class _ListedRows:
+class _ListedRows(NamedTuple):
     """A cache, and the rows of it that each query lists; ``prefix`` is what their arguments are called after."""
 
     cache: Tensor
     indices: Tensor
     topk_length: Tensor | None
     prefix: str = ""
-
-    @property
-    def in_8_bits(self) -> bool:
-        """Whether the rows are bytes."""
-        return self.cache.dtype in _BYTES
 
 
 @dataclass
@@ -134,9 +131,11 @@ def flash_mla_with_kvcache(
         raise CallError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has {k_cache.dtype}")
     if indices is not None:
         refuse(_REASONS, causal=causal, descale_q=descale_q, descale_k=descale_k)
-        listed = [_ListedRows(k_cache, indices, topk_length)]
-        listed += _second_cache(k_cache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-        return _listed_in_caches(q, listed, head_dim_v, softmax_scale, attn_sink, one_block=enable_batch_invariant)
+        first = _ListedRows(k_cache, indices, topk_length)
+        second = _second_cache(k_cache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+        return _listed_in_caches(
+            q, first, second, head_dim_v, softmax_scale, attn_sink, one_block=enable_batch_invariant
+        )
     refuse(
         _REASONS, topk_length=topk_length, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
         extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
@@ -206,14 +205,16 @@ def flash_mla_sparse_fwd(
         raise CallError(f"d_v is {d_v}, but kv has {kv.shape[-1]} columns")
     queries = q.shape[0]
     if topk_length is None:
-        topk_length = torch.full((queries,), indices.shape[-1], dtype=torch.int32, device=q.device)
+        topk_length = filled(q, queries, indices.shape[-1])
+    else:
+        topk_length = tensor("topk_length", topk_length)[None]
     q, kv, indices = contiguous_rows(q=q, kv=kv, indices=indices)
-    own = {"indices": indices[:, 0][None], "topk_length": tensor("topk_length", topk_length)[None]}
+    own = {"indices": indices[:, 0][None], "topk_length": topk_length}
     tensors = q[None], kv[None], kv[None, ..., :d_v]
-    out, lse = _listed(*tensors, own, attn_sink, softmax_scale=sm_scale)
+    out, lse = _listed(*tensors, own, attn_sink, sm_scale)
     largest = None
     if return_max_logits:
-        largest = _listed(*tensors, own, None, softmax_scale=_SHARPENED * sm_scale)[1][0].T / _SHARPENED
+        largest = _listed(*tensors, own, None, _SHARPENED * sm_scale)[1][0].T / _SHARPENED
     return out[0], largest, lse[0].T
 
 
@@ -242,12 +243,12 @@ def _scale(name: str, given: Tensor | None, device: torch.device) -> Tensor:
 
 def _second_cache(
     k_cache: Tensor, cache: Tensor | None, indices: Tensor | None, topk_length: Tensor | None
-) -> list[_ListedRows]:
+) -> _ListedRows | None:
     """The rows of the second cache, if a call has one."""
     if cache is None and indices is None:
         if topk_length is not None:
             raise CallError("extra_topk_length counts entries of extra_indices_in_kvcache, which is missing")
-        return []
+        return None
     if cache is None or indices is None:
         missing = "extra_k_cache" if cache is None else "extra_indices_in_kvcache"
         raise CallError(f"extra_k_cache and extra_indices_in_kvcache go together: {missing} is missing")
@@ -257,7 +258,7 @@ def _second_cache(
             f"extra_k_cache must have the format of k_cache, {k_cache.shape[-1]} columns in {k_cache.dtype}, got "
             f"{cache.shape[-1]} in {cache.dtype}"
         )
-    return [_ListedRows(cache, indices, topk_length, "extra_")]
+    return _ListedRows(cache, indices, topk_length, "extra_")
 
 
 def _format(cache: Tensor) -> torch.dtype:
@@ -267,33 +268,47 @@ def _format(cache: Tensor) -> torch.dtype:
 
 def _listed_in_caches(
     q: Tensor,
-    listed: Sequence[_ListedRows],
+    first: _ListedRows,
+    second: _ListedRows | None,
     head_dim_v: int,
     softmax_scale: float | None,
     attn_sink: Tensor | None,
     *,
     one_block: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the listed rows of all caches: a call for each, merged where there are several."""
-    if len(listed) == 1:
-        return _listed_in_cache(q, listed[0], head_dim_v, softmax_scale, attn_sink, one_block=one_block)
-    parts = [_listed_in_cache(q, rows, head_dim_v, softmax_scale, None, one_block=one_block) for rows in listed]
-    if attn_sink is not None:
-        _check_sink(q, attn_sink)
-    (out, lse), (more, lse_of_more) = parts
-    return _merged((out, more), (lse, lse_of_more), attn_sink)
+    """Attention to the listed rows of one cache or of two: a call for each, whose results are merged."""
+    if second is None:
+        out, lse = _listed_in_cache(q, first, head_dim_v, softmax_scale, attn_sink, one_block=one_block)
+    else:
+        if attn_sink is not None:
+            _check_sink(q, attn_sink)
+        results = _listed_in_cache(q, first, head_dim_v, softmax_scale, None, one_block=one_block)
+        others = _listed_in_cache(q, second, head_dim_v, softmax_scale, None, one_block=one_block)
+        out, lse = _merged(results, others, attn_sink)
+    batch, queries, heads, _ = q.shape
+    if queries == 1:
+        return out.view(batch, 1, heads, head_dim_v), lse.permute(2, 1, 0)
+    return out.view(batch, queries, heads, head_dim_v), lse.view(heads, batch, queries).transpose(0, 1)
 
 
 def _merged(
-    outs: tuple[Tensor, Tensor], lses: tuple[Tensor, Tensor], attn_sink: Tensor | None
+    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], attn_sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp (without the sink) over the keys of both parts. Outputs of rows without keys are zeros, so
-    that fewer kernels are needed than ``attngen.merge`` launches."""
-    lse = torch.logaddexp(*lses)
-    total = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.to(lse.dtype)[:, None])
-    total = total.clamp(min=torch.finfo(lse.dtype).min)  # a row without a key has the weights 0, not NaN
-    first, second = ((each - total).exp().transpose(1, 2)[..., None] for each in lses)
-    return torch.addcmul(outs[0] * first, outs[1], second).to(outs[0].dtype), lse
+    that fewer kernels of torch are needed than ``attngen.merge`` launches."""
+    if _may_be_overwritten(*first) and merge_into_first(*first, *second, attn_sink):
+        return first
+    (out, lse), (more, more_lse) = first, second
+    both = torch.logaddexp(lse, more_lse)
+    total = both if attn_sink is None else torch.logaddexp(both, attn_sink.to(both.dtype)[:, None])
+    total = total.clamp(min=torch.finfo(both.dtype).min)  # a row without a key has the weights 0, not NaN
+    of_first, of_second = ((each - total).exp().transpose(1, 2)[..., None] for each in (lse, more_lse))
+    return torch.addcmul(out * of_first, more, of_second).to(out.dtype), both
+
+
+def _may_be_overwritten(out: Tensor, lse: Tensor) -> bool:
+    """Whether results are on a GPU, and nothing but this call has them."""
+    return choice.on_gpu(out) and not (out.requires_grad or lse.requires_grad or is_traced(out) or watching())
 
 
 def _check_sink(q: Tensor, attn_sink: Tensor) -> None:
@@ -311,52 +326,65 @@ def _listed_in_cache(
     one_block: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention to the listed rows of one cache: all queries are of one sequence, whose keys are the whole cache."""
-    k_cache = rows.cache.view(torch.uint8) if rows.in_8_bits else rows.cache
-    name = f"{rows.prefix}indices{'_in_kvcache' if rows.prefix else ''}"
-    indices, topk_length = tensor(name, rows.indices), rows.topk_length
-    if tensor("q", q).dim() != 4 or indices.dim() != 3 or q.shape[:2] != indices.shape[:2]:
+    k_cache, indices, topk_length, prefix = rows
+    if k_cache.dtype in _BYTES_BUT_UINT8:
+        k_cache = k_cache.view(torch.uint8)
+    name = f"{prefix}indices_in_kvcache" if prefix else "indices"
+    shape, listed = tensor("q", q).shape, tensor(name, indices).shape
+    if len(shape) != 4 or len(listed) != 3 or shape[:2] != listed[:2]:
         raise CallError(
-            f"q and {name} must have shape (b, sq, h, head_dim) and (b, sq, topk), got {tuple(q.shape)} and "
-            f"{tuple(indices.shape)}"
+            f"q and {name} must have shape (b, sq, h, head_dim) and (b, sq, topk), got {tuple(shape)} and "
+            f"{tuple(listed)}"
         )
-    (batch, queries, heads), topk = q.shape[:3], indices.shape[-1]
-    blocks, block_size = k_cache.shape[:2]
+    batch, queries, heads, head_dim = shape
+    topk, count = listed[2], batch * queries
+    blocks, block_size, kv_heads, columns = k_cache.shape
     if topk_length is None:
-        topk_length = torch.full((1, batch * queries), topk, dtype=torch.int32, device=q.device)
-    elif tensor(f"{rows.prefix}topk_length", topk_length).shape != (batch,):
-        raise CallError(f"{rows.prefix}topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
+        topk_length = filled(q, count, topk)
+    elif tensor(f"{prefix}topk_length", topk_length).shape != (batch,):
+        raise CallError(f"{prefix}topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
     else:
-        topk_length = topk_length.repeat_interleave(queries, output_size=batch * queries)[None]
+        each = topk_length if queries == 1 else topk_length.repeat_interleave(queries, output_size=count)
+        topk_length = each.unsqueeze(0)
     q, k_cache, indices = contiguous_rows(q=q, k_cache=k_cache, indices=indices)
-    own = {"indices": indices.reshape(1, batch * queries, topk), "topk_length": topk_length}
-    as_one = q.reshape(1, batch * queries, heads, q.shape[-1])
-    scales_after_rows = k_cache.dtype == torch.uint8 and k_cache.shape[-1] in _SCALES_AFTER_ROWS
-    options: dict[str, Any] = {"softmax_scale": softmax_scale}
-    if scales_after_rows or one_block or k_cache.stride(0) != block_size * k_cache.stride(1):
-        options["pages"] = Pages(
-            torch.arange(blocks, dtype=torch.int32, device=q.device)[None], num_splits=1 if one_block else None
-        )
-        options["seqused_k"] = torch.full((1,), blocks * block_size, dtype=torch.int32, device=q.device)
-        keys = k_cache
+    own = {"indices": indices.reshape(1, count, topk), "topk_length": topk_length}
+    as_one = q.reshape(1, count, heads, head_dim)
+    in_8_bits = k_cache.dtype == torch.uint8
+    stride, row = k_cache.stride()[:2]
+    keys, pages, used = k_cache, None, None
+    if one_block or stride != block_size * row or (in_8_bits and columns in _SCALES_AFTER_ROWS):
+        pages = Pages(counted(q, blocks), num_splits=1 if one_block else None)
+        used = filled(q, 1, blocks * block_size)[0]
     else:
-        keys = k_cache.flatten(0, 1)[None]
-    values = keys if k_cache.dtype == torch.uint8 else keys[..., :head_dim_v]
-    out, lse = _listed(as_one, keys, values, own, attn_sink, **options)
+        keys = k_cache.view(1, blocks * block_size, kv_heads, columns)
+    values = keys if in_8_bits else keys[..., :head_dim_v]
+    out, lse = _listed(as_one, keys, values, own, attn_sink, softmax_scale, pages, used)
     if out.shape[-1] != head_dim_v:
         raise CallError(f"head_dim_v is {head_dim_v}, but values of the cache have {out.shape[-1]} columns")
-    return out.view(batch, queries, heads, head_dim_v), lse[0].unflatten(-1, (batch, queries)).transpose(0, 1)
+    return out, lse
 
 
 def _listed(
-    q: Tensor, k: Tensor, v: Tensor, own: dict[str, Tensor], attn_sink: Tensor | None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    own: dict[str, Tensor],
+    attn_sink: Tensor | None,
+    softmax_scale: float | None,
+    pages: Pages | None = None,
+    seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to listed keys, and the log-sum-exp (b, h, sq) without the sink."""
+    name = "listed_keys"
     if attn_sink is not None:
         _check_sink(q, attn_sink)
-        own = {**own, "sinks": attn_sink.clamp(max=_LARGEST_SINK)}
-    name = "listed_keys" if attn_sink is None else "listed_keys_sink"
-    out, lse = attend([Candidate(name, own)], q, k, v, spec=SPEC, return_lse=True, **options)
-    if attn_sink is not None:  # take the sink out of the sum
-        without_sink = -torch.expm1((own["sinks"][:, None] - lse).clamp(max=0.0))
+        name, own = "listed_keys_sink", {**own, "sinks": attn_sink}
+    out, lse = attend(
+        [Candidate(name, own)], q, k, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale, seqused_k=seqused_k,
+        return_lse=True,
+    )  # fmt: skip
+    if attn_sink is not None and not (_may_be_overwritten(out, lse) and merge_into_first(out, lse, sinks=attn_sink)):
+        sinks = attn_sink.to(lse.dtype).clamp(max=_LARGEST_SINK)
+        without_sink = -torch.expm1((sinks[:, None] - lse).clamp(max=0.0))
         lse = torch.where(lse == -math.inf, lse, lse + torch.log(without_sink))
     return out, lse

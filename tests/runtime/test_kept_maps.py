@@ -322,9 +322,9 @@ def test_warm_up_runs_of_a_graph_keep_no_map(calls: Calls, monkeypatch: pytest.M
     trees = SimpleNamespace(get_manager=lambda _, create_if_none_exists: SimpleNamespace(stream=stream))
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)  # type: ignore[arg-type]
     device = torch.device("cuda", 0)
-    assert tile_map._in_graph_pool(device, 7)
-    assert not tile_map._in_graph_pool(device, 8)
-    monkeypatch.setattr(tile_map, "_in_graph_pool", lambda *_: True)
+    assert tile_map.in_graph_pool(device, 7)
+    assert not tile_map.in_graph_pool(device, 8)
+    monkeypatch.setattr(tile_map, "in_graph_pool", lambda *_: True)
     seen = content(20)
     assert calls(seen) is not calls(seen)
     assert calls.launches.calls == ["classify", "classify"]

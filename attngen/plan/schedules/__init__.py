@@ -19,6 +19,7 @@ from attngen.plan.schedules import (
     hopper_wide,
     index_scores,
     indexed_backward,
+    merge,
     mla_backward,
     mma_backward,
     mma_decode,
@@ -59,6 +60,7 @@ _ROWS: list[Schedule] = [
     widen.SCHEDULE,
     index_scores.SCHEDULE,
     topk.SCHEDULE,
+    merge.SCHEDULE,
 ]
 
 

@@ -40,7 +40,9 @@ class SeenTensors:
     modes; whether k and v begin at one address; and the alignment: 16 bytes, or 4 for index vectors.
     """
 
-    __slots__ = ("_absent", "_absent_of", "_check", "_one", "_order", "_rows", "_tensors_of")
+    __slots__ = (
+        "_absent", "_absent_of", "_check", "_once", "_one", "_order", "_repeated", "_rows", "_tensors_of",
+    )  # fmt: skip
 
     def __init__(
         self, record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int,
@@ -58,7 +60,16 @@ class SeenTensors:
         self._absent = (None,) * (len(absent) + 1)
         tensors = self._tensors_of(record) + own
         axes = [free.get(place, NONE_FREE) for place in present] + [NONE_FREE] * len(own)
-        self._check = check_of(tensors, axes)
+        first = {id(tensor): at for at, tensor in reversed(list(enumerate(tensors)))}
+        once = sorted(first.values())
+        #: Places of a tensor that is passed twice, as k and v of a cache that holds both. torch's check takes it once.
+        self._repeated = [(first[id(tensor)], at) for at, tensor in enumerate(tensors) if first[id(tensor)] != at]
+        self._once: Callable[[Sequence[Tensor]], Sequence[Tensor]] = (
+            itemgetter(*once) if len(once) > 1 else itemgetter(slice(1))
+        )
+        if any(axes[at] != axes[again] for at, again in self._repeated):
+            raise TypeError("a tensor is passed as two of which different axes are free")
+        self._check = check_of([tensors[at] for at in once], [axes[at] for at in once])
         # places in the addresses of all tensors, which a 0 follows: the address of an absent one
         order = [present.index(place) if place in present else len(tensors) for place in range(count)]
         order += range(len(present), len(tensors))
@@ -69,7 +80,12 @@ class SeenTensors:
     def addresses(self, record: Any, own: tuple[Tensor, ...] = ()) -> list[int] | None:
         """Addresses of another call's tensors, 0 of what it does not have; None if these are not like those before."""
         tensors = self._tensors_of(record) + own
-        if self._absent_of(record) != self._absent or not self._check(*tensors):
+        checked: Sequence[Tensor] = tensors
+        if self._repeated:
+            if any(tensors[first] is not tensors[again] for first, again in self._repeated):
+                return None
+            checked = self._once(tensors)
+        if self._absent_of(record) != self._absent or not self._check(*checked):
             return None
         pointers = list(map(_address, tensors))
         bits = 0

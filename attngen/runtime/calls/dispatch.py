@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.dropout import DROPOUT_P
+from attngen.lang.listed import INDICES
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
@@ -175,7 +176,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
         return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
     if prepared.sinks_only:
         return _without_keys(given, addresses)
-    if given.form == "dense":  # the keys of packed and paged calls have no lengths
+    if _of_one_size(given):  # else its key has no lengths
         _note_seen(lookup, given, prepared)
     return prepared(given, addresses, None, repeats)
 
@@ -199,8 +200,10 @@ def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None
                 return None
     try:
         shape, k_shape = q.shape, k.shape
-        many: Any = shape if given.form == "dense" else shape[0] > 1
-        if given.form == "varlen":
+        many: Any = shape[0] > 1
+        if _of_one_size(given):
+            many = shape, given.max_seqlen_q, given.max_seqlen_k, *[tensor.shape for tensor in own]
+        elif given.form == "varlen":
             many, k_shape = (many, k_shape[0] > 1, given.v.shape[0] > 1), ()
     except (AttributeError, IndexError, RuntimeError):  # a nested tensor, or none at all
         return None
@@ -208,6 +211,11 @@ def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None
     # torch's check asks whether tensors require gradients, but not whether these are recorded
     learns = torch.is_grad_enabled()
     return (chosen, given.return_lse, registry.generation, kind_settings_of(given), many, k_shape, names, learns), own
+
+
+def _of_one_size(given: Given) -> bool:
+    """Whether the key of a call in ``_SEEN`` has its lengths, as of calls that have no kind."""
+    return given.form == "dense" or INDICES.name in given.arguments
 
 
 def _note_seen(lookup: Any, given: Given, prepared: PreparedCall | RaggedCalls) -> None:

@@ -152,7 +152,7 @@ class MapMaker:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         last, stream = self._last, launches.stream()
         numbers = [scalars[place] for place in self._scalars]
-        fresh = not capturing and not _in_graph_pool(self._device, stream)
+        fresh = not capturing and not in_graph_pool(self._device, stream)
         if last is not None and fresh and last.serves(given, self._tensors, numbers, stream):
             addresses[launches.first_map] = last.words.data_ptr()
             return [last.words]
@@ -341,7 +341,7 @@ def _hold_for_current_stream(words: Tensor) -> None:
         words.record_stream(torch.cuda.current_stream(words.device))
 
 
-def _in_graph_pool(device: torch.device, stream: int) -> bool:
+def in_graph_pool(device: torch.device, stream: int) -> bool:
     """Whether torch's compiler is about to record a CUDA graph (``mode="reduce-overhead"``): it then runs the program
     once on a stream of its own, with allocations in the graph's pool, where nothing may outlive the program."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
