@@ -22,6 +22,7 @@ from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.arguments.dropout import draw
+from attngen.runtime.arguments.latent_rows import latent_name, value_columns
 from attngen.runtime.arguments.torch_state import is_traced
 from attngen.runtime.autograd.training import asks_for_determinism
 from attngen.runtime.cache import RecentCache
@@ -127,9 +128,9 @@ def attend(
         learns, ordered = _learns(candidates, q, k, v), deterministic or asks_for_determinism() == 2
         names = tuple(candidate.variant for candidate in candidates)
         layout = _layout(packing, pages)
-        dtype, kv_dtype, device = _dtype(q), _dtype(v), q.device.type
+        dtype, kv_dtype, device = _dtype(q), latent_name(v) or _dtype(v), q.device.type
         known = _head_dims(names)
-        dims = _number(q.shape[-1], known), _number(v.shape[-1], known)
+        dims = _number(q.shape[-1], known), _number(value_columns(v), known)
         place, name = _built_at_trace(
             names, dtype, kv_dtype, *dims, layout, device, q.device.index, spec, learns, ordered
         )

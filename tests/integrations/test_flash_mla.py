@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import torch
 import attngen
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, NoKernelError
+from attngen.integrations import choice, flash_mla
 from attngen.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.helpers import merge
+from tests.runtime.host_kernels import COMPILER, HostDriver, merging_kernels
 from tests.runtime.latent_caches import latent_cache
 from tests.runtime.pages import cache
 
@@ -265,3 +270,55 @@ def test_caches_and_flags_that_disagree() -> None:
         flash_mla_with_kvcache(q, pages[..., :576], indices[0], indices[0, 0], 512, descale_k=torch.ones(2))
     with pytest.raises(CallError, match="head_dim_v is 256, but values of the cache have 512"):
         flash_mla_with_kvcache(q, pages, None, None, 256, indices=indices)
+
+
+def two_caches(name: str, *, queries: int, sink: bool) -> dict[str, Any]:
+    torch.manual_seed(8)
+    pages, columns = latent_cache(name, pages=7, page_size=16)
+    more, _ = latent_cache(name, pages=5, page_size=4)
+    counts = torch.tensor([24, 9], dtype=torch.int32), torch.tensor([3, 10], dtype=torch.int32)
+    return {
+        "q": torch.randn(2, queries, HEADS, columns.shape[-1], dtype=torch.bfloat16), "k_cache": pages,
+        "block_table": None, "cache_seqlens": None, "head_dim_v": 512, "extra_k_cache": more,
+        "indices": torch.randint(-20, 7 * 16 + 20, (2, queries, 24), dtype=torch.int32), "topk_length": counts[0],
+        "extra_indices_in_kvcache": torch.randint(-5, 5 * 4 + 5, (2, queries, 10), dtype=torch.int32),
+        "extra_topk_length": counts[1], "attn_sink": torch.tensor([0.5, -torch.inf, 2.0]) if sink else None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATENT_ROWS)
+def test_compiled_calls_of_two_caches(name: str) -> None:
+    given = two_caches(name, queries=2, sink=True)
+    program = torch.compile(flash_mla_with_kvcache, fullgraph=True, backend="eager")
+    for compiled, eager in zip(program(**given), flash_mla_with_kvcache(**given), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("caches", [1, 2])
+def test_a_kernel_merges(caches: int, sink: bool, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch does what torch's operations do where no kernel is built."""
+    if COMPILER is None:
+        pytest.skip("needs g++")
+    given = two_caches("fp8_mla_584", queries=queries, sink=sink)
+    if caches == 1:
+        given = {name: value for name, value in given.items() if not name.startswith("extra")}
+    wanted = flash_mla_with_kvcache(**given)
+    driver = HostDriver()
+    monkeypatch.setattr(choice, "on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(flash_mla, "attend", partial(choice.attend, backend="reference"))
+    monkeypatch.setattr(merge, "kernels_of", lambda *_: merging_kernels())
+    merge._PREPARED.clear()
+    with drivers.use(driver):
+        out, lse = flash_mla_with_kvcache(**given)
+    merge._PREPARED.clear()
+    assert len(driver.launches) == (caches == 2 or sink)
+    torch.testing.assert_close(out, wanted[0], rtol=1e-2, atol=1e-5)
+    torch.testing.assert_close(lse, wanted[1], rtol=1e-5, atol=1e-5)
+    if caches == 2:  # gradients need operations of torch
+        with drivers.use(driver):
+            out, _ = flash_mla_with_kvcache(**{**given, "q": given["q"].clone().requires_grad_()})
+        out.float().sum().backward()
+        assert len(driver.launches) == 1

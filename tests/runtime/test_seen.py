@@ -200,3 +200,42 @@ def test_addresses_lie_where_launches_expect_them() -> None:
     assert noted.addresses((*record[:4], tensors[0]), (tensors[3],)) is None
     assert noted.addresses((tensors[0], "text", tensors[1], tensors[1], None), (tensors[3],)) is None
     assert noted.addresses(record, (torch.randn(9)[1:],)) is None
+
+
+@needs_guards
+def test_a_tensor_that_is_passed_twice() -> None:
+    """As k and v of a cache that holds both. torch's check takes a tensor once."""
+    q, both = torch.randn(3, 4), torch.randn(8)
+    record = (q, both, both, None)
+    noted = seen(record, (), range(4), 4, frozenset(), {})
+    assert noted is not None
+    assert noted.addresses(record) == [q.data_ptr(), both.data_ptr(), both.data_ptr(), 0]
+    other = torch.randn(8)
+    assert noted.addresses((q, other, other, None)) == [q.data_ptr(), other.data_ptr(), other.data_ptr(), 0]
+    for changed in ((q, both, other, None), (q, other, both, None), (q, both, both.view(8), None), (q, q, q, None)):
+        assert noted.addresses(changed) is None
+    assert seen(record, (), range(4), 4, frozenset(), {1: ((0,), ())}) is None  # k may have other rows than v
+    assert seen((q, q, q, None), (), range(4), 4, frozenset(), {}) is not None
+
+
+@needs_guards
+def test_calls_with_lists_of_keys_are_recognized_by_their_sizes(gpu: FakeDriver, keyed: list[str]) -> None:
+    """They have no kind, so that their sizes are in the key; lists of two lengths do not push each other out."""
+    listed = variant("listed", None, keys="index")
+    install(listed, layout="paged")
+    c = cache([40], 16, head_dim=64, dtype=torch.bfloat16)
+
+    def call(entries: int, queries: int = 5) -> None:
+        attngen.attention_paged(
+            torch.randn(1, queries, 4, 64).bfloat16(), c.k_pages, c.v_pages, c.page_table, c.seqused_k,
+            variant="listed", indices=torch.zeros(1, queries, entries, dtype=torch.int32),
+        )  # fmt: skip
+
+    for _ in range(4):
+        call(8)
+        call(24)
+    assert keyed == ["paged"] * 4
+    for _ in range(3):
+        call(8, 6)
+        call(8)
+    assert keyed == ["paged"] * 6

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attngen.dtypes import LATENT_ROWS, LatentRow
+from attngen.dtypes import KEY_VALUE_DIMS, LATENT_ROWS, LatentRow
 from attngen.errors import CallError
 
 #: Names of caches by the bytes of a token.
@@ -21,7 +21,19 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 def latent_name(tensor: Tensor) -> str | None:
     """Name of the cache that a tensor is, or None."""
-    return _NAMES.get(tensor.shape[-1]) if tensor.dtype == torch.uint8 and tensor.dim() else None
+    if tensor.dtype != torch.uint8 or not tensor.dim():
+        return None
+    size = tensor.shape[-1]  # in a trace it may be a symbol, which has no hash
+    return next((name for known, name in _NAMES.items() if size == known), None)
+
+
+def value_columns(v: Tensor) -> int:
+    """Columns of the values in a tensor that is passed as v, which may be a cache of latents."""
+    name = latent_name(v)
+    if name is None:
+        return v.shape[-1]
+    columns = LATENT_ROWS[name].columns
+    return next(of_v for of_qk, of_v in KEY_VALUE_DIMS if of_qk == columns)
 
 
 def check_latent_rows(name: str, cache: Tensor, heads: int) -> LatentRow:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.latent_rows import value_columns
 
 #: Columns of the products of a pair: S and O, or S again, dP, dV, dQ and dK.
 _FORWARD = (1, 1)
@@ -32,7 +33,7 @@ def _register(operator: Any, given_of: GivenOf, first: int, products: tuple[int,
     def flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
         given = given_of(arguments[first:])
         of_qk, of_v = products
-        return 2 * _pairs(given) * (of_qk * given.q.shape[-1] + of_v * given.v.shape[-1])
+        return 2 * _pairs(given) * (of_qk * given.q.shape[-1] + of_v * value_columns(given.v))
 
     register_flop_formula(operator, get_raw=True)(flops)
 

@@ -25,6 +25,7 @@ from attngen.runtime.arguments.checked import lse_dtype_of, out_dtype_of
 from attngen.runtime.arguments.declared import hint_for
 from attngen.runtime.arguments.dropout import check_rate, draw
 from attngen.runtime.arguments.given import Given, tensors_of
+from attngen.runtime.arguments.latent_rows import value_columns
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.autograd import training
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
@@ -133,7 +134,7 @@ class _Calls:
         given = self.given(arguments)
         at_trace.prepare(given, torch_state.on_gpu)
         q = given.q
-        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype, given.out_dtype))
+        out = q.new_empty((*q.shape[:-1], value_columns(given.v)), dtype=out_dtype_of(q.dtype, given.out_dtype))
         lse_shape: tuple[int, ...]
         if given.form == "varlen":
             lse_shape = (q.shape[1], q.shape[0])

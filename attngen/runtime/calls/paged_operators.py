@@ -16,6 +16,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.checked import lse_dtype_of, out_dtype_of
 from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.latent_rows import value_columns
 from attngen.runtime.calls import at_trace, dispatch, flops
 from attngen.runtime.calls.sharding import Sharded, register
 from attngen.runtime.calls.signature import TAGS, Signature, parameters_of
@@ -77,7 +78,7 @@ class _Calls:
         given = self.given(arguments)
         at_trace.prepare(given, torch_state.on_gpu)
         q = given.q
-        out = q.new_empty((*q.shape[:-1], given.v.shape[-1]), dtype=out_dtype_of(q.dtype))
+        out = q.new_empty((*q.shape[:-1], value_columns(given.v)), dtype=out_dtype_of(q.dtype))
         return out, self._fake_lse(q)
 
     def fake_forward_into(self, out: Tensor, *arguments: Any) -> Tensor:
