@@ -72,7 +72,7 @@ def prepare_on(kernel: Kernel, out: Tensor, lse: Tensor, driver: Driver, *, one:
     if not lse.numel():
         return "there is no row"
     if bytes_of_row % CHUNK_BYTES:
-        return f"a row has {bytes_of_row} B, which is no multiple of {CHUNK_BYTES}"
+        return f"a row has {bytes_of_row} B, which is not a multiple of {CHUNK_BYTES}"
     if rows * heads > MOST:
         return "more rows than 32 bits count"
     (launch,) = kernel.launches
