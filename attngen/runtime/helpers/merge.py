@@ -58,11 +58,11 @@ def _reads(sinks: Tensor, lse: Tensor) -> bool:
 
 def _prepare(out: Tensor, lse: Tensor, driver: Driver, *, one: bool) -> HelperLaunches | bool:
     device = out.get_device()
-    found = first_that_takes(
+    chosen = first_that_takes(
         kernels_of(MERGE, MERGE_VARIANT, out.dtype), device, driver,
         lambda kernel: prepare_on(kernel, out, lse, driver, one=one), "no package has a kernel that merges results",
     )  # fmt: skip
-    return found if isinstance(found, HelperLaunches) else False
+    return chosen if isinstance(chosen, HelperLaunches) else False
 
 
 def prepare_on(kernel: Kernel, out: Tensor, lse: Tensor, driver: Driver, *, one: bool) -> HelperLaunches | str:
