@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import sys
+import threading
 from math import inf
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -244,6 +245,29 @@ def test_a_launch_may_start_before_the_work_ahead_is_done(stub: Stub) -> None:
     assert attribute.id == "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"
     assert attribute.value.programmaticStreamSerializationAllowed == config.numAttrs == 1
     assert not stub.named("cuLaunchKernel")
+
+
+def test_launches_of_other_grids_change_the_attributes_of_their_thread(stub: Stub) -> None:
+    """To make the attributes takes longer than the launch. Bound launches and other threads have their own."""
+    driver, seen = CudaDriver(), []
+    enqueue = driver.bound([(6, 9, 256, 64, 1, 2000)], 0, 1000)
+
+    def launch(grid: int) -> None:
+        driver.launch([("function", grid, 256, 64, 1, 5555)], 0)
+        config = stub.named("cuLaunchKernelEx")[-1][0]
+        seen.append((config, config.gridDimX))
+
+    launch(12)
+    launch(40)
+    thread = threading.Thread(target=launch, args=(7,))
+    thread.start()
+    thread.join()
+    enqueue()
+    bound = stub.named("cuLaunchKernelEx")[-1][0]
+    assert [grid for _, grid in seen] == [12, 40, 7]
+    assert seen[0][0] is seen[1][0]
+    assert len({id(config) for config in (seen[1][0], seen[2][0], bound)}) == 3
+    assert bound.gridDimX == 9
 
 
 def test_bound_launches(stub: Stub) -> None:

@@ -24,7 +24,7 @@ MAX_PARAMETER_BYTES = 32764
 
 _BLOCK_ALIGNMENT = 64
 
-#: Launch configurations that are kept, in effect of each kernel, stream and number of blocks; and forms of descriptors.
+#: Launch configurations that are kept, in effect of each kernel and stream; and forms of descriptors.
 _MAX_CONFIGS = 1024
 
 
@@ -133,6 +133,15 @@ class Driver(Protocol):
         """Encode a TMA descriptor; axes fastest first, ``strides`` in bytes without that of the fastest axis."""
 
 
+class _Thread(threading.local):
+    """What a thread has: whether the driver has set a context for it; and attributes of its launches through
+    cuLaunchKernelEx, by all but the number of blocks, which a server's calls change each time."""
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.configs: RecentCache[Any] = RecentCache(_MAX_CONFIGS)
+
+
 class CudaDriver:
     """The driver of this machine, through ``cuda.bindings``.
 
@@ -153,7 +162,7 @@ class CudaDriver:
         self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._current_device = torch._C._cuda_getDevice
         self._launch, self._launch_with = cu.cuLaunchKernel, cu.cuLaunchKernelEx
-        self._bound = threading.local()
+        self._bound = _Thread()
         self._configs: RecentCache[Any] = RecentCache(_MAX_CONFIGS)
         self._libraries: dict[tuple[int, int], tuple[bytes, Any]] = {}
         self._lock = threading.Lock()
@@ -343,11 +352,17 @@ class CudaDriver:
                 self._bound.ready = True
                 self.launch(kernels, device)
             return
-        launch, stream = self._launch, self._raw_stream(device)
+        launch, stream, configs = self._launch, self._raw_stream(device), self._bound.configs
         for kernel in kernels:
             function, grid, threads, shared, how, parameters = kernel
             if how:
-                (status,) = self._launch_with(self._config(grid, threads, shared, stream, how), function, parameters, 0)
+                key = threads, shared, stream, how
+                config = configs[key]
+                if config is None:
+                    config = self._new_config(grid, *key)
+                    configs.put(key, config)
+                config.gridDimX = grid
+                (status,) = self._launch_with(config, function, parameters, 0)
             else:
                 (status,) = launch(function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0)
             if status:
@@ -379,7 +394,7 @@ class CudaDriver:
 
     def _ready(self, device: int) -> bool:
         """Whether a device is the current one, and this thread has a context."""
-        return self._current_device() == device and getattr(self._bound, "ready", False)
+        return self._current_device() == device and self._bound.ready
 
     def _failure(self, kernel: Launch, status: Any) -> LoadError:
         _, grid, threads, shared, *_ = kernel
@@ -393,21 +408,25 @@ class CudaDriver:
         key = grid, threads, shared, stream, how
         config = self._configs[key]
         if config is None:
-            cu = self._cu
-            config, attributes = cu.CUlaunchConfig(), []
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-            config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-            config.sharedMemBytes, config.hStream = shared, stream
-            if how & COOPERATIVE:
-                attributes.append(cu.CUlaunchAttribute())
-                attributes[-1].id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-                attributes[-1].value.cooperative = 1
-            if how & DEPENDENT:
-                attributes.append(cu.CUlaunchAttribute())
-                attributes[-1].id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-                attributes[-1].value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = attributes, len(attributes)
+            config = self._new_config(*key)
             self._configs.put(key, config)
+        return config
+
+    def _new_config(self, grid: int, threads: int, shared: int, stream: int, how: int) -> Any:
+        cu = self._cu
+        config, attributes = cu.CUlaunchConfig(), []
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes, config.hStream = shared, stream
+        if how & COOPERATIVE:
+            attributes.append(cu.CUlaunchAttribute())
+            attributes[-1].id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attributes[-1].value.cooperative = 1
+        if how & DEPENDENT:
+            attributes.append(cu.CUlaunchAttribute())
+            attributes[-1].id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
     def encode_tensor_map(
