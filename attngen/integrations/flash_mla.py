@@ -17,10 +17,12 @@ from torch import Tensor
 
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import choice
+from attngen.integrations import choice, recalled
+from attngen.integrations.catalogue import variant
 from attngen.integrations.choice import Candidate, Pages, attend
 from attngen.integrations.constants import counted, filled
 from attngen.integrations.flash_arguments import contiguous_rows, refuse, tensor
+from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.helpers.merge import merge_into_first
 
@@ -47,6 +49,12 @@ _SCALES_AFTER_ROWS = [row.bytes for row in LATENT_ROWS.values() if row.scales_af
 #: Dtypes of caches in 8 bits: rows of bytes, whatever they are called.
 _BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 _BYTES_BUT_UINT8 = _BYTES[1:]
+
+#: Types of a scale that a key may have.
+_SCALES = (float, int, type(None))
+
+#: Places of some tensors of a call with indices: q, the cache, indices, their counts, the sink, pages, keys in them.
+_TOPK_LENGTH, _TABLE, _USED = 3, 5, 6
 
 #: Largest sink that counts, as the spec has it: in units of log2 it is still finite in float32, and no logit counts
 #: beside it.
@@ -327,8 +335,6 @@ def _listed_in_cache(
 ) -> tuple[Tensor, Tensor]:
     """Attention to the listed rows of one cache: all queries are of one sequence, whose keys are the whole cache."""
     k_cache, indices, topk_length, prefix = rows
-    if k_cache.dtype in _BYTES_BUT_UINT8:
-        k_cache = k_cache.view(torch.uint8)
     name = f"{prefix}indices_in_kvcache" if prefix else "indices"
     shape, listed = tensor("q", q).shape, tensor(name, indices).shape
     if len(shape) != 4 or len(listed) != 3 or shape[:2] != listed[:2]:
@@ -338,29 +344,55 @@ def _listed_in_cache(
         )
     batch, queries, heads, head_dim = shape
     topk, count = listed[2], batch * queries
-    blocks, block_size, kv_heads, columns = k_cache.shape
+    of_cache = blocks, block_size, kv_heads, columns = k_cache.shape
+    made: list[tuple[int, Tensor]] = []  # what kernels get in the place of an argument, or where there is none
     if topk_length is None:
-        topk_length = filled(q, count, topk)
-    elif tensor(f"{prefix}topk_length", topk_length).shape != (batch,):
-        raise CallError(f"{prefix}topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
+        lengths = filled(q, count, topk)
+        made.append((_TOPK_LENGTH, lengths))
     else:
-        each = topk_length if queries == 1 else topk_length.repeat_interleave(queries, output_size=count)
-        topk_length = each.unsqueeze(0)
-    q, k_cache, indices = contiguous_rows(q=q, k_cache=k_cache, indices=indices)
-    own = {"indices": indices.reshape(1, count, topk), "topk_length": topk_length}
-    as_one = q.reshape(1, count, heads, head_dim)
-    in_8_bits = k_cache.dtype == torch.uint8
+        if tensor(f"{prefix}topk_length", topk_length).shape != (batch,):
+            raise CallError(f"{prefix}topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
+        lengths = topk_length.unsqueeze(0)
+        if queries != 1:
+            lengths = topk_length.repeat_interleave(queries, output_size=count).unsqueeze(0)
+            made.append((_TOPK_LENGTH, lengths))
+    in_8_bits = k_cache.dtype in _BYTES
     stride, row = k_cache.stride()[:2]
-    keys, pages, used = k_cache, None, None
+    table = used = None
     if one_block or stride != block_size * row or (in_8_bits and columns in _SCALES_AFTER_ROWS):
-        pages = Pages(counted(q, blocks), num_splits=1 if one_block else None)
-        used = filled(q, 1, blocks * block_size)[0]
+        table, used = counted(q, blocks), filled(q, 1, blocks * block_size)
+        made += [(_TABLE, table), (_USED, used)]
+    key = None
+    if type(softmax_scale) in _SCALES and type(head_dim_v) is int:
+        absent = topk_length is None, attn_sink is None
+        key = recalled.key_of(q.get_device(), shape, listed, of_cache, head_dim_v, softmax_scale, one_block, absent)
+    record = q, k_cache, indices, topk_length, attn_sink, None, None
+    results = None if key is None else recalled.again(key, record, made, softmax_scale)
+    if results is not None:
+        return results if attn_sink is None else _without_sink(*results, attn_sink)
+    if k_cache.dtype in _BYTES_BUT_UINT8:
+        k_cache = k_cache.view(torch.uint8)
+    q, k_cache, indices = contiguous_rows(q=q, k_cache=k_cache, indices=indices)
+    own = {"indices": indices.reshape(1, count, topk), "topk_length": lengths}
+    as_one = q.reshape(1, count, heads, head_dim)
+    keys, pages = k_cache, None
+    if table is not None and used is not None:
+        pages, used = Pages(table, num_splits=1 if one_block else None), used[0]
     else:
         keys = k_cache.view(1, blocks * block_size, kv_heads, columns)
     values = keys if in_8_bits else keys[..., :head_dim_v]
     out, lse = _listed(as_one, keys, values, own, attn_sink, softmax_scale, pages, used)
     if out.shape[-1] != head_dim_v:
         raise CallError(f"head_dim_v is {head_dim_v}, but values of the cache have {out.shape[-1]} columns")
+    if key is not None:
+        if attn_sink is not None:
+            own["sinks"] = attn_sink
+        splits = None if pages is None else pages.num_splits
+        form, layout = ("dense", "bshd") if pages is None else ("paged", "NHD")
+        recalled.note(key, record, made, Given(
+            as_one, keys, values, seqused_k=used, page_table=table, arguments=own, softmax_scale=softmax_scale,
+            variant=variant(_name(attn_sink)), return_lse=True, form=form, layout=layout, num_splits=splits,
+        ))  # fmt: skip
     return out, lse
 
 
@@ -375,16 +407,25 @@ def _listed(
     seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to listed keys, and the log-sum-exp (b, h, sq) without the sink."""
-    name = "listed_keys"
     if attn_sink is not None:
         _check_sink(q, attn_sink)
-        name, own = "listed_keys_sink", {**own, "sinks": attn_sink}
+        own = {**own, "sinks": attn_sink}
     out, lse = attend(
-        [Candidate(name, own)], q, k, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale, seqused_k=seqused_k,
-        return_lse=True,
+        [Candidate(_name(attn_sink), own)], q, k, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale,
+        seqused_k=seqused_k, return_lse=True,
     )  # fmt: skip
-    if attn_sink is not None and not (_may_be_overwritten(out, lse) and merge_into_first(out, lse, sinks=attn_sink)):
-        sinks = attn_sink.to(lse.dtype).clamp(max=_LARGEST_SINK)
-        without_sink = -torch.expm1((sinks[:, None] - lse).clamp(max=0.0))
-        lse = torch.where(lse == -math.inf, lse, lse + torch.log(without_sink))
-    return out, lse
+    return (out, lse) if attn_sink is None else _without_sink(out, lse, attn_sink)
+
+
+def _name(attn_sink: Tensor | None) -> str:
+    """Name of the variant of calls with indices."""
+    return "listed_keys" if attn_sink is None else "listed_keys_sink"
+
+
+def _without_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> tuple[Tensor, Tensor]:
+    """The same output, and a log-sum-exp without the sink."""
+    if _may_be_overwritten(out, lse) and merge_into_first(out, lse, sinks=attn_sink):
+        return out, lse
+    sinks = attn_sink.to(lse.dtype).clamp(max=_LARGEST_SINK)
+    without_sink = -torch.expm1((sinks[:, None] - lse).clamp(max=0.0))
+    return out, torch.where(lse == -math.inf, lse, lse + torch.log(without_sink))

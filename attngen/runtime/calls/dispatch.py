@@ -230,6 +230,15 @@ def _note_seen(lookup: Any, given: Given, prepared: PreparedCall | RaggedCalls) 
     _SEEN.put(lookup[0], False if noted is None else (noted, prepared))
 
 
+def recognized(given: Given) -> PreparedCall | None:
+    """What runs a call that is recognized by its tensors, and has no other sizes than when it was prepared; or None."""
+    lookup = _seen_key(given)
+    alike: Any = None if lookup is None else _SEEN[lookup[0]]
+    if lookup is None or not alike or not isinstance(alike[1], PreparedCall):
+        return None
+    return alike[1] if alike[0].addresses(given, lookup[1]) is not None else None
+
+
 def _known(cache: RecentCache[Any], key: tuple[Any, ...]) -> Any:
     """Entry of a key, or None."""
     try:
