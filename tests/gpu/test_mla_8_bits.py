@@ -416,17 +416,31 @@ def test_two_caches_of_flash_mla(name: str, heads: int) -> None:
     q = torch.randn(3, 2, heads, 512 if name == "fp8_mla_584" else 576).bfloat16()
     sink = torch.randn(heads)
 
-    def call(device: str) -> Any:
+    own = {"indices": indices[0], "topk_length": counts[0], "attn_sink": sink}
+    own |= {"extra_indices_in_kvcache": indices[1], "extra_topk_length": counts[1]}
+
+    def moved(device: str) -> dict[str, Any]:
         cache, extra = (
             each.as_strided((each.shape[0] * each.stride(0),), (1,)).to(device).as_strided(each.shape, each.stride())
             for each in caches
         )
-        own = {"indices": indices[0], "topk_length": counts[0], "attn_sink": sink}
-        own |= {"extra_indices_in_kvcache": indices[1], "extra_topk_length": counts[1]}
-        own = {name: each.to(device) for name, each in own.items()}
-        return flash_mla_with_kvcache(q.to(device), cache, None, None, 512, extra_k_cache=extra, **own)
+        given = {name: each.to(device) for name, each in own.items()}
+        return {"q": q.to(device), "k_cache": cache, "extra_k_cache": extra, **given}
 
-    close(call("cuda"), call("cpu"))
+    def call(given: dict[str, Any]) -> Any:
+        return flash_mla_with_kvcache(block_table=None, cache_seqlens=None, head_dim_v=512, **given)
+
+    wanted = call(moved("cpu"))
+    on_card = [moved("cuda") for _ in range(4)]  # later ones are recognized
+    for given in on_card:
+        close(call(given), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(on_card[0])
+    on_card[0]["indices"].copy_(on_card[1]["indices"].flip(0))
+    on_card[0]["topk_length"].copy_(on_card[1]["topk_length"].flip(0))
+    graph.replay()
+    close(captured, call({**moved("cpu"), "indices": indices[0].flip(0), "topk_length": counts[0].flip(0)}))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
