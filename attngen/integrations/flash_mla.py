@@ -60,6 +60,10 @@ _TOPK_LENGTH, _TABLE, _USED = 3, 5, 6
 #: beside it.
 _LARGEST_SINK = 1e38
 
+#: Rounding of a log-sum-exp, relative: 8 units of float32. A row whose sum exceeds its sink by no more than this has no
+#: key that counts.
+_ROUNDING = 2.0**-20
+
 #: With the scale multiplied by this, a log-sum-exp of n logits exceeds the largest one by at most log(n) before it is
 #: divided by this again: by 1e-5 for 32,768 of them, as much as float32 keeps of a logit of 100.
 _SHARPENED = 2.0**20
@@ -424,8 +428,8 @@ def _name(attn_sink: Tensor | None) -> str:
 
 def _without_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> tuple[Tensor, Tensor]:
     """The same output, and a log-sum-exp without the sink."""
-    if _may_be_overwritten(out, lse) and merge_into_first(out, lse, sinks=attn_sink):
-        return out, lse
-    sinks = attn_sink.to(lse.dtype).clamp(max=_LARGEST_SINK)
-    without_sink = -torch.expm1((sinks[:, None] - lse).clamp(max=0.0))
-    return out, torch.where(lse == -math.inf, lse, lse + torch.log(without_sink))
+    sinks = attn_sink.to(lse.dtype).clamp(-_LARGEST_SINK, _LARGEST_SINK)[:, None]
+    above = sinks - lse
+    rounding = lse.abs().clamp_(min=1.0).mul_(-_ROUNDING)
+    without_sink = lse + torch.log(-torch.expm1(above))
+    return out, torch.where(above >= rounding, -math.inf, without_sink)

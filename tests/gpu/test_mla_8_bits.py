@@ -443,6 +443,28 @@ def test_two_caches_of_flash_mla(name: str, heads: int) -> None:
     close(captured, call({**moved("cpu"), "indices": indices[0].flip(0), "topk_length": counts[0].flip(0)}))
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_sinks_of_flash_mla(heads: int, queries: int) -> None:
+    """A sink counts, and the log-sum-exp leaves it out: a row without a key has none, and of a sink that is all of the
+    sum nothing is left."""
+    torch.manual_seed(heads)
+    cache, _ = large_cache("fp8_mla_656", 20, 64)
+    q, entries = torch.randn(4, queries, heads, 576).bfloat16(), lists(4, queries, 300, 20 * 64)
+    sink = torch.randn(heads)
+    sink[:2] = torch.tensor([-torch.inf, torch.inf])
+    entries[1], counts = -1, torch.tensor([300, 20, 0, 7], dtype=torch.int32)
+
+    def call(device: str) -> Any:
+        given = {"indices": entries, "topk_length": counts, "attn_sink": sink}
+        given = {name: each.to(device) for name, each in given.items()}
+        return flash_mla_with_kvcache(q.to(device), cache.to(device), None, None, 512, **given)
+
+    wanted = call("cpu")
+    for _ in range(4):  # later ones are recognized
+        close(call("cuda"), wanted)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 def test_largest_logits_of_flash_mla(heads: int) -> None:
     torch.manual_seed(heads)

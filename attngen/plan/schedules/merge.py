@@ -1,5 +1,4 @@
-"""The kernel that merges results over two parts of the keys, in the place of the first, or takes a sink out of the
-log-sum-exp of one.
+"""The kernel that merges results over two parts of the keys, in the place of the first.
 
 Memory binds: each output is read once, and one is written. Sizes are arguments: one kernel of a dtype serves all calls.
 """
@@ -16,7 +15,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
 from attngen.schema.expand import KernelSpec
 
-#: A warp has a row of a head; with one part a thread has it.
+#: A warp has a row of a head.
 GRID = "rows"
 
 _WARPS = 8

@@ -49,7 +49,7 @@ def widen_view(plan: Plan, template: str) -> HelperView:
 
 def merge_view(plan: Plan, template: str) -> HelperView:
     """View of a plan that merges results."""
-    summary = "Results over two parts of the keys become one; or a sink leaves the log-sum-exp of one result."
+    summary = "Results over two parts of the keys become one, in the place of the first."
     return _view(plan, template, summary, merge.WRITTEN)
 
 

@@ -23,29 +23,25 @@ _TENSORS = ("out", "lse", "more", "more_lse", "sinks")
 _PREPARED: RecentCache[HelperLaunches | bool] = RecentCache(512)
 
 
-def merge_into_first(
-    out: Tensor, lse: Tensor, more: Tensor | None = None, more_lse: Tensor | None = None, sinks: Tensor | None = None
-) -> bool:
+def merge_into_first(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor, sinks: Tensor | None = None) -> bool:
     """Merge results on a GPU into the first of them; False, and nothing is done, where no kernel takes them.
 
     ``out`` (1, rows, heads, head_dim) and ``lse`` (1, heads, rows) are new and contiguous, and so are ``more`` and
     ``more_lse``, over other keys. Outputs of rows without keys are finite. ``sinks`` (heads,) are in neither result; of
-    the merged one they are in the output, but not in the log-sum-exp. Without ``more`` they are in both, and ``lse``
-    loses them.
+    the merged one they are in the output, but not in the log-sum-exp.
     """
     if sinks is not None and not _reads(sinks, lse):
         return False
     _, heads, rows = lse.shape
-    key = registry.generation, out.get_device(), out.dtype, rows, heads, out.shape[3], more is None
+    key = registry.generation, out.get_device(), out.dtype, rows, heads, out.shape[3]
     launches = _PREPARED[key]
     if launches is None:
-        launches = _prepare(out, lse, drivers.current(), one=more is None)
+        launches = _prepare(out, lse, drivers.current())
         _PREPARED.put(key, launches)
     if not isinstance(launches, HelperLaunches):
         return False
     launches((
-        out.data_ptr(), lse.data_ptr(), 0 if more is None else more.data_ptr(),
-        0 if more_lse is None else more_lse.data_ptr(), 0 if sinks is None else sinks.data_ptr(),
+        out.data_ptr(), lse.data_ptr(), more.data_ptr(), more_lse.data_ptr(), 0 if sinks is None else sinks.data_ptr()
     ))  # fmt: skip
     return True
 
@@ -56,17 +52,17 @@ def _reads(sinks: Tensor, lse: Tensor) -> bool:
     return alike and type(sinks) in PLAIN and sinks.is_contiguous() and not sinks.is_neg()
 
 
-def _prepare(out: Tensor, lse: Tensor, driver: Driver, *, one: bool) -> HelperLaunches | bool:
+def _prepare(out: Tensor, lse: Tensor, driver: Driver) -> HelperLaunches | bool:
     device = out.get_device()
     chosen = first_that_takes(
         kernels_of(MERGE, MERGE_VARIANT, out.dtype), device, driver,
-        lambda kernel: prepare_on(kernel, out, lse, driver, one=one), "no package has a kernel that merges results",
+        lambda kernel: prepare_on(kernel, out, lse, driver), "no package has a kernel that merges results",
     )  # fmt: skip
     return chosen if isinstance(chosen, HelperLaunches) else False
 
 
-def prepare_on(kernel: Kernel, out: Tensor, lse: Tensor, driver: Driver, *, one: bool) -> HelperLaunches | str:
-    """The launch on one kernel for results like these, or the reason against it. ``one``: there is one part."""
+def prepare_on(kernel: Kernel, out: Tensor, lse: Tensor, driver: Driver) -> HelperLaunches | str:
+    """The launch on one kernel for results like these, or the reason against it."""
     _, heads, rows = lse.shape
     bytes_of_row = out.shape[3] * out.element_size()
     if not lse.numel():
@@ -76,7 +72,6 @@ def prepare_on(kernel: Kernel, out: Tensor, lse: Tensor, driver: Driver, *, one:
     if rows * heads > MOST:
         return "more rows than 32 bits count"
     (launch,) = kernel.launches
-    rows_of_block = launch.entry.threads if one else launch.tile_m
     sizes = {"rows": rows, "heads": heads, "vectors": bytes_of_row // CHUNK_BYTES}
-    grid = Grid(launch.entry, -(-rows * heads // rows_of_block))
+    grid = Grid(launch.entry, -(-rows * heads // launch.tile_m))
     return HelperLaunches(kernel, Operands(_TENSORS, sizes, {}), [grid], driver, out.get_device())

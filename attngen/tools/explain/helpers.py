@@ -109,7 +109,7 @@ def _of_topk(plan: Plan) -> Facts:
 
 def _of_merge(plan: Plan) -> Facts:
     vectors, element = CHUNK_BYTES // plan.operands.q.bytes, plan.operands.q.bytes
-    yield "does", "merges results over two parts of the keys, with sinks; or takes sinks out of log-sum-exps"
+    yield "does", "merges results over two parts of the keys, with sinks"
     yield "head_dim", f"any multiple of {vectors}"
     yield (
         "block",

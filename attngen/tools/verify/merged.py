@@ -51,7 +51,7 @@ def _merged(kernel: Kernel, device: torch.device, rows: int, head_dim: int, sink
     assert isinstance(wanted, Tensor)
     on_device = [tensor.to(device) for pair in zip(outs, lses, strict=True) for tensor in pair]
     given_sinks = None if sink is None else sink.to(device)
-    launches = merge.prepare_on(kernel, on_device[0], on_device[1], drivers.current(), one=False)
+    launches = merge.prepare_on(kernel, on_device[0], on_device[1], drivers.current())
     if isinstance(launches, str):
         raise LoadError(launches)
     launches([*(tensor.data_ptr() for tensor in on_device), 0 if given_sinks is None else given_sinks.data_ptr()])
