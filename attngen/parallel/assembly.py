@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from attngen.parallel.gathers import Gather, Rows, of_each, side_by_side, widths_of
+from attngen.parallel.sharding import Sharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +26,11 @@ class Assembly:
     received: int
 
     @classmethod
-    def of(cls, positions: np.ndarray, places: np.ndarray, tile: int, held: int, received: int) -> Assembly:
+    def of(cls, positions: np.ndarray, places: np.ndarray, sharding: Sharding, held: int, received: int) -> Assembly:
         """The keys at some positions of the sequence; ``places`` are those of ``Transfer``."""
-        start = places[positions // tile] if len(positions) else positions
-        return cls(np.where(start < 0, -1, start + positions % tile), held, received)
+        tiles = sharding.tiles_of(positions)
+        start = places[tiles] if len(positions) else positions
+        return cls(np.where(start < 0, -1, start + positions - sharding.bounds[tiles]), held, received)
 
     @property
     def rows(self) -> int:

@@ -33,7 +33,7 @@ _RUN = 60e-6
 _GAIN = 0.99
 
 #: No cut is tried if packed documents take at most so many times as long as equal work without an exchange.
-_ENOUGH = 1.3
+ENOUGH = 1.3
 
 #: The search ends after so many finer cuts in a row that are no better than the best one so far.
 _WORSE = 3
@@ -91,8 +91,8 @@ def assign(
     fair = cost.of_tiles(sums[-1] / ranks, tile)  # no cut takes less
     packed = _packed(each, tiles, ranks) if chunks is None and ranks > 1 and not whole else None
     if packed is not None:
-        of_packed = Assignment(packed, _overlapped(each, packed, ranks, tile, cost), _runs_of_a_rank(packed, ranks))
-        if of_packed.seconds <= _ENOUGH * fair:
+        of_packed = Assignment(packed, _overlapped(each, packed, ranks, tile, cost), runs_of_a_rank(packed, ranks))
+        if of_packed.seconds <= ENOUGH * fair:
             return of_packed
     most = max(tiles // ranks, 1)
     tried = [chunks] if chunks is not None else [n for n in CHUNKS if n <= most]
@@ -125,7 +125,7 @@ def assign(
     return best
 
 
-def _runs_of_a_rank(owner: np.ndarray, ranks: int) -> int:
+def runs_of_a_rank(owner: np.ndarray, ranks: int) -> int:
     """Mean number of runs of tiles of a rank, rounded up."""
     return -(-int(np.count_nonzero(np.diff(owner)) + 1) // ranks)
 

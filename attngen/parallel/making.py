@@ -15,15 +15,17 @@ from attngen.errors import CallError, suggest
 from attngen.lang.ir import Type
 from attngen.lang.runs import TILE
 from attngen.lang.variant import Variant
-from attngen.parallel.balance import VariantLoad, assign
+from attngen.parallel.balance import ENOUGH, Assignment, VariantLoad, assign, runs_of_a_rank
 from attngen.parallel.cost import Cost
+from attngen.parallel.document_tiles import DocumentTiles
 from attngen.parallel.groups import group_of
 from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.one_row import as_one_row, documents
 from attngen.parallel.overlap import forward_by_heads, overlap
 from attngen.parallel.plans import Layer, Plan
-from attngen.parallel.routes import Needs, Sharding
+from attngen.parallel.routes import Needs
 from attngen.parallel.segments import is_relative, reads_no_positions
+from attngen.parallel.sharding import Sharding
 from attngen.parallel.values import passed, refuse_unknown, values_of_mask
 from attngen.parallel.visits import Visits, runs_of_tiles, visits
 from attngen.runtime.registry.binding import find
@@ -82,23 +84,30 @@ def plan(
     group, ranks, rank = group_of(group)
     sources = _sources(variant)
     offsets = _offsets(cu_seqlens, seqlen)
-    tile = _checked(seqlen, ranks, method, tile, chunks, cost)
+    wanted, tile = tile, _checked(seqlen, ranks, method, tile, chunks, cost)
     stated = _stated(sources, values)
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     sizes = seqlen, offsets, tile, cost, _identities(values)
-    key = (tuple((each, layers) for _, each, layers in stated), sizes, ranks, rank, id(group), method, chunks)
+    key = (tuple((each, layers) for _, each, layers in stated), sizes, ranks, rank, id(group), method, chunks, wanted)
     known = _plans.get(key)
     if known is not None:
         _plans.move_to_end(key)
         return known[1]
-    counted = [_counted(each, sizes, seqlen, offsets, tile, cost, values, tensors) for _, each, _ in stated]
-    tiles = -(-seqlen // tile)
-    assignment = assign(
-        [VariantLoad(counts[0], layers, _over_segments(each, values), _in_groups(each))
-         for counts, (_, each, layers) in zip(counted, stated, strict=True)], tiles, ranks, tile, cost,
-        chunks=1 if method == "heads" and chunks is None else chunks, whole=method == "gather",
-    )  # fmt: skip
-    sharding = Sharding(assignment.owner, ranks, seqlen, tile)
+    packed = None
+    segments = all(_over_segments(each, values) and not each.dropout for _, each, _ in stated)
+    if offsets is not None and segments and ranks > 1 and chunks is None and method in ("auto", "exchange"):
+        packed = _packed(offsets, wanted or TILES[0], ranks, cost, values, tensors, stated)
+    if packed is not None:
+        assignment, sharding, counted = packed
+        tile = sharding.tile
+    else:
+        counted = [_counted(each, sizes, cost, values, tensors, None) for _, each, _ in stated]
+        assignment = assign(
+            [VariantLoad(counts[0], layers, _over_segments(each, values), _in_groups(each))
+             for counts, (_, each, layers) in zip(counted, stated, strict=True)], -(-seqlen // tile), ranks, tile, cost,
+            chunks=1 if method == "heads" and chunks is None else chunks, whole=method == "gather",
+        )  # fmt: skip
+        sharding = Sharding(assignment.owner, ranks, seqlen, tile)
     made = Plan(
         seqlen, ranks, rank, group, tile, assignment.chunks, cost,
         tuple(
@@ -121,7 +130,11 @@ def also(made: Plan, variant: str | Variant, values: Mapping[str, Any]) -> Plan:
     if known is not None:
         _plans.move_to_end(key)
         return known[1]
-    counted = _counted(each, sizes, made.seqlen, made.cu_seqlens, made.tile, made.cost, values, tensors)
+    documents = None
+    if made.cu_seqlens is not None and made.sharding.begins is not None:
+        documents = DocumentTiles.of(made.cu_seqlens, made.tile)
+        documents = None if documents is None else documents.cut(made.sharding.begins)
+    counted = _counted(each, sizes, made.cost, values, tensors, documents)
     layer = _layer(source, each, layers, counted, made.sharding, "exchange", made.cu_seqlens, values, made.cost)
     other = Plan(
         made.seqlen, made.ranks, made.rank, made.group, made.tile, made.chunks, made.cost, (layer,), made.sharding,
@@ -129,6 +142,38 @@ def also(made: Plan, variant: str | Variant, values: Mapping[str, Any]) -> Plan:
     )  # fmt: skip
     _keep(_plans, key, ((tensors, made), other))
     return other
+
+
+def _packed(
+    offsets: tuple[int, ...], tile: int, ranks: int, cost: Cost, values: Mapping[str, Any], tensors: Sequence[Tensor],
+    stated: Sequence[tuple[Any, Variant, float]],
+) -> tuple[Assignment, Sharding, list[_Counted]] | None:  # fmt: skip
+    """Whole documents packed into ranks, in tiles of one document each; None where there are too few or too short
+    ones, or equal runs may be better."""
+    documents = DocumentTiles.of(offsets, tile)
+    if documents is None:
+        return None
+    sizes = documents.seqlen, offsets, tile, cost, _identities(values)
+    alone = [_counted_alone(each, sizes, cost, values, tensors) for _, each, _ in stated]
+    positions = [not reads_no_positions(each) for _, each, _ in stated]
+    work = sum(
+        documents.work(visited, positions=by_position) * layers
+        for (visited, _), by_position, (_, _, layers) in zip(alone, positions, stated, strict=True)
+    )
+    documents, owner = documents.packed(work, ranks)
+    sharding = Sharding(owner, ranks, documents.seqlen, tile, documents.begins)
+    counted = [
+        (documents.visits(visited, positions=by_position), of_documents)
+        for (visited, of_documents), by_position in zip(alone, positions, strict=True)
+    ]
+    seconds = 0.0
+    for (visited, _), (_, each, layers) in zip(counted, stated, strict=True):
+        received = Needs.of(sharding, visited.needs(owner, ranks)).received
+        way = overlap(visited, owner, received, tile, cost, segments=True, heads_alike=_in_groups(each))
+        seconds += layers * way[1]
+    if seconds > ENOUGH * cost.of_tiles(float(work.sum()) / ranks, tile):
+        return None
+    return Assignment(owner, seconds, runs_of_a_rank(owner, ranks)), sharding, counted
 
 
 def _stated(
@@ -217,15 +262,32 @@ def _few_copies(visited: Visits, sharding: Sharding, sent: Needs, *, positions: 
 
 
 def _counted(
-    variant: Variant, sizes: Any, seqlen: int, offsets: tuple[int, ...] | None, tile: int, cost: Cost,
-    values: Mapping[str, Any], tensors: Sequence[Tensor],
+    variant: Variant, sizes: Any, cost: Cost, values: Mapping[str, Any], tensors: Sequence[Tensor],
+    of_tiles: DocumentTiles | None,
 ) -> _Counted:  # fmt: skip
+    """The visits of a variant, by tiles of documents if these are given."""
+    seqlen, offsets, tile, *_ = sizes
+    visited, of_documents = _counted_alone(variant, sizes, cost, values, tensors)
+    if offsets is None:
+        return visited, of_documents
+    positions = not reads_no_positions(variant)
+    if not _over_segments(variant, values):
+        return visited if of_tiles is None else of_tiles.covering(visited), of_documents
+    if of_tiles is None:
+        return visited.in_documents(offsets, tile, seqlen, positions=positions), of_documents
+    return of_tiles.visits(visited, positions=positions), of_documents
+
+
+def _counted_alone(
+    variant: Variant, sizes: Any, cost: Cost, values: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> _Counted:
+    """The visits of a variant in a sequence without documents, or in one that they follow one another in."""
+    seqlen, offsets, tile, *_ = sizes
     key = (variant, sizes)
     known = _visits.get(key)
     if known is not None:
         _visits.move_to_end(key)
         return known[1]
-    positions = not reads_no_positions(variant)
     plain = offsets is None or _over_segments(variant, values)
     of_documents: dict[str, Any] | None = None if plain or offsets is None else documents(offsets)
     whole = variant if plain else as_one_row(variant)
@@ -242,8 +304,6 @@ def _counted(
     batch = lengths.get("b", 1)
     read = values_of_mask(whole, seqlen, batch, (heads, kv_heads), {**values, **(of_documents or {})})
     visited = visits(whole, seqlen, tile, read, batch, heads, kv_heads)
-    if plain and offsets is not None:
-        visited = visited.in_documents(offsets, tile, seqlen, positions=positions)
     _keep(_visits, key, (tensors, (visited, of_documents)))
     return visited, of_documents
 

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 
 from attngen.parallel.cost import Cost
-from attngen.parallel.routes import Sharding
 from attngen.parallel.segments import Segments
+from attngen.parallel.sharding import Sharding
 from attngen.parallel.visits import Visits, runs_of_tiles
 
 #: By rows, by heads, or not at all.
@@ -94,17 +94,17 @@ def _tiles_in_parts(alone: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndar
 def cut(segments: Segments, visits: Visits, sharding: Sharding, *, positions: bool) -> tuple[Segments, Segments]:
     """The segments of one rank in two: those whose keys lie in their own run of rows, and the others."""
     start, end = runs_of_tiles(sharding.owner)
-    tile = sharding.tile
-    run: np.ndarray = segments.begin // tile
-    low, high = start[run] * tile, np.minimum(end[run] * tile, sharding.seqlen)
+    bounds, run = sharding.bounds, sharding.tiles_of(segments.begin)
+    low, high = bounds[start[run]], bounds[end[run]]
     at = np.where((segments.lo >= low) & (segments.hi <= high), segments.begin, segments.end)
     first = segments.lo.copy()
     if positions:
         for i in np.flatnonzero((at == segments.end) & (at > segments.begin)).tolist():
-            tiles = np.arange(segments.begin[i] // tile, -(-segments.end[i] // tile))
-            inside = np.flatnonzero(visits.first[tiles] * tile >= low[i])
+            ends = sharding.tiles_of(np.array([segments.begin[i], segments.end[i] - 1]))
+            tiles = np.arange(ends[0], ends[1] + 1)
+            inside = np.flatnonzero(bounds[visits.first[tiles]] >= low[i])
             if len(inside):
-                at[i] = max(segments.begin[i], tiles[inside[0]] * tile)
-                first[i] = visits.first[tiles[inside[0]]] * tile
+                at[i] = max(segments.begin[i], bounds[tiles[inside[0]]])
+                first[i] = bounds[visits.first[tiles[inside[0]]]]
     rest, here = segments.split(at, first)
     return here, rest

@@ -29,8 +29,9 @@ from attngen.parallel.heads import HeadParallelAttention, against, of_own_heads
 from attngen.parallel.local import OF_TOKENS, Local, Positions, local_variant, own_values
 from attngen.parallel.overlap import Overlap, cut
 from attngen.parallel.rank_attention import RankAttention, by_positions, by_segments
-from attngen.parallel.routes import Needs, Route, Sharding
+from attngen.parallel.routes import Needs, Route
 from attngen.parallel.segments import Segments
+from attngen.parallel.sharding import Sharding
 from attngen.parallel.stages import Options
 from attngen.parallel.values import Cutter, passed, read_by_mask, refuse_unknown
 from attngen.parallel.visits import Visits
@@ -285,6 +286,7 @@ class Plan:
         digest = hashlib.sha256()
         digest.update(repr((self.seqlen, self.ranks, self.tile, self.cu_seqlens)).encode())
         digest.update(self.sharding.owner.astype("<i8").tobytes())
+        digest.update(self.sharding.bounds.astype("<i8").tobytes())
         for layer in self.layers:
             text = [
                 canonical(e) for e in (layer.variant.mask, layer.variant.score, layer.variant.sink) if e is not None
@@ -343,12 +345,12 @@ class Plan:
 
     def _segments(self, layer: Layer, rank: int) -> Segments:
         """The segments of a rank's rows."""
-        tile, owner = self.tile, self.sharding.owner
+        bounds, owner = self.sharding.bounds, self.sharding.owner
         breaks = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]])
         mine = owner[breaks[:-1]] == rank
-        runs = np.minimum(np.stack([breaks[:-1][mine], breaks[1:][mine]], axis=1) * tile, self.seqlen)
+        runs = bounds[np.stack([breaks[:-1][mine], breaks[1:][mine]], axis=1)]
         offsets = self.cu_seqlens if self.cu_seqlens is not None else (0, self.seqlen)
-        return Segments.of(runs, layer.visits.first * tile, tile, offsets, positions=layer.positions)
+        return Segments.of(runs, layer.visits.first, self.sharding, offsets, positions=layer.positions)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -368,7 +370,7 @@ class Plan:
         owner = self.sharding.owner
         first = np.concatenate([[True], owner[1:] != owner[:-1]])
         runs = int(np.bincount(owner[first]).max())
-        if runs > 2 and self.tile % TILE == 0:
+        if runs > 2 and self.tile % TILE == 0 and self.sharding.begins is None:
             return "tiles"
         return "run" if runs == 1 else "runs" if runs == 2 else "table"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ from attngen.parallel.stages import HeadGroup, Options, Selection, Stage
 from attngen.parallel.streams import Streams
 from attngen.parallel.transfers import PendingTransfer, Transfer, head_start
 
-#: Most segments of a forward that run as calls of their own, and the least rows of each; more or shorter ones are
-#: packed in one call.
+#: Most calls that segments of a forward are cut into, and the least rows of a segment that is a call of its own.
 _MOST_CALLS, _LONG = 3, 512
 
 #: Values of a stage's call, from what the caller passed.
@@ -375,19 +375,15 @@ def by_segments(
     if not positions:
         fresh[1:] = (rest.lo[1:] != rest.lo[:-1]) | (rest.hi[1:] != rest.hi[:-1])
     keys = _ranges(rest.lo[fresh], rest.hi[fresh])
-    assembly = Assembly.of(keys, transfer.places, sharding.tile, held, transfer.received)
+    assembly = Assembly.of(keys, transfer.places, sharding, held, transfer.received)
     direct = DirectTransfer.of(needs, rank, transfer, assembly) if by_heads and not transfer.gathers else None
-
-    def local_rows(rows: np.ndarray) -> np.ndarray:
-        places: np.ndarray = sharding.offsets[rows // sharding.tile] + rows % sharding.tile
-        return places
 
     local_stage, local_keys = None, (0, 0)
     local_forwards: tuple[tuple[Stage, int, int], ...] = ()
     if len(own):
-        first, low = local_rows(own.begin), local_rows(own.lo)
-        last: np.ndarray = local_rows(own.end - 1) + 1
-        high: np.ndarray = local_rows(own.hi - 1) + 1
+        first, low = sharding.local(own.begin), sharding.local(own.lo)
+        last: np.ndarray = sharding.local(own.end - 1) + 1
+        high: np.ndarray = sharding.local(own.hi - 1) + 1
         start, key = int(first[0]), int(low[0])
         lengths = _with_gaps(first - start, last - start, low - key, high - key)
         rows = Selection(np.arange(start, int(last[-1])), held)
@@ -397,12 +393,12 @@ def by_segments(
     remote_stage = None
     forwards: tuple[tuple[Stage, int, int], ...] = ()
     if len(rest):
-        rows = Selection(local_rows(_ranges(rest.begin, rest.end)), held)
+        rows = Selection(sharding.local(_ranges(rest.begin, rest.end)), held)
         starts = np.flatnonzero(fresh)
         packed = np.add.reduceat(rest.end - rest.begin, starts), (rest.hi - rest.lo)[starts]
         remote_stage = Stage(rows, source, variant, packed if len(starts) > 1 else None, rest.work)
         counts = rest.hi - rest.lo
-        alone = (local_rows(rest.begin), rest.end - rest.begin, np.cumsum(counts) - counts, counts)
+        alone = (sharding.local(rest.begin), rest.end - rest.begin, np.cumsum(counts) - counts, counts)
         forwards = _forwards(remote_stage, 0, assembly.rows, held, alone if bool(fresh.all()) else ())
     return RankAttention(
         group, transfer, assembly, remote_stage, local_stage, local_keys, by_heads=by_heads,
@@ -414,19 +410,32 @@ def by_segments(
 def _forwards(
     whole: Stage | None, begin: int, keys: int, held: int, segments: Sequence[np.ndarray] = ()
 ) -> tuple[tuple[Stage, int, int], ...]:
-    """The calls of a forward, instead of that of ``whole`` to ``keys`` from number ``begin`` on: few long segments one
-    by one, the longest first, since kernels of dense rows are faster than those of packed ones, and store to rows that
-    are not one run. ``segments``: the first row of each, the number of rows, the first key and the number of keys."""
+    """The calls of a forward, instead of that of ``whole`` to ``keys`` from number ``begin`` on, those with most work
+    first. ``segments``: the first row of each, the number of rows, the first key and the number of keys.
+
+    Few long segments are calls of their own, since kernels of dense rows are faster than those of packed ones. Else
+    segments that follow one another are one call, if these are few. Such calls store in place, and to no rows between.
+    """
     if whole is None:
         return ()
-    if whole.lengths is None or not segments or len(segments[0]) > _MOST_CALLS or int(segments[1].min()) < _LONG:
+    if whole.lengths is None or not segments:
         return ((whole, begin, keys),)
+    row, rows, key, counts = segments
+    if len(row) <= _MOST_CALLS and int(rows.min()) >= _LONG:
+        firsts: np.ndarray = np.arange(len(row))
+    else:
+        after = (row[1:] == row[:-1] + rows[:-1]) & (key[1:] == key[:-1] + counts[:-1])
+        firsts = np.flatnonzero(np.append(True, ~after))
+        if not 1 < len(firsts) <= _MOST_CALLS:
+            return ((whole, begin, keys),)
     calls = []
-    for row, rows, key, count in zip(*(each.tolist() for each in segments), strict=True):
+    for a, b in pairwise([*firsts.tolist(), len(row)]):
+        lengths = None if b == a + 1 else (rows[a:b], counts[a:b])
+        work = float((rows[a:b] * (counts[a:b] - rows[a:b] / 2)).sum())
         stage = Stage(
-            Selection(np.arange(row, row + rows), held), whole.source, whole.variant, None, rows * (count - rows / 2)
+            Selection(np.arange(row[a], row[b - 1] + rows[b - 1]), held), whole.source, whole.variant, lengths, work
         )
-        calls.append((stage, key, count))
+        calls.append((stage, int(key[a]), int(counts[a:b].sum())))
     return tuple(sorted(calls, key=lambda call: -call[0].work))
 
 
@@ -437,7 +446,7 @@ def by_positions(
     """The calls of a rank whose rows are one call of a variant that reads their positions."""
     transfer = Transfer.of(needs, rank)
     held = transfer.held
-    assembly = Assembly.of(needs.key_positions(rank), transfer.places, needs.sharding.tile, held, transfer.received)
+    assembly = Assembly.of(needs.key_positions(rank), transfer.places, needs.sharding, held, transfer.received)
     direct = DirectTransfer.of(needs, rank, transfer, assembly) if by_heads and not transfer.gathers else None
     stage = Stage(Selection(np.arange(held), held), source, variant) if held else None
     return RankAttention(

@@ -9,50 +9,11 @@ import numpy as np
 import torch
 
 from attngen.parallel.local import Positions
+from attngen.parallel.sharding import Sharding
 from attngen.parallel.visits import RankTiles
 
 #: Keys that lie here as a run may have holes of this share, which cost memory; more, and a table says where they lie.
 _HOLES = 0.875
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Which rows of a sequence each rank holds: tiles of ``tile`` rows, the last one ragged."""
-
-    owner: np.ndarray
-    ranks: int
-    seqlen: int
-    tile: int
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        """Rows of each tile."""
-        first: np.ndarray = np.arange(len(self.owner)) * self.tile
-        return np.minimum(self.tile, self.seqlen - first)
-
-    @cached_property
-    def counts(self) -> np.ndarray:
-        """Rows of each rank."""
-        return np.bincount(self.owner, weights=self.sizes, minlength=self.ranks).astype(np.int64)
-
-    @cached_property
-    def offsets(self) -> np.ndarray:
-        """Where each tile begins on the rank that holds it."""
-        starts: np.ndarray = np.empty(len(self.owner), dtype=np.int64)
-        for rank in range(self.ranks):
-            own = np.flatnonzero(self.owner == rank)
-            starts[own] = np.cumsum(self.sizes[own]) - self.sizes[own]
-        return starts
-
-    def positions(self, rank: int) -> np.ndarray:
-        """Positions in the sequence of the rows of a rank, ascending."""
-        return self.spread(np.flatnonzero(self.owner == rank))
-
-    def spread(self, tiles: np.ndarray, starts: np.ndarray | None = None) -> np.ndarray:
-        """Rows of some tiles, one after the other; ``starts`` says where each begins, if not in the sequence."""
-        sizes = self.sizes[tiles]
-        first = tiles * self.tile if starts is None else starts
-        return np.repeat(first - np.cumsum(sizes) + sizes, sizes) + np.arange(int(sizes.sum()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +51,10 @@ class Needs:
         if self.keys == "table":
             sizes = sharding.sizes[held]
             places[held] = np.cumsum(sizes) - sizes
-            return places, int(held[0]) * sharding.tile, int(sizes.sum())
-        begin = 0 if self.keys == "all" else int(held[0]) * sharding.tile
-        end = sharding.seqlen if self.keys == "all" else int(held[-1]) * sharding.tile + int(sharding.sizes[held[-1]])
-        places[held] = held * sharding.tile - begin
+            return places, int(sharding.bounds[held[0]]), int(sizes.sum())
+        begin = 0 if self.keys == "all" else int(sharding.bounds[held[0]])
+        end = sharding.seqlen if self.keys == "all" else int(sharding.bounds[held[-1] + 1])
+        places[held] = sharding.bounds[held] - begin
         return places, begin, end - begin
 
     def route(self, rank: int) -> Route:
@@ -131,7 +92,7 @@ class Needs:
         if self.keys == "all":
             return self.sharding.seqlen - self.sharding.counts
         sharding = self.sharding
-        rows = self.runs.counts * sharding.tile - self.runs.with_last * (sharding.tile - int(sharding.sizes[-1]))
+        rows = self.runs.rows(sharding.bounds)
         own = np.where(self.runs.visited_by(sharding.owner), sharding.sizes, 0)
         return (rows - np.bincount(sharding.owner, weights=own, minlength=sharding.ranks)).astype(np.int64)
 

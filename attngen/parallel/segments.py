@@ -19,6 +19,7 @@ from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, rewrite
 from attngen.lang.simplify import COMPLEMENT, Linear, add, integer, linear, make, simplify
 from attngen.lang.symbols import Symbols
 from attngen.lang.variant import Variant
+from attngen.parallel.sharding import Sharding
 
 #: Names that have another value in a segment than in the whole sequence, but for ``q_pos`` and ``kv``.
 _ELSEWHERE = frozenset({"q", "q_global", "kv_global", "b", "seqlen_q", "seqlen_k", "total_q", "total_k"})
@@ -123,10 +124,11 @@ class Segments:
 
     @classmethod
     def of(
-        cls, runs: np.ndarray, first: np.ndarray, tile: int, offsets: Sequence[int], *, positions: bool = True
+        cls, runs: np.ndarray, first: np.ndarray, sharding: Sharding, offsets: Sequence[int], *, positions: bool = True
     ) -> Segments:
-        """The segments of runs of rows, (n, 2). ``first`` is the first key that each tile of rows visits, ``offsets``
-        those of the documents. Without ``positions``, rows of a document see all of it and are one segment."""
+        """The segments of runs of rows, (n, 2). ``first`` is the first tile of keys that each tile of rows visits,
+        ``offsets`` those of the documents. Without ``positions``, rows of a document see all of it and are one segment.
+        """
         if not len(runs):
             none: np.ndarray = np.empty(0, dtype=np.int64)
             return cls(none, none, none, none)
@@ -139,8 +141,8 @@ class Segments:
         low, high = documents[number], documents[number + 1]
         if not positions:
             return cls(begin, end, low, high)
-        tiles = begin // tile
-        return cls(begin, end, np.maximum(low, first[tiles]), end)
+        keys = sharding.bounds[first[sharding.tiles_of(begin)]]
+        return cls(begin, end, np.maximum(low, keys), end)
 
     def __len__(self) -> int:
         return len(self.begin)

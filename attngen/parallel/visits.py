@@ -151,12 +151,11 @@ class RankTiles:
         spans[rank[first]] = self.end[last] - self.begin[first]
         return spans
 
-    @cached_property
-    def with_last(self) -> np.ndarray:
-        """Whether each rank has the last tile."""
-        here: np.ndarray = np.zeros(self.ranks, dtype=bool)
-        here[self.end[self.end % self.tiles == 0] // self.tiles - 1] = True
-        return here
+    def rows(self, bounds: np.ndarray) -> np.ndarray:
+        """Rows of the tiles of each rank. ``bounds``: the first row of each tile, and the end of the last one."""
+        rank: np.ndarray = self.begin // self.tiles
+        begin: np.ndarray = rank * self.tiles
+        return np.bincount(rank, weights=bounds[self.end - begin] - bounds[self.begin - begin], minlength=self.ranks)
 
     @cached_property
     def table(self) -> np.ndarray:

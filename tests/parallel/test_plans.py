@@ -16,6 +16,7 @@ from attngen.errors import CallError
 from attngen.lang.eager import evaluate
 from attngen.parallel import Cost, Links, making, simulate
 from attngen.parallel.one_row import as_one_row, documents
+from attngen.parallel.overlap import local_tiles
 from attngen.resources import root
 from tests import forked
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
@@ -139,9 +140,49 @@ def test_documents_are_packed_whole_but_for_few() -> None:
     (in_chunks,) = attngen.parallel.plan("causal", 65536, 4, cu_seqlens=offsets, chunks=5).explain().variants
     assert {packed.tokens(rank) for rank in range(4)} == {16384}
     assert shares.balance < 1.02
-    assert 2 * sum(shares.received) < sum(in_chunks.received)
+    assert sum(shares.received) < 0.6 * sum(in_chunks.received)
+    assert packed.layers[0].overlap == "rows"
+    waiting = ~local_tiles(packed.layers[0].visits, packed.sharding.owner)
+    assert waiting.mean() < 0.4  # the tiles of documents that are cut
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(torch.int32)[None]
     assert attngen.parallel.plan("packed_documents", 65536, 4, doc=ids).explain().variants[0].balance < 1.02
+
+
+def test_each_document_has_tiles_of_its_own() -> None:
+    """All ranks have as many rows, and tiles visit all keys that their rows see, wherever documents are cut."""
+    random, packed = np.random.default_rng(3), 0
+    values = {"window": 40}
+    for number in range(40):
+        seqlen, ranks = int(random.integers(400, 2000)), int(random.integers(2, 6))
+        offsets = sorted({0, seqlen, *random.integers(1, seqlen, 5).tolist()})
+        variant = ("causal", "full", "sliding_window")[number % 3]
+        plan = attngen.parallel.plan(
+            variant,
+            seqlen,
+            ranks,
+            tile=16,
+            cu_seqlens=offsets,
+            cost=Cost(tflops=1e-3, gigabytes=1e6),
+            **(values if variant == "sliding_window" else {}),
+        )
+        sharding, visits = plan.sharding, plan.layers[0].visits
+        if sharding.begins is None:  # equal runs may be better
+            continue
+        packed += 1
+        assert sharding.counts.max() - sharding.counts.min() <= 1
+        assert 0 < sharding.sizes.min() <= sharding.sizes.max() <= 16
+        assert np.isin(offsets[:-1], sharding.begins).all()
+        document = np.searchsorted(offsets, sharding.begins, side="right") - 1
+        begin, end = np.asarray(offsets)[document], np.asarray(offsets)[document + 1]
+        seen = {
+            "causal": begin, "full": begin, "sliding_window": np.maximum(sharding.begins - values["window"] + 1, begin)
+        }[variant]  # fmt: skip
+        last = end if variant == "full" else sharding.bounds[1:]
+        assert (sharding.bounds[visits.first] <= seen).all()
+        assert (sharding.bounds[visits.last] >= last).all()
+        rows = torch.cat([plan.rows(rank) for rank in range(ranks)])
+        assert torch.equal(rows.sort().values, torch.arange(seqlen))
+    assert packed > 20
 
 
 def test_several_variants_are_balanced_together() -> None:
