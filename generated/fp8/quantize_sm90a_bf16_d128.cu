@@ -141,13 +141,14 @@ __device__ __forceinline__ void read_columns(float (&x)[kSlots][kNumbers], uint3
   }
 }
 
-// Rounded by a factor for each head of the tile, and written; `too_large` as for rows.
+// Rounded by the factor of the first head of the tile, or of the last one, and written; `too_large` as for rows.
 template <typename Rounded>
 __device__ __forceinline__ void store_columns(
-    const float (&x)[kSlots][kNumbers], const float (&factors)[kHeads], unsigned char* out, int b, int kv_heads, int first_head, int tile, int groups,
+    const float (&x)[kSlots][kNumbers], float first_factor, float last_factor, unsigned char* out, int b, int kv_heads, int first_head, int tile, int groups,
     uint32_t& too_large) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32, of_tile = kHeads == 1 ? 0 : warp / 2, head = first_head + of_tile;
   const int first_column = (kHeads == 1 ? 32 * warp : 32 * (warp % 2)) + lane / 4;
+  const float factor = kHeads == 1 || warp < 2 ? first_factor : last_factor;
   const bool odd = lane & 1;
 #pragma unroll
   for (int group = 0; group < 2; ++group) {
@@ -160,7 +161,6 @@ __device__ __forceinline__ void store_columns(
       for (int half = 0; half < 2; ++half) {
         const float2 low = unpack<Element>(__float_as_uint(x[eight][4 * group + 2 * half]));
         const float2 high = unpack<Element>(__float_as_uint(x[eight][4 * group + 2 * half + 1]));
-        const float factor = factors[of_tile];
         words[half] = pack<Rounded>(low.x * factor, low.y * factor, high.x * factor, high.y * factor);
         too_large |= (words[half] & 0x7f7f7f7f) + 0x02020202;
       }
@@ -581,7 +581,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     const int count = waits ? part.group.value * part.tiles : 0;
     Asked asked;
     ask(asked, maxima_ptr, part, b, first_head, count);
-    const bool by_columns = task.x == 2 && v_groups > 0;
+    const bool by_columns = __any_sync(~0u, task.x == 2) && v_groups > 0;
     float x[kSlots][kNumbers];
     if (multiplies) {
       multiply_tile(x, base + tile, base + kFactors);
@@ -593,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
     if (waits) wait_for_maxima(largest, asked, maxima_ptr, part, b, first_head, count);
 
     const float own_norm = multiplies ? norm : 1.0f, limit = e5m2_out ? kLargest<e5m2> : kLargest<e4m3>;
-    float factors[kPieces], of_heads[kHeads];
+    float factors[kPieces];
     if (of_tokens) {
       // Four lanes have a row, and each gets the maximum of one of their rows.
       float of_rows[kPieces];
@@ -631,7 +631,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
 #pragma unroll
       for (int head = 0; head < kHeads; ++head) {
         const float scale = scale_of(__uint_as_float(known[head]) * own_norm, limit);
-        const float factor = of_heads[head] = __fdiv_rn(1.0f, scale) * own_norm;
+        const float factor = __fdiv_rn(1.0f, scale) * own_norm;
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
           if (kHeads == 1 || piece / 2 == head) factors[piece] = factor;
@@ -642,11 +642,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
         }
       }
     }
+    if (by_columns) {  // in e4m3 alone
+      uint32_t too_large = 0;  // numbers of exact scales never are
+      store_columns<e4m3>(x, factors[0], factors[kPieces - 1], part.to, b, kv_heads, first_head, task.w, v_groups, too_large);
+      continue;
+    }
     const auto store = [&]<typename Rounded>() {
-      if (by_columns) {
-        uint32_t too_large = 0;  // numbers of exact scales never are
-        return store_columns<Rounded>(x, of_heads, part.to, b, kv_heads, first_head, task.w, v_groups, too_large);
-      }
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         const int head = first_head + (kHeads == 1 ? 0 : piece / 2), token = first_token + row_of_piece(piece);
@@ -879,7 +880,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16_d1
       bring(index + kStages * all, ring + stage * kTile, full + 8 * stage);
     }
     if (by_columns) {
-      store_columns<e4m3>(x, factors, v_out_ptr, task.b, kv_heads, task.head, task.tile, v_groups, too_large);
+      store_columns<e4m3>(x, factors[0], factors[kHeads - 1], v_out_ptr, task.b, kv_heads, task.head, task.tile, v_groups, too_large);
       continue;
     }
     if (task.part == 1 && k_shift_ptr != nullptr) {
