@@ -29,12 +29,9 @@ WIDEN, WIDEN_VARIANT = "widen", "widen-kv"
 #: The same for kernels that select the largest scores of each row.
 TOPK, TOPK_VARIANT = "topk", "topk-scores"
 
-#: The same for kernels that merge results over parts of the keys.
-MERGE, MERGE_VARIANT = "merge", "merge-parts"
-
 #: The direction of kernels that score keys for an index. Their variants are those of attention, whose masks they apply.
 INDEX_SCORES = "index_scores"
 
 #: Directions of kernels that are not attention, and the names of what those compute that have no variant.
-HELPERS = frozenset({APPEND, QUANTIZE, WIDEN, TOPK, MERGE, INDEX_SCORES})
-HELPER_VARIANTS = frozenset({APPEND_VARIANT, QUANTIZE_VARIANT, WIDEN_VARIANT, TOPK_VARIANT, MERGE_VARIANT})
+HELPERS = frozenset({APPEND, QUANTIZE, WIDEN, TOPK, INDEX_SCORES})
+HELPER_VARIANTS = frozenset({APPEND_VARIANT, QUANTIZE_VARIANT, WIDEN_VARIANT, TOPK_VARIANT})

@@ -126,11 +126,13 @@ def variant(
     tensors: Mapping[str, Any] | None = None,
     dropout: bool = False,
     keys: str | None = None,
+    sink_in_lse: bool = True,
 ) -> PythonVariant:
     """Return a variant of attention, to be passed to calls as ``variant=``.
 
     The arguments are the fields of a variant in a spec, described in docs/spec.md: ``mask`` is true where a query sees
-    a key, ``score`` is the logit in terms of ``s``, ``sink`` a logit of each head without a key; ``let`` names values
+    a key, ``score`` is the logit in terms of ``s``, ``sink`` a logit of each head without a key, which the log-sum-exp
+    leaves out without ``sink_in_lse``; ``let`` names values
     and functions, in order; ``scalars`` and ``tensors`` declare what a call passes, for example ``tensors={"window":
     {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities; with ``keys="index"``, queries see only the
     keys that ``indices`` of the call lists. Kernels that were built from a spec under the same ``name``, with the same
@@ -142,6 +144,7 @@ def variant(
     given = {
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
         "dropout": None if dropout is False else dropout, "keys": keys,
+        "sink_in_lse": None if sink_in_lse is True else sink_in_lse,
     }  # fmt: skip
     named = {field: value for field, value in given.items() if value is not None}
     fields = {field: value for field, value in named.items() if not isinstance(value, Mapping) or value}

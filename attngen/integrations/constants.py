@@ -20,30 +20,42 @@ from attngen.runtime.launch.tile_map import in_graph_pool
 _KEPT: RecentCache[Tensor] = RecentCache(256)
 
 
-def filled(like: Tensor, count: int, value: int) -> Tensor:
-    """A tensor (1, count) of one value, on the device of ``like``. Not to be written."""
-    return _kept(like, count, value)
+#: Device, number and value of the elements; None for the integers from 0 on.
+Key = tuple[int, int, int | None]
 
 
-def counted(like: Tensor, count: int) -> Tensor:
-    """The integers below ``count`` as a tensor (1, count), on the device of ``like``. Not to be written."""
-    return _kept(like, count, None)
+def filled(like: Tensor, count: int, value: int, held: dict[Key, Tensor] | None = None) -> Tensor:
+    """A tensor (1, count) of one value, on the device of ``like``. Not to be written.
+
+    ``held`` gets the tensors of calls outside of graphs. Calls in a graph take theirs from it: a caller who passes it
+    keeps it as long as the graph.
+    """
+    return _kept(like, count, value, held)
 
 
-def _kept(like: Tensor, count: int, value: int | None) -> Tensor:
+def counted(like: Tensor, count: int, held: dict[Key, Tensor] | None = None) -> Tensor:
+    """The integers below ``count`` as a tensor (1, count), as ``filled`` has it."""
+    return _kept(like, count, None, held)
+
+
+def _kept(like: Tensor, count: int, value: int | None, held: dict[Key, Tensor] | None) -> Tensor:
     if not choice.on_gpu(like) or is_traced(like) or transforms_active() or watching():
         return _made(like.device, count, value)
-    if torch.cuda.is_current_stream_capturing():
-        return _made(like.device, count, value)
     index = like.get_device()
+    if torch.cuda.is_current_stream_capturing():
+        tensor = None if held is None else held.get((index, count, value))
+        return _made(like.device, count, value) if tensor is None else tensor
     stream = drivers.current().stream(index)
     key = index, stream, count, value
     tensor = _KEPT[key]
     if tensor is None:
         with torch.inference_mode(False):  # a later call may save it for a backward
             tensor = _made(like.device, count, value)
-        if not in_graph_pool(like.device, stream):
-            _KEPT.put(key, tensor)
+        if in_graph_pool(like.device, stream):
+            return tensor
+        _KEPT.put(key, tensor)
+    if held is not None:
+        held[index, count, value] = tensor
     return tensor
 
 

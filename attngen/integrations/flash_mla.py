@@ -8,8 +8,7 @@ graph may capture a call whose lengths change later.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +16,12 @@ from torch import Tensor
 
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import choice, recalled
+from attngen.integrations import recalled
 from attngen.integrations.catalogue import variant
 from attngen.integrations.choice import Candidate, Pages, attend
-from attngen.integrations.constants import counted, filled
+from attngen.integrations.constants import Key, counted, filled
 from attngen.integrations.flash_arguments import contiguous_rows, refuse, tensor
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.arguments.torch_state import is_traced, watching
-from attngen.runtime.helpers.merge import merge_into_first
 
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -53,16 +50,9 @@ _BYTES_BUT_UINT8 = _BYTES[1:]
 #: Types of a scale that a key may have.
 _SCALES = (float, int, type(None))
 
-#: Places of some tensors of a call with indices: q, the cache, indices, their counts, the sink, pages, keys in them.
-_TOPK_LENGTH, _TABLE, _USED = 3, 5, 6
-
-#: Largest sink that counts, as the spec has it: in units of log2 it is still finite in float32, and no logit counts
-#: beside it.
-_LARGEST_SINK = 1e38
-
-#: Rounding of a log-sum-exp, relative: 8 units of float32. A row whose sum exceeds its sink by no more than this has no
-#: key that counts.
-_ROUNDING = 2.0**-20
+#: Places of some tensors of a call with indices: q, the cache, indices, their counts, the sink, pages, keys in them;
+#: then the second cache, its indices, their counts.
+_TOPK_LENGTH, _TABLE, _USED, _EXTRA_TOPK_LENGTH = 3, 5, 6, 9
 
 #: With the scale multiplied by this, a log-sum-exp of n logits exceeds the largest one by at most log(n) before it is
 #: divided by this again: by 1e-5 for 32,768 of them, as much as float32 keeps of a logit of 100.
@@ -80,7 +70,13 @@ class _ListedRows(NamedTuple):
 
 @dataclass
 class FlashMLASchedMeta:
-    """Metadata of a schedule, which holds nothing: blocks find their work on the GPU."""
+    """Metadata of a schedule, which holds no schedule: blocks find their work on the GPU.
+
+    It holds the constant tensors of calls that passed it, such as lengths of full lists. Where a graph captures a later
+    call that passes it, the graph reads these instead of filling its own: keep the metadata as long as the graph.
+    """
+
+    constants: dict[Key, Tensor] = field(default_factory=dict)
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -129,13 +125,13 @@ def flash_mla_with_kvcache(
 
     ``extra_k_cache``, of the same format, and ``extra_indices_in_kvcache`` (b, sq, extra_topk) add keys of a second
     cache, with any number of blocks and rows in a block; ``extra_topk_length`` (b,) int32 is to them what
-    ``topk_length`` is to the first ones. Each cache takes a launch of its own, and their results are merged.
+    ``topk_length`` is to the first ones. One launch reads both.
 
     Without indices, a cache in 8 bits holds 576 or 512 numbers in e4m3 a token, and ``descale_k``, one float32 number,
     1 if it is missing, is what they are multiplied by. q may be in e4m3, too, with ``descale_q``: it is converted to
     bf16, which is the dtype of the output. Raises CallError for arguments that disagree.
     """
-    del tile_scheduler_metadata, num_splits, use_legacy
+    del num_splits, use_legacy
     refuse(_REASONS, kv_format=kv_format)
     _check_cache("k_cache", k_cache)
     in_8_bits = k_cache.dtype in _BYTES
@@ -143,11 +139,17 @@ def flash_mla_with_kvcache(
         raise CallError(f"is_fp8_kvcache is {is_fp8_kvcache}, but k_cache has {k_cache.dtype}")
     if indices is not None:
         refuse(_REASONS, causal=causal, descale_q=descale_q, descale_k=descale_k)
-        first = _ListedRows(k_cache, indices, topk_length)
-        second = _second_cache(k_cache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-        return _listed_in_caches(
-            q, first, second, head_dim_v, softmax_scale, attn_sink, one_block=enable_batch_invariant
-        )
+        rows = _ListedRows(k_cache, indices, topk_length)
+        extra = _second_cache(k_cache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+        meta = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
+        out, lse = _listed_in_caches(
+            q, rows, extra, head_dim_v, softmax_scale, attn_sink, None if meta is None else meta.constants,
+            one_block=enable_batch_invariant,
+        )  # fmt: skip
+        batch, queries, heads, _ = q.shape
+        if queries == 1:
+            return out.view(batch, 1, heads, head_dim_v), lse.permute(2, 1, 0)
+        return out.view(batch, queries, heads, head_dim_v), lse.view(heads, batch, queries).transpose(0, 1)
     refuse(
         _REASONS, topk_length=topk_length, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
         extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
@@ -196,10 +198,9 @@ def flash_mla_sparse_fwd(
     are exact to 1e-5, or to what float32 keeps of a logit.
 
     Entries below 0, or not below s_kv, are ignored. ``topk_length`` (s_q,) int32 is the number of entries of each query
-    that count, from the first one on. ``attn_sink`` (h,) float32 is a logit without a value. The log-sum-exp leaves it
-    out: it is computed from the one with the sink, and is −inf where the sink is all that float32 keeps of the sum. Any
-    topk and any number of heads are taken, and head dims 512/512 as well. The rows of a paged cache in 16 bits are one
-    tensor, whose indices are ``block * block_size + row``.
+    that count, from the first one on. ``attn_sink`` (h,) float32 is a logit without a value, which the
+    log-sum-exp leaves out. Any topk and any number of heads are taken, and head dims 512/512 as well. The rows of a
+    paged cache in 16 bits are one tensor, whose indices are ``block * block_size + row``.
 
     Raises CallError for arguments that disagree.
     """
@@ -278,106 +279,59 @@ def _format(cache: Tensor) -> torch.dtype:
     return torch.uint8 if cache.dtype in _BYTES else cache.dtype
 
 
-def _listed_in_caches(
-    q: Tensor,
-    first: _ListedRows,
-    second: _ListedRows | None,
-    head_dim_v: int,
-    softmax_scale: float | None,
-    attn_sink: Tensor | None,
-    *,
-    one_block: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention to the listed rows of one cache or of two: a call for each, whose results are merged."""
-    if second is None:
-        out, lse = _listed_in_cache(q, first, head_dim_v, softmax_scale, attn_sink, one_block=one_block)
-    else:
-        if attn_sink is not None:
-            _check_sink(q, attn_sink)
-        results = _listed_in_cache(q, first, head_dim_v, softmax_scale, None, one_block=one_block)
-        others = _listed_in_cache(q, second, head_dim_v, softmax_scale, None, one_block=one_block)
-        out, lse = _merged(results, others, attn_sink)
-    batch, queries, heads, _ = q.shape
-    if queries == 1:
-        return out.view(batch, 1, heads, head_dim_v), lse.permute(2, 1, 0)
-    return out.view(batch, queries, heads, head_dim_v), lse.view(heads, batch, queries).transpose(0, 1)
-
-
-def _merged(
-    first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], attn_sink: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp (without the sink) over the keys of both parts. Outputs of rows without keys are zeros, so
-    that fewer kernels of torch are needed than ``attngen.merge`` launches."""
-    if _may_be_overwritten(*first) and merge_into_first(*first, *second, attn_sink):
-        return first
-    (out, lse), (more, more_lse) = first, second
-    both = torch.logaddexp(lse, more_lse)
-    total = both if attn_sink is None else torch.logaddexp(both, attn_sink.to(both.dtype)[:, None])
-    total = total.clamp(min=torch.finfo(both.dtype).min)  # a row without a key has the weights 0, not NaN
-    of_first, of_second = ((each - total).exp().transpose(1, 2)[..., None] for each in (lse, more_lse))
-    return torch.addcmul(out * of_first, more, of_second).to(out.dtype), both
-
-
-def _may_be_overwritten(out: Tensor, lse: Tensor) -> bool:
-    """Whether results are on a GPU, and nothing but this call has them."""
-    return choice.on_gpu(out) and not (out.requires_grad or lse.requires_grad or is_traced(out) or watching())
-
-
 def _check_sink(q: Tensor, attn_sink: Tensor) -> None:
     if tensor("attn_sink", attn_sink).shape != (q.shape[-2],):
         raise CallError(f"attn_sink must have shape ({q.shape[-2]},), got {tuple(attn_sink.shape)}")
 
 
-def _listed_in_cache(
+def _listed_in_caches(
     q: Tensor,
     rows: _ListedRows,
+    extra: _ListedRows | None,
     head_dim_v: int,
     softmax_scale: float | None,
     attn_sink: Tensor | None,
+    constants: dict[Key, Tensor] | None,
     *,
     one_block: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the listed rows of one cache: all queries are of one sequence, whose keys are the whole cache."""
-    k_cache, indices, topk_length, prefix = rows
-    name = f"{prefix}indices_in_kvcache" if prefix else "indices"
-    shape, listed = tensor("q", q).shape, tensor(name, indices).shape
-    if len(shape) != 4 or len(listed) != 3 or shape[:2] != listed[:2]:
-        raise CallError(
-            f"q and {name} must have shape (b, sq, h, head_dim) and (b, sq, topk), got {tuple(shape)} and "
-            f"{tuple(listed)}"
-        )
-    batch, queries, heads, head_dim = shape
-    topk, count = listed[2], batch * queries
-    of_cache = blocks, block_size, kv_heads, columns = k_cache.shape
+    """Attention to the listed rows of one cache or of two: all queries are of one sequence, whose keys are the whole
+    first cache."""
     made: list[tuple[int, Tensor]] = []  # what kernels get in the place of an argument, or where there is none
-    if topk_length is None:
-        lengths = filled(q, count, topk)
-        made.append((_TOPK_LENGTH, lengths))
-    else:
-        if tensor(f"{prefix}topk_length", topk_length).shape != (batch,):
-            raise CallError(f"{prefix}topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
-        lengths = topk_length.unsqueeze(0)
-        if queries != 1:
-            lengths = topk_length.repeat_interleave(queries, output_size=count).unsqueeze(0)
-            made.append((_TOPK_LENGTH, lengths))
+    lengths = _lengths(q, rows, _TOPK_LENGTH, made, constants)
+    k_cache, indices, topk_length, _ = rows
+    batch, queries, heads, head_dim = shape = q.shape
+    count = batch * queries
+    of_cache = blocks, block_size, kv_heads, columns = k_cache.shape
+    more: tuple[Tensor | None, ...] = None, None, None
+    more_lengths, of_extra = None, None
+    if extra is not None:
+        more_lengths = _lengths(q, extra, _EXTRA_TOPK_LENGTH, made, constants)
+        more, of_extra = extra[:3], (extra.cache.shape, extra.indices.shape, extra.topk_length is None)
     in_8_bits = k_cache.dtype in _BYTES
     stride, row = k_cache.stride()[:2]
     table = used = None
     if one_block or stride != block_size * row or (in_8_bits and columns in _SCALES_AFTER_ROWS):
-        table, used = counted(q, blocks), filled(q, 1, blocks * block_size)
+        table, used = counted(q, blocks, constants), filled(q, 1, blocks * block_size, constants)
         made += [(_TABLE, table), (_USED, used)]
     key = None
     if type(softmax_scale) in _SCALES and type(head_dim_v) is int:
         absent = topk_length is None, attn_sink is None
-        key = recalled.key_of(q.get_device(), shape, listed, of_cache, head_dim_v, softmax_scale, one_block, absent)
-    record = q, k_cache, indices, topk_length, attn_sink, None, None
+        key = recalled.key_of(
+            q.get_device(), shape, indices.shape, of_cache, head_dim_v, softmax_scale, one_block, absent, of_extra
+        )
+    record = q, k_cache, indices, topk_length, attn_sink, None, None, *more
     results = None if key is None else recalled.again(key, record, made, softmax_scale)
     if results is not None:
-        return results if attn_sink is None else _without_sink(*results, attn_sink)
+        return results
     if k_cache.dtype in _BYTES_BUT_UINT8:
         k_cache = k_cache.view(torch.uint8)
     q, k_cache, indices = contiguous_rows(q=q, k_cache=k_cache, indices=indices)
-    own = {"indices": indices.reshape(1, count, topk), "topk_length": lengths}
+    own = {"indices": indices.reshape(1, count, indices.shape[2]), "topk_length": lengths}
+    if extra is not None and more_lengths is not None:
+        cache, listed = contiguous_rows(extra_k_cache=extra.cache, extra_indices_in_kvcache=extra.indices)
+        own |= {"extra_k": cache.view(torch.uint8), "extra_indices": listed.reshape(1, count, listed.shape[2])}
+        own["extra_topk_length"] = more_lengths
     as_one = q.reshape(1, count, heads, head_dim)
     keys, pages = k_cache, None
     if table is not None and used is not None:
@@ -395,9 +349,36 @@ def _listed_in_cache(
         form, layout = ("dense", "bshd") if pages is None else ("paged", "NHD")
         recalled.note(key, record, made, Given(
             as_one, keys, values, seqused_k=used, page_table=table, arguments=own, softmax_scale=softmax_scale,
-            variant=variant(_name(attn_sink)), return_lse=True, form=form, layout=layout, num_splits=splits,
+            variant=variant(_name(own)), return_lse=True, form=form, layout=layout, num_splits=splits,
         ))  # fmt: skip
     return out, lse
+
+
+def _lengths(
+    q: Tensor, rows: _ListedRows, place: int, made: list[tuple[int, Tensor]], constants: dict[Key, Tensor] | None
+) -> Tensor:
+    """Entries that count of each query's list, as kernels get them: noted in ``made``, at their ``place``, if they are
+    not the argument itself. Raises CallError for lists that do not go with q."""
+    _, indices, topk_length, prefix = rows
+    name = f"{prefix}indices_in_kvcache" if prefix else "indices"
+    shape, listed = tensor("q", q).shape, tensor(name, indices).shape
+    if len(shape) != 4 or len(listed) != 3 or shape[:2] != listed[:2]:
+        raise CallError(
+            f"q and {name} must have shape (b, sq, h, head_dim) and (b, sq, topk), got {tuple(shape)} and "
+            f"{tuple(listed)}"
+        )
+    batch, queries, topk = listed
+    count = batch * queries
+    if topk_length is None:
+        lengths = filled(q, count, topk, constants)
+    elif tensor(f"{prefix}topk_length", topk_length).shape != (batch,):
+        raise CallError(f"{prefix}topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
+    elif queries == 1:
+        return topk_length.unsqueeze(0)
+    else:
+        lengths = topk_length.repeat_interleave(queries, output_size=count).unsqueeze(0)
+    made.append((place, lengths))
+    return lengths
 
 
 def _listed(
@@ -415,21 +396,12 @@ def _listed(
         _check_sink(q, attn_sink)
         own = {**own, "sinks": attn_sink}
     out, lse = attend(
-        [Candidate(_name(attn_sink), own)], q, k, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale,
+        [Candidate(_name(own), own)], q, k, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale,
         seqused_k=seqused_k, return_lse=True,
     )  # fmt: skip
-    return (out, lse) if attn_sink is None else _without_sink(out, lse, attn_sink)
+    return out, lse
 
 
-def _name(attn_sink: Tensor | None) -> str:
-    """Name of the variant of calls with indices."""
-    return "listed_keys" if attn_sink is None else "listed_keys_sink"
-
-
-def _without_sink(out: Tensor, lse: Tensor, attn_sink: Tensor) -> tuple[Tensor, Tensor]:
-    """The same output, and a log-sum-exp without the sink."""
-    sinks = attn_sink.to(lse.dtype).clamp(-_LARGEST_SINK, _LARGEST_SINK)[:, None]
-    above = sinks - lse
-    rounding = lse.abs().clamp_(min=1.0).mul_(-_ROUNDING)
-    without_sink = lse + torch.log(-torch.expm1(above))
-    return out, torch.where(above >= rounding, -math.inf, without_sink)
+def _name(own: dict[str, Tensor]) -> str:
+    """Name of the variant of a call with indices, by its arguments."""
+    return f"listed_keys{'_of_two_caches' if 'extra_k' in own else ''}{'_sink' if 'sinks' in own else ''}"

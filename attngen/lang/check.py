@@ -18,7 +18,7 @@ from attngen.lang.declarations import check_declarations, check_let_name
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, tensors, walk
-from attngen.lang.listed import KEYS
+from attngen.lang.listed import KEYS, LISTS
 from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
@@ -163,12 +163,13 @@ def compile_variant(
     dropout: bool = False,
     written: list[Written] | None = None,
     keys: str | None = None,
+    sink_in_lse: bool = True,
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
     ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink; with
     ``dropout`` the variant takes a rate and a state of random numbers besides its own arguments, and with ``keys`` the
-    tensors of ``lang.listed.KEYS``. ``let`` maps a name to
+    tensors of ``lang.listed.KEYS``. Without ``sink_in_lse`` the log-sum-exp leaves the sink out. ``let`` maps a name to
     a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
     (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
     ``written`` takes the expressions with the value of each part (see ``doubts``).
@@ -178,6 +179,11 @@ def compile_variant(
     if keys is not None:
         _refuse_listed(name, tensors, keys, locate, dropout=dropout)
     variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH, written)
+    if keys is not None and LISTS[keys].extra:
+        _refuse_positions(variant, keys, locate)
+    if not sink_in_lse:
+        _refuse_sink_left_out(sink, keys, locate)
+        variant = replace(variant, sink_in_lse=False)
     return with_listed(variant, keys, dropout=dropout)
 
 
@@ -196,7 +202,10 @@ def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
         tensors = tensors[: -len(KEYS[text.keys])]
     expressions = (text.mask, text.score, text.sink)
     variant = _compile(text.name, *expressions, scalars, tensors, text.let, None, _RESTORED_LENGTH)
-    restored = replace(variant, mask_text=text.mask_text, score_text=text.score_text, sink_text=text.sink_text)
+    restored = replace(
+        variant, mask_text=text.mask_text, score_text=text.score_text, sink_text=text.sink_text,
+        sink_in_lse=text.sink_in_lse,
+    )  # fmt: skip
     return with_listed(restored, text.keys, dropout=text.dropout)
 
 
@@ -222,6 +231,29 @@ def _refuse_listed(
             field = f"tensors.{tensor.name}"
             raise SpecError(
                 f"variant '{name}' has 'keys: {keys}', which declares {tensor.name!r} itself; leave it out",
+                location=locate(places, field),
+                field=field,
+            )
+
+
+def _refuse_sink_left_out(sink: object, keys: str | None, places: Mapping[str, Location] | None) -> None:
+    """Raise SpecError for a variant that has no sink, or whose kernels cannot leave it out of the log-sum-exp."""
+    if sink is None or keys is None:
+        missing = "sink" if sink is None else "keys"
+        raise SpecError(
+            f"only variants with a sink and 'keys' leave the sink out of the log-sum-exp; there is no '{missing}'",
+            location=locate(places, "sink_in_lse"),
+            field="sink_in_lse",
+        )
+
+
+def _refuse_positions(variant: Variant, keys: str, places: Mapping[str, Location] | None) -> None:
+    """Raise SpecError if a variant whose lists name keys of two caches has a mask or a score."""
+    for field, given in (("mask", variant.masked), ("score", variant.score is not None)):
+        if given:
+            raise SpecError(
+                f"keys of two caches have no position that a {field} could read; leave out '{field}', or take "
+                "'keys: counted_index'",
                 location=locate(places, field),
                 field=field,
             )

@@ -4,6 +4,9 @@ A query of such a variant sees the keys that its row of ``indices`` lists and th
 negative, or not less than the number of keys, are ignored; a key that is listed twice counts twice. With
 ``topk_length``, only so many entries at the beginning of each row are read. Entries may be numbers of blocks of keys
 instead, and each KV head may have a list of its own.
+
+A second cache and its lists may come beside the first. Its rows have the form of those of k, and lists name them by
+their slot, ``page * page_size + row``.
 """
 
 from __future__ import annotations
@@ -16,19 +19,27 @@ from attngen.lang.variant import Tensor
 INDICES = Tensor("indices", "int32", ("b", "seqlen_q", "topk"))
 TOPK_LENGTH = Tensor("topk_length", "int32", ("b", "seqlen_q"))
 
+#: The bytes of a second cache, and its lists.
+EXTRA_K = Tensor("extra_k", "uint8", ("extra_pages", "extra_page_size", "hk", "extra_row_bytes"))
+EXTRA_INDICES = Tensor("extra_indices", "int32", ("b", "seqlen_q", "extra_topk"))
+EXTRA_TOPK_LENGTH = Tensor("extra_topk_length", "int32", ("b", "seqlen_q"))
+
 
 @dataclass(frozen=True, slots=True)
 class KeyLists:
     """What a variant's lists hold: entries are numbers of blocks of ``block`` keys, ``per_head`` says that each KV head
-    has lists of its own, and ``counted`` that ``topk_length`` comes with them."""
+    has lists of its own, ``counted`` that ``topk_length`` comes with them, and ``extra`` that a second cache does."""
 
     per_head: bool
     block: int
     counted: bool = False
+    extra: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that a call passes beside those that the variant declares."""
+        if self.extra:
+            return INDICES, TOPK_LENGTH, EXTRA_K, EXTRA_INDICES, EXTRA_TOPK_LENGTH
         if not self.per_head:
             return (INDICES, TOPK_LENGTH) if self.counted else (INDICES,)
         indices = Tensor(INDICES.name, INDICES.dtype, ("b", "seqlen_q", "hk", "topk"))
@@ -58,6 +69,7 @@ LISTS = {
     "counted_head_blocks_of_32": KeyLists(per_head=True, block=32, counted=True),
     "counted_head_blocks_of_64": KeyLists(per_head=True, block=64, counted=True),
     "counted_head_blocks_of_128": KeyLists(per_head=True, block=128, counted=True),
+    "counted_index_of_two_caches": KeyLists(per_head=False, block=1, counted=True, extra=True),
 }
 
 #: Tensors that a variant adds to those of a call, by the value of its field ``keys``.

@@ -35,6 +35,7 @@ class VariantText:
     sink_text: str | None = None
     dropout: bool = False
     keys: str | None = None
+    sink_in_lse: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Variant:
 
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``. ``sink``
     is FLOAT over batch and head: a logit that every row has besides those of its keys, without a value; None for none.
+    The log-sum-exp includes it, unless ``sink_in_lse`` is false.
     With ``dropout``, probabilities are dropped at the rate and with the random numbers that the last scalar and the
     last tensor give (``lang.dropout``). ``keys`` names the tensors by which calls list the keys of each query
     (``lang.listed``), which come last but for that of dropout; None: the mask alone decides. Constant scalars are
@@ -62,6 +64,7 @@ class Variant:
     sink_text: str | None = None
     dropout: bool = False
     keys: str | None = None
+    sink_in_lse: bool = True
 
     @property
     def masked(self) -> bool:
@@ -92,7 +95,7 @@ class Variant:
         """
         scalars = tuple(sorted(self.scalars, key=lambda s: s.name))
         tensors = tuple(sorted(self.tensors, key=lambda t: t.name))
-        return self.mask, self.score, self.sink, scalars, tensors, self.dropout, self.keys
+        return self.mask, self.score, self.sink, scalars, tensors, self.dropout, self.keys, self.sink_in_lse
 
     def differences(self, other: Variant) -> list[tuple[str, str, str]]:
         """Each field in which two definitions differ, with the text of both variants."""
@@ -111,6 +114,7 @@ class Variant:
         summaries["sink"] = "none" if self.sink is None else canonical(self.sink)
         summaries["dropout"] = str(self.dropout).lower()
         summaries["keys"] = self.keys or "all"
+        summaries["sink_in_lse"] = str(self.sink_in_lse).lower()
         summaries |= {f"scalars.{scalar.name}": scalar.summary() for scalar in self.scalars}
         return summaries | {f"tensors.{tensor.name}": tensor.summary() for tensor in self.tensors}
 
@@ -163,6 +167,7 @@ class Variant:
             **({} if self.sink is None else {"sink": canonical(self.sink), "sink_text": self.sink_text}),
             **({"dropout": True} if self.dropout else {}),
             **({} if self.keys is None else {"keys": self.keys}),
+            **({} if self.sink_in_lse else {"sink_in_lse": False}),
         }
 
 

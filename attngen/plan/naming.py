@@ -68,11 +68,6 @@ def widen_name(*, arch: str, dtype: str) -> str:
     return f"widen_{arch}_{dtype}"
 
 
-def merge_name(*, arch: str, dtype: str) -> str:
-    """Name of the kernel that merges results over parts of the keys, such as ``merge_sm90a_bf16``."""
-    return f"merge_{arch}_{dtype}"
-
-
 def topk_name(*, arch: str) -> str:
     """Name of the kernel that selects the largest scores of rows, such as ``topk_sm90a``."""
     return f"topk_{arch}"

@@ -20,6 +20,7 @@ from attngen.dtypes import (
 from attngen.errors import PlanError
 from attngen.formats import APPEND
 from attngen.lang.constant_conditions import fold_conditions
+from attngen.lang.listed import LISTS
 from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
@@ -35,6 +36,13 @@ def plan(spec: KernelSpec) -> Plan:
     kv_dtype = spec.kv_dtype or spec.dtype
     quantized = spec.dtype in QUANTIZED_DTYPES
     beside = QUANTIZED_DTYPES if quantized else CACHE_DTYPES if spec.dtype in BESIDE_CACHES else ()
+    if spec.variant.keys is not None and LISTS[spec.variant.keys].extra:
+        _check_two_caches(spec)
+    if not spec.variant.sink_in_lse and not (spec.v_of_key and spec.direction == "forward"):
+        raise refuse(
+            spec, "variant", f"only forward kernels with 'v: key' leave a sink out of the log-sum-exp, as "
+            f"'{spec.variant.name}' does; allowed: sink_in_lse: true"
+        )  # fmt: skip
     if spec.kv_dtype in LATENT_ROWS:
         _check_latent_rows(spec)
     elif spec.kv_dtype is not None and kv_dtype not in beside:
@@ -98,6 +106,15 @@ def _check_latent_rows(spec: KernelSpec) -> None:
         raise refuse(spec, "head_dim", f"{name} has rows of head_dim {{qk: {dims[0]}, v: {dims[1]}}}")
     if row.scales_after_rows and spec.layout != "paged":
         raise refuse(spec, "layout", f"scales of {name} follow the rows of each page; allowed: paged")
+
+
+def _check_two_caches(spec: KernelSpec) -> None:
+    """Raise PlanError for a kernel that cannot read a second cache."""
+    if not (spec.v_of_key and spec.direction == "forward"):
+        raise refuse(
+            spec, "variant", f"only forward kernels with 'v: key' read two caches, as 'keys: {spec.variant.keys}' has "
+            "them; allowed: keys: counted_index, with a call for each cache"
+        )  # fmt: skip
 
 
 def _fastest(spec: KernelSpec, arch: Arch) -> Plan:

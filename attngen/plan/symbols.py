@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from attngen.lang.divisors import Divisor
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
-from attngen.lang.listed import INDICES, TOPK_LENGTH
+from attngen.lang.listed import EXTRA_INDICES, EXTRA_K, EXTRA_TOPK_LENGTH, INDICES, TOPK_LENGTH
 from attngen.lang.variant import Tensor
 
 #: Prefix of every user's name in a kernel.
 PREFIX = "u_"
 
-_OF_KERNELS = frozenset({DROPOUT_P.name, RNG_STATE.name, INDICES.name, TOPK_LENGTH.name})
+_OF_KERNELS = frozenset({
+    DROPOUT_P.name, RNG_STATE.name, INDICES.name, TOPK_LENGTH.name, EXTRA_K.name, EXTRA_INDICES.name,
+    EXTRA_TOPK_LENGTH.name,
+})  # fmt: skip
 
 
 def argument_name(name: str) -> str:

@@ -1,6 +1,6 @@
 """What a spec, the YAML that names the kernels to build, may say: loading, checks, presets, expansion into kernels."""
 
-from attngen.schema.expand import KernelSpec, appends, expand, mergers, quantizers, selectors, spec_hash, wideners
+from attngen.schema.expand import KernelSpec, appends, expand, quantizers, selectors, spec_hash, wideners
 from attngen.schema.export import json_schema
 from attngen.schema.loading import Spec, declare_variant, doubts_of_fields
 from attngen.schema.presets import preset, preset_names
@@ -16,7 +16,6 @@ __all__ = [
     "json_schema",
     "load_spec",
     "load_spec_text",
-    "mergers",
     "preset",
     "preset_names",
     "quantizers",

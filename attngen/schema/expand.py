@@ -31,8 +31,6 @@ from attngen.formats import (
     APPEND,
     APPEND_VARIANT,
     INDEX_SCORES,
-    MERGE,
-    MERGE_VARIANT,
     QUANTIZE,
     QUANTIZE_VARIANT,
     SCHEMA,
@@ -312,29 +310,6 @@ def selectors(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
                 ),
             )  # fmt: skip
     return tuple(by_arch.values())
-
-
-def mergers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """The kernels that merge results over parts of the keys: one for each arch and dtype with kernels of listed keys,
-    whose lists may lie in two caches.
-
-    No entry of a spec asks for them.
-    """
-    by_key: dict[tuple[str, str], KernelSpec] = {}
-    for kernel in kernels:
-        if kernel.variant.keys is None or kernel.direction != "forward" or kernel.dtype not in _UNQUANTIZED:
-            continue
-        first = by_key.get((kernel.arch, kernel.dtype)) or KernelSpec(
-            package=kernel.package, variant=Variant(MERGE_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
-            dtype=kernel.dtype, direction=MERGE, backend="cuda", spec_file=kernel.spec_file, location=kernel.location,
-            places=kernel.places,
-        )  # fmt: skip
-        by_key[kernel.arch, kernel.dtype] = replace(
-            first,
-            head_dim_qk=max(first.head_dim_qk, kernel.head_dim_v),
-            head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
-        )
-    return tuple(by_key.values())
 
 
 def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:

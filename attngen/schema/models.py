@@ -158,6 +158,7 @@ class VariantModel(Model):
     sink: Expression | None = Field(
         default=None, description="a logit of each head that joins the softmax and has no value; left out: none"
     )
+    sink_in_lse: bool = Field(default=True, description="whether the log-sum-exp includes the sink")
     let: dict[LetName, Expression] = Field(default={}, description="named intermediate values and functions, in order")
     scalars: dict[SymbolName, ScalarModel] = {}
     tensors: dict[SymbolName, TensorModel] = {}

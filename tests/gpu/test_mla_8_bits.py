@@ -399,9 +399,74 @@ def test_small_caches_by_hand(name: str) -> None:
     )
 
 
+def two_caches(name: str, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Two caches on the GPU, of 20 pages of 64 rows and 30 of two; lists of three sequences with two queries, on the
+    CPU; and the columns of all rows in float64. Rows that no list names are NaN."""
+    torch.manual_seed(seed)
+    caches, indices, exact = [], [], []
+    for pages, page_size, topk in ((20, 64, 700), (30, 2, 40)):
+        if name == "bf16":
+            cache = torch.randn(pages, page_size, 1, 576).bfloat16()
+            columns = cache.double()
+        else:
+            cache, columns = large_cache(name, pages, page_size)
+        entries = lists(3, 2, topk, pages * page_size)
+        named = torch.zeros(pages, page_size, dtype=torch.bool)
+        named.view(-1)[entries[(entries >= 0) & (entries < pages * page_size)].long()] = True
+        if name == "bf16":
+            cache[~named] = torch.nan
+        elif name == "fp8_mla_656":  # scales of others lie elsewhere
+            cache[~named] = NAN_BYTE
+        columns[~named] = torch.nan
+        caches.append(moved(cache))
+        indices.append(entries)
+        exact.append(columns)
+    return caches, indices, exact
+
+
+def moved(cache: Tensor) -> Tensor:
+    """A cache on the GPU, with the padding of its pages."""
+    return cache.as_strided((cache.shape[0] * cache.stride(0),), (1,)).cuda().as_strided(cache.shape, cache.stride())
+
+
+@pytest.mark.parametrize("name", ["bf16", *FORMS])
+@pytest.mark.parametrize("heads", [5, 16, 64, 128, 200])
+def test_two_caches(name: str, heads: int) -> None:
+    """Lists of both, and of either alone, however blocks share the tiles; bits repeat, and graphs take other lists."""
+    caches, indices, exact = two_caches(name, heads)
+    counts = [torch.randint(0, each.shape[-1] + 1, (3, 2), dtype=torch.int32) for each in indices]
+    counts[0][0] = counts[1][0, 0] = counts[1][1] = 0
+    counts[0][2, 1] = 700
+    q = torch.randn(3, 2, heads, exact[0].shape[-1]).bfloat16()
+    own = {"indices": indices[0], "topk_length": counts[0], "extra_indices": indices[1], "extra_topk_length": counts[1]}
+    places = torch.arange(20, dtype=torch.int32).repeat(3, 1), torch.full((3,), 1280, dtype=torch.int32)
+    call: dict[str, Any] = {"variant": "listed_keys_of_two_caches", "return_lse": True}
+    wanted = attngen.attention_paged(
+        q.double(), exact[0], exact[0][..., :512], *places, backend="reference", extra_k=exact[1].view(torch.uint8),
+        **own, **call,
+    )  # fmt: skip
+    lists_of_both = on_gpu(own)
+    given = {**lists_of_both, "extra_k": caches[1].view(torch.uint8), "package": PACKAGE, **call}
+    tensors = q.cuda(), caches[0], caches[0][..., :512] if name == "bf16" else caches[0], *(p.cuda() for p in places)
+    for splits in ({}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 128}):
+        close(attngen.attention_paged(*tensors, **given, **splits), wanted)
+    first = attngen.attention_paged(*tensors, **given)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(attngen.attention_paged(*tensors, **given), first, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attngen.attention_paged(*tensors, **given)
+    for each in lists_of_both.values():
+        each.copy_(each.flip(0))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(attngen.attention_paged(*tensors, **given), captured, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [0.2, 1.0])
 @pytest.mark.parametrize("name", ["bf16", *FORMS])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_two_caches_of_flash_mla(name: str, heads: int) -> None:
+def test_two_caches_of_flash_mla(name: str, heads: int, wrong: float) -> None:
     """Both lists are one, and a sink counts once. The reference does the same in float32."""
     torch.manual_seed(heads)
     caches, indices, counts = [], [], []
@@ -410,7 +475,7 @@ def test_two_caches_of_flash_mla(name: str, heads: int) -> None:
             caches.append(torch.randn(pages, page_size, 1, 576).bfloat16())
         else:
             caches.append(large_cache(name, pages, page_size)[0])
-        indices.append(lists(3, 2, topk, pages * page_size))
+        indices.append(lists(3, 2, topk, pages * page_size, wrong=wrong))
         counts.append(torch.randint(0, topk + 1, (3,), dtype=torch.int32))
     counts[0][0] = counts[1][0] = counts[1][1] = 0
     q = torch.randn(3, 2, heads, 512 if name == "fp8_mla_584" else 576).bfloat16()
@@ -419,19 +484,16 @@ def test_two_caches_of_flash_mla(name: str, heads: int) -> None:
     own = {"indices": indices[0], "topk_length": counts[0], "attn_sink": sink}
     own |= {"extra_indices_in_kvcache": indices[1], "extra_topk_length": counts[1]}
 
-    def moved(device: str) -> dict[str, Any]:
-        cache, extra = (
-            each.as_strided((each.shape[0] * each.stride(0),), (1,)).to(device).as_strided(each.shape, each.stride())
-            for each in caches
-        )
+    def on(device: str) -> dict[str, Any]:
+        cache, extra = (moved(each) if device == "cuda" else each for each in caches)
         given = {name: each.to(device) for name, each in own.items()}
         return {"q": q.to(device), "k_cache": cache, "extra_k_cache": extra, **given}
 
     def call(given: dict[str, Any]) -> Any:
         return flash_mla_with_kvcache(block_table=None, cache_seqlens=None, head_dim_v=512, **given)
 
-    wanted = call(moved("cpu"))
-    on_card = [moved("cuda") for _ in range(4)]  # later ones are recognized
+    wanted = call(on("cpu"))
+    on_card = [on("cuda") for _ in range(4)]  # later ones are recognized
     for given in on_card:
         close(call(given), wanted)
     graph = torch.cuda.CUDAGraph()
@@ -440,14 +502,13 @@ def test_two_caches_of_flash_mla(name: str, heads: int) -> None:
     on_card[0]["indices"].copy_(on_card[1]["indices"].flip(0))
     on_card[0]["topk_length"].copy_(on_card[1]["topk_length"].flip(0))
     graph.replay()
-    close(captured, call({**moved("cpu"), "indices": indices[0].flip(0), "topk_length": counts[0].flip(0)}))
+    close(captured, call({**on("cpu"), "indices": indices[0].flip(0), "topk_length": counts[0].flip(0)}))
 
 
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_sinks_of_flash_mla(heads: int, queries: int) -> None:
-    """A sink counts, and the log-sum-exp leaves it out: a row without a key has none, and of a sink that is all of the
-    sum nothing is left."""
+    """A sink counts, and the log-sum-exp leaves it out: that of a row without a key is −inf, whatever its sink is."""
     torch.manual_seed(heads)
     cache, _ = large_cache("fp8_mla_656", 20, 64)
     q, entries = torch.randn(4, queries, heads, 576).bfloat16(), lists(4, queries, 300, 20 * 64)

@@ -65,6 +65,16 @@ def test_a_graph_gets_its_own(gpu: Streams, monkeypatch: pytest.MonkeyPatch) -> 
     assert counted(LIKE, 5) is not counted(LIKE, 5)
 
 
+def test_a_graph_takes_what_its_caller_holds(gpu: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[constants.Key, torch.Tensor] = {}
+    kept = filled(LIKE, 3, 7, held)
+    gpu.current = 9
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert filled(LIKE, 3, 7, held) is kept
+    assert filled(LIKE, 4, 7, held) is not filled(LIKE, 4, 7, held)
+    assert [*held.values()] == [kept]
+
+
 def test_what_inference_mode_makes_serves_training(gpu: Streams) -> None:
     with torch.inference_mode():
         made = filled(LIKE, 3, 7)

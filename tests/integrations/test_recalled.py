@@ -41,7 +41,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
     monkeypatch.setattr(choice, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     registry.clear()
-    listed = [catalogue.variant(name) for name in ("listed_keys", "listed_keys_sink")]
+    listed = [catalogue.variant(name) for name in ("listed_keys", "listed_keys_sink", "listed_keys_of_two_caches_sink")]
     kernels = [
         kernel(one, head_dim=dims, layout=layout)
         for one in listed
@@ -108,7 +108,9 @@ def test_two_caches(slow: list[str]) -> None:
         extra = given(seed + 100, topk=4, pages=3)
         more = {"extra_k_cache": extra["k_cache"], "extra_indices_in_kvcache": extra["indices"]}
         call(given(seed, attn_sink=torch.tensor([0.5, -1.0, 2.0]), **more))
-    assert len(slow) == 4
+    assert len(slow) == 2
+    call(given(9, attn_sink=torch.tensor([0.5, -1.0, 2.0]), **more, extra_topk_length=torch.tensor([2, 0]).int()))
+    assert len(slow) == 3
 
 
 def test_other_calls_are_not_mistaken_for_those_before(slow: list[str]) -> None:

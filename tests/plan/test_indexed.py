@@ -10,6 +10,7 @@ from attngen.plan import Plan, plan
 from attngen.plan.schedules.hopper_indexed import HopperIndexed
 from attngen.plan.schedules.mla_pipes import KEYS, ROWS
 from attngen.render import render
+from attngen.runtime.geometry import splits
 from attngen.schema import expand, load_spec_text
 
 VARIANTS = """
@@ -18,6 +19,8 @@ VARIANTS = """
   counted: {keys: counted_index, score: "s + slope[h] * (kv - q_pos)", tensors: {slope: {dtype: float32, shape: [h]}}}
   blocks: {keys: blocks_of_64}
   head_blocks: {keys: counted_head_blocks_of_16}
+  two_caches: {keys: counted_index_of_two_caches}
+  sunk: {keys: index, sink: "0.5", sink_in_lse: false}
 """
 
 
@@ -96,6 +99,38 @@ def test_products_of_few_heads_are_transposed(entry: str, few: tuple[int, ...]) 
     assert ("S^T = K Q^T" in text) == bool(few)
 
 
+@pytest.mark.parametrize(
+    ("entry", "head_dim"),
+    [
+        *((f"layout: {layout}", "{qk: 576, v: 512}") for layout in ("dense", "varlen", "paged")),
+        ("layout: dense, dtype: fp16", "512"),
+        ("layout: varlen, kv_dtype: fp8_mla_656", "{qk: 576, v: 512}"),
+        ("layout: paged, kv_dtype: fp8_mla_584", "512"),
+    ],
+)
+def test_a_second_cache_has_lists_and_pages_of_its_own(entry: str, head_dim: str) -> None:
+    """Each tile has keys of one list, and entries are read past the lengths of neither."""
+    kernel = planned(f"variant: two_caches, {entry}", head_dim=head_dim)
+    names = {argument.name for argument in kernel.launch("forward").arguments}
+    wanted = {"extra_k_ptr", "stride_extra_k_0", "extra_indices_ptr", "extra_topk_length_ptr"}
+    assert names > wanted | {"extent_extra_k_1", "extra_page_size_reciprocal", "indices_ptr", "topk_length_ptr"}
+    least = splits._LEAST_CONVERTED_TILES if "584" in entry else splits._LEAST_WIDE_TILES
+    assert kernel.structure.least_tiles == least  # a runtime that is shipped imports no plan
+    text = render(kernel).text
+    assert "const auto keys_of = [&](const Work& work, int tile) { return work.is_extra(tile) ? extra_slots" in text
+    assert "work.list +" not in text
+    assert "entry < work.entries" not in text.replace("entry < work.entries_of(", "")
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8_mla_656"])
+def test_the_log_sum_exp_is_written_before_the_sink_is_added(kv_dtype: str) -> None:
+    """By blocks that have all of a row's keys, by those that come last, and by the launch that merges."""
+    text = render(planned(f"variant: sunk, kv_dtype: {kv_dtype}")).text
+    places = [text.index(line) for line in ("log_sum_exp(row_max[row], sum)", "log_sum_exp(sum.row_max, sum.sum)")]
+    assert all("sink" not in text[place - 400 : place] for place in places)
+    assert all("sink" in text[place : place + 400] for place in places)
+
+
 @pytest.mark.parametrize("head_dim", ["{qk: 576, v: 512}", "512"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_memory(head_dim: str, dtype: str) -> None:
@@ -126,6 +161,11 @@ def test_memory(head_dim: str, dtype: str) -> None:
         ("variant: listed, loads: descriptor", {}, "gathered by address; allowed: pointer"),
         ("variant: listed, dtype: fp32", {}, "bf16 and fp16, not fp32"),
         ("variant: listed", {"head_dim": "{qk: 192, v: 128}"}, "have head_dim"),
+        ("variant: two_caches", {"v": "", "head_dim": "128"}, "only forward kernels with 'v: key' read two caches"),
+        ("variant: two_caches, passes: backward", {}, "only forward kernels with 'v: key' read two caches"),
+        ("variant: two_caches, kv_dtype: fp8_e4m3", {}, "whose scales lie beside them"),
+        ("variant: sunk", {"v": "", "head_dim": "128"}, "leave a sink out of the log-sum-exp"),
+        ("variant: sunk, passes: backward", {}, "leave a sink out of the log-sum-exp"),
     ],
 )  # fmt: skip
 def test_what_is_refused(entry: str, given: dict[str, str], reason: str) -> None:

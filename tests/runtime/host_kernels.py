@@ -21,7 +21,7 @@ from attngen.render.source import headers
 from attngen.resources import root
 from attngen.runtime.device.driver import Launch
 from attngen.runtime.kernels.module import Kernel
-from attngen.schema import appends, expand, load_spec_text, mergers, quantizers, selectors, wideners
+from attngen.schema import appends, expand, load_spec_text, quantizers, selectors, wideners
 from attngen.tools.build.pipeline import Prepared
 
 COMPILER = shutil.which("g++")
@@ -72,17 +72,6 @@ kernels:
   - {variant: [sliding_window, chunked], dtype: fp16, head_dim: 128, passes: index_scores}
 """
 
-#: What asks for listed keys, and so brings the kernels that merge.
-SPEC_OF_LISTS = """
-schema: 1
-package: lists
-arch: [sm90a]
-variants:
-  listed: {keys: index}
-kernels:
-  - {variant: listed, dtype: [bf16, fp16], head_dim: [64, 128]}
-"""
-
 #: Dtypes of the kernels that append, and of their caches where these have fewer bits.
 APPENDED = ("bf16", "fp16", "fp32", "bf16_kv_fp8_e4m3", "fp16_kv_fp8_e4m3")
 
@@ -125,15 +114,6 @@ def prepared_wideners() -> list[Prepared]:
     return rendered
 
 
-def prepared_mergers() -> list[Prepared]:
-    """Return the kernels that merge results."""
-    rendered = []
-    for spec in mergers(expand(load_spec_text(SPEC_OF_LISTS))):
-        planned = plan(spec)
-        rendered.append(Prepared(spec, planned, render(planned)))
-    return rendered
-
-
 @cache
 def prepared_for_indices() -> list[Prepared]:
     """Return the kernels that score keys for an index, and the one that selects."""
@@ -150,7 +130,7 @@ def library(name: str) -> ctypes.CDLL:
     """Return the launch of a symbol for this machine."""
     every = [
         *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
-        *prepared_for_indices(), *prepared_mergers(),
+        *prepared_for_indices(),
     ]  # fmt: skip
     (source,) = (one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
     symbol = name
@@ -237,11 +217,6 @@ def quantizing_kernels(*, tiles: bool = False) -> list[Kernel]:
 def widening_kernels() -> list[Kernel]:
     """Return those that widen caches."""
     return as_kernels([one.plan for one in prepared_wideners()])
-
-
-def merging_kernels() -> list[Kernel]:
-    """Return those that merge results."""
-    return as_kernels([one.plan for one in prepared_mergers()])
 
 
 def kernels_for_indices() -> list[Kernel]:

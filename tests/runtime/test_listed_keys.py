@@ -88,6 +88,76 @@ def test_packed_and_paged_calls_list_places_in_a_sequence() -> None:
         torch.testing.assert_close(paged[b : b + 1], one)
 
 
+def two_caches(layout: str) -> dict[str, Any]:
+    """Keys of a call with a second cache, whose pages are padded: k and v, their rows, and the second cache's."""
+    torch.manual_seed(2)
+    extra = torch.randn(5, 5, 2, 16, dtype=torch.float64)[:, :3]
+    lists = {
+        "indices": torch.randint(-2, 11, (2, 3, 6), dtype=torch.int32),
+        "topk_length": torch.tensor([[6, 2, 0], [7, 4, 1]], dtype=torch.int32),
+        "extra_k": extra.view(torch.uint8),
+        "extra_indices": torch.randint(-2, 17, (2, 3, 4), dtype=torch.int32),
+        "extra_topk_length": torch.tensor([[0, 4, 0], [-1, 9, 3]], dtype=torch.int32),
+    }
+    c = cache([9, 4], 4, kv_heads=2, head_dim=16, dtype=torch.float64)
+    q = torch.randn(2, 3, 4, 16, dtype=torch.float64)
+    call: dict[str, Any] = {"variant": variant("two", None, keys="counted_index_of_two_caches"), "return_lse": True}
+    if layout == "paged":
+        out, lse = attngen.attention_paged(q, c.k_pages, c.k_pages, c.page_table, c.seqused_k, **lists, **call)
+    else:
+        k = torch.cat(list(c.keys))
+        starts = starts_of([3, 3]), starts_of([9, 4])
+        out, lse = attngen.attention_varlen(q.flatten(0, 1), k, k, *starts, 3, 9, **lists, **call)
+        out, lse = out.unflatten(0, (2, 3)), lse.unflatten(-1, (2, 3)).transpose(0, 1)
+    return {"q": q, "keys": c.keys, "extra": extra.flatten(0, 1), "lists": lists, "out": out, "lse": lse}
+
+
+@pytest.mark.parametrize("layout", ["paged", "varlen"])
+def test_a_second_cache_adds_keys(layout: str) -> None:
+    """Entries of its lists are slots, whatever the layout of k; rows that no list names do not matter."""
+    given = two_caches(layout)
+    for b in range(2):
+        for row in range(3):
+            seen = []
+            for prefix, rows in (("", given["keys"][b]), ("extra_", given["extra"])):
+                count = max(int(given["lists"][f"{prefix}topk_length"][b, row]), 0)
+                entries = given["lists"][f"{prefix}indices"][b, row, :count].tolist()
+                seen += [rows[entry] for entry in entries if 0 <= entry < rows.shape[0]]
+            if not seen:
+                assert given["out"][b, row].abs().max() == 0
+                assert (given["lse"][b, :, row] == -torch.inf).all()
+                continue
+            keys = torch.stack(seen)[:, torch.arange(4) // 2]
+            logits = torch.einsum("khd,hd->hk", keys, given["q"][b, row]) / 4
+            torch.testing.assert_close(given["lse"][b, :, row], logits.logsumexp(-1))
+            torch.testing.assert_close(given["out"][b, row], torch.einsum("hk,khd->hd", logits.softmax(-1), keys))
+
+
+def test_second_caches_that_are_wrong() -> None:
+    own = variant("two", None, keys="counted_index_of_two_caches")
+    q, k = (tensor.bfloat16() for tensor in inputs())
+    lists = {"indices": INDICES[None].clamp(-1, 8), "topk_length": torch.full((1, 5), 4, dtype=torch.int32)}
+    lists |= {"extra_indices": torch.full((1, 5, 1), 3, dtype=torch.int32)}
+    lists |= {"extra_topk_length": torch.ones(1, 5, dtype=torch.int32)}
+    rows = torch.zeros(1, 3, 2, 40, dtype=torch.uint8)
+
+    def call(extra: Tensor, keys: Tensor = k) -> None:
+        attngen.attention(q, keys, keys, variant=own, extra_k=extra, **lists)
+
+    call(rows[..., :32].contiguous())  # the slot 3 does not exist
+    with pytest.raises(CallError, match="must have 32 bytes a row, as k has, got"):
+        call(rows)
+    with pytest.raises(CallError, match="contiguous rows at multiples of 16 bytes"):
+        call(rows[..., 8:])
+    with pytest.raises(CallError, match="k has no row"):
+        call(rows[..., :32].contiguous(), k[:, :0])
+    with (
+        attngen.debug(),
+        pytest.raises(CallError, match=r"extra_indices\[0, 0, 0\] is 3, but sequence 0 has 3 rows of the"),
+    ):
+        call(rows[..., :32].contiguous())
+
+
 def test_the_reference_is_differentiable() -> None:
     q, k = inputs()
     q.requires_grad_()
@@ -97,8 +167,29 @@ def test_the_reference_is_differentiable() -> None:
     assert (k.grad[0].abs().amax((1, 2)) > 0).tolist() == [key in {0, 1, 2, 3, 7, 8} for key in range(9)]
 
 
+@pytest.mark.parametrize("sink", [-1.0, 30.0])
+def test_a_sink_may_be_left_out_of_the_log_sum_exp(sink: float) -> None:
+    """Outputs have it; the log-sum-exp is that of the keys alone, each as often as the list names it."""
+    q, k = inputs()
+    of_keys = attngen.attention(q, k, k, variant=LISTED, indices=INDICES[None], return_lse=True)[1]
+    made = [
+        variant("sunk", None, keys="index", sink=str(sink)),
+        variant("sunk", None, keys="index", sink=str(sink), sink_in_lse=False),
+    ]
+    assert made[0].definition != made[1].definition
+    assert restore_variant(made[1].to_dict()) == made[1]
+    (out, with_sink), (same, lse) = (
+        attngen.attention(q, k, k, variant=each, indices=INDICES[None], return_lse=True) for each in made
+    )
+    torch.testing.assert_close(same, out)
+    torch.testing.assert_close(lse, of_keys)
+    torch.testing.assert_close(with_sink, torch.logaddexp(of_keys, torch.tensor(sink, dtype=torch.float64)))
+    nothing = attngen.attention(q, k[:, :0], k[:, :0], variant=made[1], indices=INDICES[None], return_lse=True)[1]
+    assert (nothing == -torch.inf).all()
+
+
 def test_a_variant_keeps_its_keys() -> None:
-    for made in (LISTED, COUNTED, CAUSAL):
+    for made in (LISTED, COUNTED, CAUSAL, variant("two", None, keys="counted_index_of_two_caches")):
         assert restore_variant(made.to_dict()) == made
     assert LISTED.definition != Variant("listed", tensors=LISTED.tensors).definition
     assert attngen.variant(keys="index", name="listed").value == LISTED
@@ -110,6 +201,10 @@ def test_a_variant_keeps_its_keys() -> None:
         ({"keys": "indx"}, "did you mean 'index'"),
         ({"keys": "index", "dropout": True}, "leave out 'dropout' or 'keys'"),
         ({"keys": "index", "tensors": {"indices": {"dtype": "int32", "shape": ["h"]}}}, "declares 'indices' itself"),
+        ({"keys": "counted_index_of_two_caches", "mask": "q_pos >= kv"}, "no position that a mask could read"),
+        ({"keys": "index", "sink_in_lse": False}, "there is no 'sink'"),
+        ({"sink": "1.0", "sink_in_lse": False}, "there is no 'keys'"),
+        ({"keys": "counted_index_of_two_caches", "score": "2 * s"}, "no position that a score could read"),
     ],
 )
 def test_variants_that_contradict_themselves(fields: dict[str, Any], reason: str) -> None:
@@ -166,6 +261,17 @@ def test_blocks_of_a_list_are_tiles_of_keys() -> None:
     sizes = split_sizes(launch, call, Capacity(132, 132))
     assert (sizes["row_bits"], sizes["row_units"], sizes["query_rows"]) == (0, 7, 16)
     assert sizes["split_blocks"] == min(132, 2 * 2 * 7 * 18 // 8)
+
+
+def test_a_tile_has_keys_of_one_list() -> None:
+    launch: Any = SimpleNamespace(tile_m=64, tile_n=64, row_warps=2, row_blocks=2, cluster=2)
+    q, k = torch.zeros(1, 2, 128, 16), torch.zeros(1, 50, 1, 16)
+    lists = {"indices": torch.zeros(1, 2, 65, dtype=torch.int32), "topk_length": torch.zeros(1, 2, dtype=torch.int32)}
+    lists |= {"extra_indices": torch.zeros(1, 2, 130, dtype=torch.int32), "extra_topk_length": lists["topk_length"]}
+    own = variant("two", None, keys="counted_index_of_two_caches")
+    extra = torch.zeros(3, 4, 1, 64, dtype=torch.uint8)
+    call = bind(own, q, k, k, None, arguments={**lists, "extra_k": extra})
+    assert split_sizes(launch, call, Capacity(132, 66))["split_blocks"] == 2 * (2 * 5 // 2)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from attngen.plan.schedules import (
     hopper_wide,
     index_scores,
     indexed_backward,
-    merge,
     mla_backward,
     mma_backward,
     mma_decode,
@@ -60,7 +59,6 @@ _ROWS: list[Schedule] = [
     widen.SCHEDULE,
     index_scores.SCHEDULE,
     topk.SCHEDULE,
-    merge.SCHEDULE,
 ]
 
 

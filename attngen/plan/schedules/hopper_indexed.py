@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from attngen.arch import Arch
-from attngen.dtypes import row_of_keys
+from attngen.dtypes import CACHE_DTYPES, row_of_keys
 from attngen.errors import PlanError
+from attngen.lang.listed import LISTS
+from attngen.lang.variant import Variant
 from attngen.manifest import Argument
 from attngen.plan import arguments
 from attngen.plan.choices import refuse
@@ -55,6 +57,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         arguments_of=_arguments,
         products=(3 + 2 * len(few), 6 + 16 * len(few)) if row is None else (1, 2),
         structure_of=partial(HopperIndexed, few_heads=few),
+        least_tiles=1 if _has_extra(spec.variant) and row is not None and row.scales_after_rows else 2,
     )
 
 
@@ -83,10 +86,16 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
         *map(arguments.size, ("total_q", "total_k")),
         *arguments.page_sizes(plan),
         *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
+        *(arguments.reciprocals("extra_page_size") if _has_extra(plan.variant) else ()),
         arguments.scale(),
         *arguments.scalar_arguments(plan),
         *arguments.presence(plan, ("lse", "seqused_k")),
     )
+
+
+def _has_extra(variant: Variant) -> bool:
+    """Whether calls have a second cache beside the first."""
+    return variant.keys is not None and LISTS[variant.keys].extra
 
 
 def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
@@ -106,6 +115,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     if spec.loads == "descriptor":
         return refuse(spec, "loads", "keys by index are gathered by address; allowed: pointer")
+    if _has_extra(spec.variant) and spec.kv_dtype in CACHE_DTYPES:
+        return refuse(spec, "kv_dtype", f"no kernel reads two caches of {spec.kv_dtype}, whose scales lie beside them")
     return hopper_mla.refusal(replace(spec, loads=None), arch)
 
 

@@ -83,11 +83,12 @@ def plan_latent(
     widths: tuple[int, int] | None = None,
     structure_of: Callable[..., HopperMla] | None = None,
     spills: Spills = MLA_SPILLS,
+    least_tiles: int = 2,
 ) -> Plan:
     """Plan a kernel of latent attention, or of wide heads, and the launch that merges its partial results.
 
     ``products``: how many S = Q K^T of a tile the source has, and how many O += P V. ``widths``: columns of q and k,
-    and of v, with padding.
+    and of v, with padding. ``least_tiles``: fewest tiles of a block, unless it has a whole work item.
     """
     iteration = iteration_of(replace(spec, pack_gqa=True))
     element = operands_of(spec).shared("q", "p")
@@ -100,7 +101,7 @@ def plan_latent(
         loaders=WARPGROUP,
         cluster=_PAIR,
         box_bytes=BOX_BYTES[0],
-        least_tiles=2,
+        least_tiles=least_tiles,
         cut_tiles=2,
         key_bytes=element.bytes,
         whole_tiles=64,

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from attngen.plan.model import Plan
-from attngen.plan.schedules import merge, quantize_tiles
+from attngen.plan.schedules import quantize_tiles
 from attngen.plan.schedules.append import CACHES
 from attngen.plan.schedules.widen import WRITTEN
 from attngen.render.cuda_arguments import argument_lines
@@ -45,12 +45,6 @@ def widen_view(plan: Plan, template: str) -> HelperView:
     """Return the view of a plan that widens caches."""
     summary = f"Used keys and values of a cache in 8 bits in {plan.dtype_name}, times their scales."
     return _view(plan, template, summary, WRITTEN)
-
-
-def merge_view(plan: Plan, template: str) -> HelperView:
-    """View of a plan that merges results."""
-    summary = "Results over two parts of the keys become one, in the place of the first."
-    return _view(plan, template, summary, merge.WRITTEN)
 
 
 def _view(plan: Plan, template: str, summary: str, written: Collection[str]) -> HelperView:

@@ -13,10 +13,11 @@ from itertools import pairwise
 import torch
 
 from attngen.errors import CallError
-from attngen.lang.listed import INDICES, LISTS, TOPK_LENGTH
+from attngen.lang.listed import EXTRA_INDICES, EXTRA_TOPK_LENGTH, INDICES, LISTS, TOPK_LENGTH
 from attngen.lang.variant import Bound
 from attngen.lang.variant import Tensor as DeclaredTensor
 from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.extra_cache import extra_slots
 
 _depth = 0
 
@@ -83,34 +84,42 @@ def check_lists(call: Call) -> None:
     """Raise CallError for entries of lists of keys that name none and are not -1, and for counts that no row has."""
     if call.variant.keys is None:
         return
-    lists, entries = LISTS[call.variant.keys], call.tensors[INDICES.name]
+    lists = LISTS[call.variant.keys]
+    keys = call.seqused_k
+    if keys is None and call.cu_seqlens_k is not None:
+        keys = call.cu_seqlens_k.diff()
+    held = torch.full((call.batch,), call.seqlen_k, device=call.device) if keys is None else keys.to(call.device)
+    each = "keys" if lists.block == 1 else f"blocks of {lists.block} keys"
+    _check_list(call, INDICES.name, TOPK_LENGTH.name, -(-held // lists.block), each)
+    if lists.extra:
+        slots = torch.full((call.batch,), extra_slots(call), device=call.device)
+        _check_list(call, EXTRA_INDICES.name, EXTRA_TOPK_LENGTH.name, slots, "rows of the second cache")
+
+
+def _check_list(call: Call, indices: str, topk_length: str, named: torch.Tensor, each: str) -> None:
+    """Check the entries of one tensor of lists, each of which may name so many keys or blocks of a sequence."""
+    entries = call.tensors[indices]
     ones = [1] * (entries.dim() - 1)
     places = torch.arange(entries.shape[-1], device=entries.device)
     read = torch.ones_like(entries, dtype=torch.bool)
     if call.cu_seqlens_q is not None:
         queries = torch.arange(entries.shape[1], device=entries.device).view(1, -1, *ones[1:])
         read &= queries < call.cu_seqlens_q.diff().view(-1, *ones)
-    length = call.tensors.get(TOPK_LENGTH.name)
+    length = call.tensors.get(topk_length)
     if length is not None:
         odd = (read.any(-1) & ((length < 0) | (length > entries.shape[-1]))).nonzero()
         if odd.numel():
             where = odd[0].tolist()
             raise CallError(
-                f"{TOPK_LENGTH.name}{where} is {length[tuple(where)].item()}, but a row of {INDICES.name} has "
+                f"{topk_length}{where} is {length[tuple(where)].item()}, but a row of {indices} has "
                 f"{entries.shape[-1]} entries"
             )
         read &= places < length[..., None]
-    keys = call.seqused_k
-    if keys is None and call.cu_seqlens_k is not None:
-        keys = call.cu_seqlens_k.diff()
-    held = torch.full((call.batch,), call.seqlen_k, device=entries.device) if keys is None else keys.to(entries.device)
-    named = -(-held // lists.block)
     wrong = (read & (entries != -1) & ((entries < 0) | (entries >= named.view(-1, *ones)))).nonzero()
     if wrong.numel():
         where = wrong[0].tolist()
-        each = "keys" if lists.block == 1 else f"blocks of {lists.block} keys"
         raise CallError(
-            f"{INDICES.name}{where} is {entries[tuple(where)].item()}, but sequence {where[0]} has "
+            f"{indices}{where} is {entries[tuple(where)].item()}, but sequence {where[0]} has "
             f"{named[where[0]].item()} {each}; -1 names none"
         )
 

@@ -30,6 +30,7 @@ from attngen.runtime.arguments.checked import (
     view,
 )
 from attngen.runtime.arguments.declared import bind_declared
+from attngen.runtime.arguments.extra_cache import check_extra_cache, has_extra_cache
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.latent_rows import check_latent_rows, latent_name
 from attngen.runtime.arguments.scalars import FLOAT32_MAX
@@ -291,4 +292,6 @@ def finish(
         "seqlen_q": call.seqlen_q, "seqlen_k": call.seqlen_k, "total_q": call.total_q, "total_k": call.total_k,
     }  # fmt: skip
     bind_declared(call, arguments)
+    if has_extra_cache(call):
+        check_extra_cache(call)
     return call

@@ -129,7 +129,7 @@ class Plain:
             if not place[1]:  # no keys: 0, and −inf or the sink
                 out = q.new_zeros((rows.stop - rows.start, call.heads, call.head_dim_v))
                 lse = q.new_full((call.heads, rows.stop - rows.start), float("-inf"))
-                if call.variant.sink is not None:
+                if call.variant.sink is not None and call.variant.sink_in_lse:
                     lse = sinks(with_own, dtype, checked=False)[b][:, None].expand_as(lse)
                 return out, lse
             return attend_rows(with_own, one_sequence(call, q, k, v, b, place), rows, dtype, smooth=True)

@@ -11,6 +11,7 @@ from math import gcd
 from attngen.dtypes import CHUNK_COLUMNS, CHUNK_KEY_TILES, CHUNK_ROW_TILES, CHUNK_TILE
 from attngen.errors import LoadError
 from attngen.lang.divisors import reciprocal
+from attngen.lang.listed import EXTRA_K
 from attngen.manifest import CHUNK_KEYS, CHUNK_ROWS, GRID, LISTS, MERGED, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
@@ -418,6 +419,7 @@ _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "group_reciprocal": lambda g: reciprocal(g.sizes["group"]),
     "page_size": lambda g: g.call.page_size,
     "page_size_reciprocal": lambda g: reciprocal(g.call.page_size),
+    "extra_page_size_reciprocal": lambda g: reciprocal(g.call.tensors[EXTRA_K.name].shape[1]),
     "num_pages": lambda g: g.call.num_pages,
     "box_rows": lambda g: gcd(g.call.page_size, g.launch.tile_n),
     "asked_splits": lambda g: g.call.num_splits,

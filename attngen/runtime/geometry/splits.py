@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from attngen.dtypes import MERGED_ROWS
+from attngen.dtypes import LATENT_ROWS, MERGED_ROWS
 from attngen.lang.divisors import reciprocal
-from attngen.lang.listed import INDICES, LISTS
+from attngen.lang.listed import EXTRA_INDICES, INDICES, LISTS
 from attngen.manifest import LaunchFields
 
 if TYPE_CHECKING:
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 #: Tiles of keys for which one more cluster pays: those of each block that the plan calls ``least_tiles``.
 _LEAST_TILES_OF_BLOCK = 8
 
-#: The same of kernels by wgmma, whose tiles have four times as many keys.
-_LEAST_WIDE_TILES = 2
+#: The same of kernels by wgmma, whose tiles have four times as many keys, and of those among them that convert rows of
+#: two caches, whose tiles take longer.
+_LEAST_WIDE_TILES, _LEAST_CONVERTED_TILES = 2, 1
 
 #: Blocks that are enough to keep memory busy, and tiles of the longest sequence which are read so soon that this does
 #: not matter; measured.
@@ -75,10 +76,13 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     if listed:
         row_units *= call.seqlen_q
     units = call.batch * call.kv_heads * row_units
-    keys = call.seqlen_k
+    keys = [call.seqlen_k]
     if call.variant.keys is not None:
-        keys = call.tensors[INDICES.name].shape[-1] * LISTS[call.variant.keys].block
-    kv_tiles = max(-(-keys // launch.tile_n), 1)
+        lists = LISTS[call.variant.keys]
+        keys = [call.tensors[INDICES.name].shape[-1] * lists.block]
+        if lists.extra:
+            keys.append(call.tensors[EXTRA_INDICES.name].shape[-1])
+    kv_tiles = max(sum(-(-each // launch.tile_n) for each in keys), 1)  # a tile has keys of one list
     split_tiles = 0
     if call.split_size:
         split_tiles = -(-call.split_size // launch.tile_n)
@@ -89,7 +93,9 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
         clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
         size, least = launch.cluster, _LEAST_TILES_OF_BLOCK * (launch.cluster if clustered else 1)
     else:
-        clustered, size, least = row_bits > 0, launch.row_blocks, _LEAST_WIDE_TILES
+        clustered, size = row_bits > 0, launch.row_blocks
+        row = LATENT_ROWS.get(call.kv_dtype) if len(keys) > 1 else None  # of two caches
+        least = _LEAST_CONVERTED_TILES if row is not None and row.scales_after_rows else _LEAST_WIDE_TILES
     cluster, at_once = (size, capacity.clusters) if clustered else (1, capacity.blocks)
     useful = max(-(-units * kv_tiles // least), units, 1)
     blocks = cluster * min(at_once, useful)

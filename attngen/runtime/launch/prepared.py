@@ -67,7 +67,8 @@ class PreparedCall:
         self._return_lse = call.return_lse
         self._like_q = False  # whether the result has q's shape and strides: torch allocates such a tensor faster
         #: Whether there are no keys, so that sinks alone make the log-sum-exp that is asked for.
-        self.sinks_only = kernel is None and call.return_lse and call.variant.sink is not None
+        own_sink = call.variant.sink is not None and call.variant.sink_in_lse
+        self.sinks_only = kernel is None and call.return_lse and own_sink
         self._device, self._scale = call.device, default_scale(call.head_dim_qk)
         self._dtype = call.out_dtype
         self.scalars = Scalars(call.variant.name, call.rules)

@@ -22,6 +22,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
+from attngen.runtime.arguments.extra_cache import has_extra_cache, with_extra_rows
 from attngen.runtime.arguments.latent_rows import unpacked
 from attngen.runtime.reference.anchor import with_zero_gradients
 from attngen.runtime.reference.listed import listed
@@ -151,7 +152,10 @@ def one_sequence(
     sequence = _rows_of(call, q, k, v, b, place)
     if call.kv_dtype in LATENT_ROWS and call.layout != "paged":
         k = unpacked(call.kv_dtype, sequence.k[None])[0]
-        return replace(sequence, k=k, v=k[..., : call.head_dim_v])
+        sequence = replace(sequence, k=k, v=k[..., : call.head_dim_v])
+    if has_extra_cache(call):
+        k, v = with_extra_rows(call, sequence.k, sequence.v)
+        return replace(sequence, k=k, v=v)
     return sequence
 
 
@@ -247,7 +251,9 @@ def _attend(call: Call, sequence: OneSequence, compute: torch.dtype) -> tuple[to
     if not rows or not keys or not call.heads:
         out = sequence.q.new_zeros((rows, call.heads, call.head_dim_v), dtype=compute)
         lse = torch.full((call.heads, rows), -math.inf, dtype=compute, device=sequence.q.device)
-        return out, lse if call.variant.sink is None else sinks(call, compute)[sequence.index, :, None].expand_as(lse)
+        if call.variant.sink is None or not call.variant.sink_in_lse:
+            return out, lse
+        return out, sinks(call, compute)[sequence.index, :, None].expand_as(lse)
     chunk = CHUNK_ELEMENTS.get(call.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     step = max(1, chunk // (call.heads * keys))
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_of(call, sequence))
@@ -385,7 +391,11 @@ def probabilities_of(
     if call.variant.dropout:
         stays = kept(call, sequence.index, rows, visible.shape[-1])
         weights = torch.where(stays if heads is None else stays[heads], weights * rate_of(call)[1], 0.0)
-    lse = torch.where(dead, -math.inf, peak + torch.log(divisor)).squeeze(-1)
+    if call.variant.sink_in_lse:
+        lse = torch.where(dead, -math.inf, peak + torch.log(divisor)).squeeze(-1)
+    else:
+        times = listed(call, sequence.index, rows, visible.shape[-1], heads)
+        lse = torch.logsumexp(torch.where(visible, scores + torch.log(times.to(compute)), -math.inf), dim=-1)
     return weights, divisor, lse
 
 

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import torch
 
-from attngen.lang.listed import INDICES, LISTS, TOPK_LENGTH
+from attngen.lang.listed import EXTRA_INDICES, EXTRA_TOPK_LENGTH, INDICES, LISTS, TOPK_LENGTH
 from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.extra_cache import extra_slots
 
 
 def listed(call: Call, index: int, rows: slice | torch.Tensor, keys: int, heads: torch.Tensor | None) -> torch.Tensor:
     """Times that query rows of sequence ``index`` list each of its ``keys``, 0 for none: (heads, rows, keys), or
-    (1, rows, keys) if all heads share lists. ``heads``: those of q, all if None."""
+    (1, rows, keys) if all heads share lists. ``heads``: those of q, all if None. Rows of a second cache are the last
+    keys."""
     assert call.variant.keys is not None
-    lists = LISTS[call.variant.keys]
-    entries = _of_heads(call, call.tensors[INDICES.name][index][rows], lists.per_head, heads).long()
-    if TOPK_LENGTH.name in call.tensors:
-        length = _of_heads(call, call.tensors[TOPK_LENGTH.name][index][rows], lists.per_head, heads)
+    if not LISTS[call.variant.keys].extra:
+        return _listed(call, index, rows, keys, heads, INDICES.name, TOPK_LENGTH.name)
+    slots = extra_slots(call)
+    first = _listed(call, index, rows, keys - slots, heads, INDICES.name, TOPK_LENGTH.name)
+    return torch.cat((first, _listed(call, index, rows, slots, heads, EXTRA_INDICES.name, EXTRA_TOPK_LENGTH.name)), -1)
+
+
+def _listed(
+    call: Call,
+    index: int,
+    rows: slice | torch.Tensor,
+    keys: int,
+    heads: torch.Tensor | None,
+    indices: str,
+    topk_length: str,
+) -> torch.Tensor:
+    """The same for the keys of one list, by the names of its tensors."""
+    lists = LISTS[call.variant.keys or ""]
+    entries = _of_heads(call, call.tensors[indices][index][rows], lists.per_head, heads).long()
+    if topk_length in call.tensors:
+        length = _of_heads(call, call.tensors[topk_length][index][rows], lists.per_head, heads)
         counted = torch.arange(entries.shape[-1], device=entries.device) < length[..., None]
         entries = torch.where(counted, entries, -1)
     if lists.block > 1:

@@ -27,9 +27,11 @@ from attngen.dtypes import (
     dtype,
 )
 from attngen.errors import NoKernelError
+from attngen.lang.listed import EXTRA_K
 from attngen.manifest import Argument
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments.checked import Call, View
+from attngen.runtime.arguments.extra_cache import has_extra_cache
 from attngen.runtime.arguments.scalars import Number
 from attngen.runtime.device import tensormap
 from attngen.runtime.device.driver import Driver
@@ -249,6 +251,8 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
     reason = _against_own_tensors(kernel, call)
     if reason:
         return reason
+    if has_extra_cache(call) and request.addresses[f"tensor:{EXTRA_K.name}"] % tensormap.ADDRESS_ALIGNMENT:
+        return f"{EXTRA_K.name} does not start at a multiple of 16 B"
     blocks = _blocks(kernel, call)
     if blocks > MAX_BLOCKS:
         return f"it would need {blocks} blocks, a grid has at most {MAX_BLOCKS}"

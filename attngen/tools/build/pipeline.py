@@ -259,13 +259,13 @@ def plan_each(
     """The kernels of a spec that can be planned, with their plans, each once, and the errors of the others.
 
     The kernels that append to the caches of paged ones, those that quantize for ones that read 8 bits, those that
-    widen caches, those that select scores and those that merge results follow those that its entries ask for. A choice
-    of ``tuned`` that the plan refuses is left out. Kernels that become what another one is already are left out, and
-    appended to ``repeated``.
+    widen caches, and those that select scores follow those that its entries ask for. A choice of ``tuned`` that the
+    plan refuses is left out. Kernels that become what another one is already are left out, and appended to
+    ``repeated``.
     Raises SpecError for a spec without kernels, and for an arch that it does not build for.
     """
     from attngen.plan import plan
-    from attngen.schema import appends, expand, mergers, quantizers, selectors, wideners
+    from attngen.schema import appends, expand, quantizers, selectors, wideners
 
     kernel_specs = expand(spec)
     if not kernel_specs:
@@ -296,7 +296,7 @@ def plan_each(
             elif repeated is not None and first[0] is not kernel:
                 repeated.append(Repeated(each.name, first[0], kernel))
     planned_specs = [kernel for kernel, _ in by_name.values()]
-    helpers = (each(planned_specs) for each in (appends, quantizers, wideners, selectors, mergers))
+    helpers = (each(planned_specs) for each in (appends, quantizers, wideners, selectors))
     for kernel in chain.from_iterable(helpers):
         helper = _attempt(kernel, partial(plan, kernel))
         if isinstance(helper, AttngenError):

@@ -1,5 +1,4 @@
-"""The plans of kernels beside attention, in words: append to a cache, quantize, widen, score keys, select
-scores, merge results."""
+"""The plans of kernels beside attention, in words: append to a cache, quantize, widen, score keys, select scores."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.dtypes import CHUNK_BYTES
-from attngen.formats import APPEND, INDEX_SCORES, MERGE, QUANTIZE, TOPK, WIDEN
+from attngen.formats import APPEND, INDEX_SCORES, QUANTIZE, TOPK, WIDEN
 from attngen.plan.model import Plan
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import plans as plans_of
@@ -107,18 +106,6 @@ def _of_topk(plan: Plan) -> Facts:
     yield "moves", "4 B of a score in, once"
 
 
-def _of_merge(plan: Plan) -> Facts:
-    vectors, element = CHUNK_BYTES // plan.operands.q.bytes, plan.operands.q.bytes
-    yield "does", "merges results over two parts of the keys, with sinks"
-    yield "head_dim", f"any multiple of {vectors}"
-    yield (
-        "block",
-        f"{plan.threads} threads: {plan.tile_m} rows of a head, of which a lane has {CHUNK_BYTES} B at a time",
-    )
-    yield "moves", f"{2 * element} B of a number in, {element} B out"
-
-
 _FACTS: Mapping[str, Callable[[Plan], Facts]] = {
     APPEND: _of_append, QUANTIZE: _of_quantize, WIDEN: _of_widen, INDEX_SCORES: _of_index_scores, TOPK: _of_topk,
-    MERGE: _of_merge,
 }  # fmt: skip

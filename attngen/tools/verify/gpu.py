@@ -14,7 +14,7 @@ import torch
 
 from attngen.arch import arch_of
 from attngen.errors import AttngenError
-from attngen.formats import APPEND, INDEX_SCORES, MERGE, QUANTIZE, TOPK, WIDEN
+from attngen.formats import APPEND, INDEX_SCORES, QUANTIZE, TOPK, WIDEN
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import driver as drivers
@@ -26,7 +26,6 @@ from attngen.store.jobs import Job, run_jobs
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
 from attngen.tools.verify.appended import try_append
-from attngen.tools.verify.merged import try_merge
 from attngen.tools.verify.quantized import try_quantize
 from attngen.tools.verify.retarget import retarget
 from attngen.tools.verify.selected import try_index_scores, try_topk
@@ -146,8 +145,6 @@ def try_pinned(kernel: Kernel, device: torch.device, seed: int, *, small: bool) 
         return try_widen(kernel, device, seed, small=small)
     if kernel.direction == TOPK:
         return try_topk(kernel, device, seed, small=small)
-    if kernel.direction == MERGE:
-        return try_merge(kernel, device, seed, small=small)
     if kernel.direction == INDEX_SCORES:
         return try_index_scores(kernel, device, seed, small=small)
     if kernel.direction == "backward":
