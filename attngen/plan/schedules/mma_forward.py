@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import itemgetter
 
 from attngen.arch import ARCHES, Arch
 from attngen.errors import PlanError
@@ -50,6 +51,10 @@ _8_BITS, _MULTIPLIES_8_BITS = "fp8_e4m3", 89
 #: Shared memory that the system takes of each block on a multiprocessor.
 _RESERVED = 1024
 
+#: Fewest columns of O that pairs of warps divide: each reads V for the rows of both, so half of it, and half of P through
+#: shared memory. Columns are divided in blocks of 32, two to a box of 128 bytes.
+_PAIRED_COLUMNS, _DIVIDED = 192, 64
+
 #: Most columns of O that leave a thread registers for exponentials among the products with V.
 _MIXED_COLUMNS = 192
 
@@ -62,8 +67,8 @@ _LARGE = 163 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Rows, keys, stages and warps of a block, how many blocks a multiprocessor should run at once, and where the
-    products with K find Q."""
+    """Rows, keys, stages and warps of a block, how many blocks a multiprocessor should run at once, where the products with
+    K find Q, and whether pairs of warps divide the columns of O."""
 
     m: int
     n: int
@@ -71,6 +76,7 @@ class _Tile:
     warps: int
     blocks: int
     q_operand: str = "shared"
+    pairs: bool = False
 
 
 #: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key;
@@ -83,13 +89,13 @@ _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("unmasked", 64, _Tile(128, 64, 2, 4, 2, "registers")),
     ("large", 64, _Tile(128, 64, 2, 4, 3)),
     ("large", 128, _Tile(128, 64, 3, 4, 2)),
-    ("large", 192, _Tile(64, 64, 3, 4, 2, "registers")),
-    ("large", 256, _Tile(64, 64, 2, 4, 2, "registers")),
+    ("large", 192, _Tile(64, 64, 3, 4, 2, "registers", pairs=True)),
+    ("large", 256, _Tile(64, 64, 2, 4, 2, "registers", pairs=True)),
     ("any", 64, _Tile(128, 64, 2, 4, 3)),
     ("any", 96, _Tile(128, 64, 2, 4, 2)),
     ("any", 128, _Tile(128, 32, 2, 4, 2)),
     ("any", 192, _Tile(64, 64, 2, 4, 2, "registers")),
-    ("any", 256, _Tile(64, 64, 2, 4, 1, "registers")),
+    ("any", 256, _Tile(64, 64, 2, 4, 1, "registers", pairs=True)),
 )
 
 
@@ -127,6 +133,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         row_blocks=row_blocks,
         blocks=tile.blocks,
         q_in_ring=_q_in_ring(tile),
+        pairs=tile.pairs,
         mixes=multiplied_v <= _MIXED_COLUMNS,
         columns_qk=multiplied_qk,
         columns_v=multiplied_v,
@@ -137,7 +144,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise_above=numbers.raise_above,
         peak=numbers.peak,
         fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
-        shared=_regions(tile, qk.width, v.width, element.bytes),
+        shared=_regions_of(tile, spec),
     )
     planned = drafted(
         spec,
@@ -189,12 +196,11 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _regions(tile: _Tile, width_qk: int, width_v: int, size: int) -> tuple[Region, ...]:
-    """Return the regions of shared memory: Q, which may lie in the last stage of the ring, and the ring of K and V."""
-    q, stage = tile.m * width_qk * size, tile.n * max(width_qk, width_v) * size
-    if _q_in_ring(tile):
-        return Region("q", (tile.stages - 1) * stage, q), Region("ring", 0, tile.stages * stage)
-    return Region("q", 0, q), Region("ring", q, tile.stages * stage)
+def _may_pair(spec: KernelSpec, tile: _Tile) -> bool:
+    """Whether pairs of warps may divide the columns of O: warps of 16 rows, where there are many columns."""
+    columns = -(-spec.head_dim_v // _ROWS) * _ROWS
+    of_16_bits = operands_of(spec).v.bytes == 2
+    return of_16_bits and tile.m == _ROWS * tile.warps and columns >= _PAIRED_COLUMNS and columns % _DIVIDED == 0
 
 
 def _q_in_ring(tile: _Tile) -> bool:
@@ -212,10 +218,10 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     if gathers(spec.variant):
         families.add("gather")
     fixed = (spec.tile_m, spec.tile_n, spec.stages, spec.num_warps)
-    rows_of_width = [(name, tile) for name, largest, tile in _TABLE if width <= largest]
-    table = next(tile for name, tile in rows_of_width if name in families)
+    rows_of_width = [row for row in _TABLE if width <= row[1]]
+    table = next(tile for name, _, tile in rows_of_width if name in families)
     # the tile of a kernel for another card, which is verified on this one, brings its order of products
-    alike = (tile for name, tile in rows_of_width if name in families | {"large"})
+    alike = (tile for name, _, tile in sorted(rows_of_width, key=itemgetter(1)) if name in families | {"large"})
     table = next((tile for tile in alike if (tile.m, tile.n, tile.stages, tile.warps) == fixed), table)
     check_sizes(
         spec,
@@ -233,16 +239,19 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     check_sizes(spec, (("tile.m", spec.tile_m, rows),))
     m = spec.tile_m or (table.m if table.m in rows else rows[-1])
     tile = _Tile(m, spec.tile_n or table.n, spec.stages or table.stages, warps, table.blocks, table.q_operand)
+    tile = replace(tile, pairs=table.pairs and _may_pair(spec, tile))
     while True:
         total = _memory(tile, spec)
         if total <= arch.shared_memory:
             break
-        if spec.stages is None and tile.stages > _STAGES[0]:
+        if tile.pairs:
+            tile = replace(tile, pairs=False)
+        elif spec.stages is None and tile.stages > _STAGES[0]:
             tile = replace(tile, stages=tile.stages - 1)
         elif spec.tile_n is None and tile.n > _KEYS[0]:
             tile = replace(tile, n=tile.n // 2)
         else:
-            ring = _regions_of(tile, spec)[-1].bytes
+            ring = next(region.bytes for region in _regions_of(tile, spec) if region.name == "ring")
             raise refuse(
                 spec,
                 "tile",
@@ -255,9 +264,18 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
 
 
 def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
+    """Regions of shared memory: Q, which may lie in the last stage of the ring, the ring of K and V, and what pairs of warps
+    tell each other: P, and factors of rows."""
     element = operands_of(spec).q
-    qk, v = widths(spec.head_dim_qk, element), widths(spec.head_dim_v, element)
-    return _regions(tile, qk.width, v.width, element.bytes)
+    width_qk, width_v = (widths(head_dim, element).width for head_dim in (spec.head_dim_qk, spec.head_dim_v))
+    q, stage = tile.m * width_qk * element.bytes, tile.n * max(width_qk, width_v) * element.bytes
+    ring = 0 if _q_in_ring(tile) else q
+    end = ring + tile.stages * stage
+    regions = [Region("q", (tile.stages - 1) * stage if _q_in_ring(tile) else 0, q), Region("ring", ring, end - ring)]
+    if tile.pairs:
+        p = tile.m * tile.n * element.bytes
+        regions += [Region("p", end, p), Region("factors", end + p, 8 * 32 * tile.warps)]
+    return tuple(regions)
 
 
 def _memory(tile: _Tile, spec: KernelSpec) -> int:

@@ -20,7 +20,12 @@ from attngen.render.pipes import constant
 from attngen.render.views.hopper_forward import RegionView, classifier_lines
 
 _FOLDER = "cuda/mma"
-_REGION_TEXTS = {"q": "Q", "ring": "tiles of K and V in turn"}
+_REGION_TEXTS = {
+    "q": "Q",
+    "ring": "tiles of K and V in turn",
+    "p": "P of a tile, warp after warp, as their lanes hold it",
+    "factors": "two rows' factors of each lane",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +82,7 @@ def mma_view(plan: Plan, template: str) -> MmaView:
             RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
             for region in forward.shared
         ),
-        stage_bytes=forward.shared[-1].bytes // plan.stages,
+        stage_bytes=next(region.bytes for region in forward.shared if region.name == "ring") // plan.stages,
         argument_lines=argument_lines(plan, plan.arguments),
         queries=partial(queries, plan),
         uses_kv_tiles="kv_tiles" in spans,

@@ -13,6 +13,14 @@ __device__ __forceinline__ void load_blocks(uint32_t (&blocks)[4], uint32_t from
       : "memory");
 }
 
+// Four numbers of each lane, in the order of other loads.
+__device__ __forceinline__ void load_four(uint32_t (&numbers)[4], uint32_t from) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(numbers[0]), "=r"(numbers[1]), "=r"(numbers[2]), "=r"(numbers[3])
+               : "r"(from)
+               : "memory");
+}
+
 // The same, each block transposed.
 __device__ __forceinline__ void load_blocks_transposed(uint32_t (&blocks)[4], uint32_t from) {
   asm volatile(
