@@ -27,6 +27,11 @@ __device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Writes a number of 32 bits to shared memory.
+__device__ __forceinline__ void store_number(uint32_t to, uint32_t number) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(number) : "memory");
+}
+
 // The chunk of 16 bytes of a row in which a chunk of its columns lies, so that neither copies nor ldmatrix have bank
 // conflicts: eight rows, or two or four of them side by side, have each column in other banks.
 template <int kBoxBytes>
