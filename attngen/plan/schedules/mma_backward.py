@@ -50,6 +50,8 @@ _SECTION_BYTES = 24 * 2**20
 #: the long tiles of the last ones would end alone. Measured on an H200 (docs/notebook/mma.md).
 _SECTION_HEADS = ((256, 8), (512, 1))
 
+_DQ_FIRST = _CENTERED = False
+
 #: Warps of a block of ``postprocess``.
 _ROUND_WARPS = 4
 
@@ -106,6 +108,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         shares_p=_query_warps(tile) > 1,
         early=tile.early,
+        dq_first=_DQ_FIRST and tile.stages > 1,
+        centered=_CENTERED and not spec.variant.dropout and not differentiable_of(spec.variant),
         ordered=spec.deterministic,
         shared=_regions(tile, qk.width, v.width, element.bytes, ordered=spec.deterministic),
     )

@@ -189,6 +189,8 @@ class MmaBackward(Structure):
     box_bytes: int  # of a row, over which it is swizzled
     shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
     early: bool  # the next step is found before dQ, not after it
+    dq_first: bool  # dQ of a step is added before dK and dV of the other queries
+    centered: bool  # dP begins with -D
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
 
     queries_of_warp: ClassVar[str] = "kWarpM"
