@@ -8,6 +8,14 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
 }
 
+// The same, so many bytes after both addresses.
+template <int kTo, int kFrom>
+__device__ __forceinline__ void copy_async_at(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0 + %3], [%1 + %4], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0), "n"(kTo),
+               "n"(kFrom)
+               : "memory");
+}
+
 // Copies one number of 32 bits.
 __device__ __forceinline__ void copy_number_async(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
