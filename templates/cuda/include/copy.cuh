@@ -21,6 +21,18 @@ __device__ __forceinline__ void copy_number_async(uint32_t to, const void* from)
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+// The same where a condition holds, without a branch.
+__device__ __forceinline__ void copy_number_async_if(bool condition, uint32_t to, const void* from) {
+  asm volatile(
+      "{\n"
+      ".reg .pred holds;\n"
+      "setp.ne.b32 holds, %0, 0;\n"
+      "@holds cp.async.ca.shared.global [%1], [%2], 4;\n"
+      "}" ::"r"(static_cast<int>(condition)),
+      "r"(to), "l"(from)
+      : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most `kLeft` of this thread's last groups of copies are under way.
@@ -38,6 +50,18 @@ __device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
 // Writes a number of 32 bits to shared memory.
 __device__ __forceinline__ void store_number(uint32_t to, uint32_t number) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(number) : "memory");
+}
+
+// Writes a number to shared memory where a condition holds, without a branch.
+__device__ __forceinline__ void store_number_if(bool condition, uint32_t to, float number) {
+  asm volatile(
+      "{\n"
+      ".reg .pred holds;\n"
+      "setp.ne.b32 holds, %0, 0;\n"
+      "@holds st.shared.f32 [%1], %2;\n"
+      "}" ::"r"(static_cast<int>(condition)),
+      "r"(to), "f"(number)
+      : "memory");
 }
 
 // The chunk of 16 bytes of a row in which a chunk of its columns lies, so that neither copies nor ldmatrix have bank
