@@ -188,7 +188,8 @@ class MmaBackward(Structure):
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
     shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
-    early: bool  # the next step is found before dQ, not after it
+    early: str  # where the next step is found: "s", after S; "dq", before dQ; "", at the end
+    by_columns: bool  # dQ is computed 16 columns after the other
     dq_first: bool  # dQ of a step is added before dK and dV of the other queries
     centered: bool  # dP begins with -D
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
