@@ -68,7 +68,8 @@ _LARGE = 163 * 1024
 @dataclass(frozen=True, slots=True)
 class _Tile:
     """Rows, keys, stages and warps of a block, how many blocks a multiprocessor should run at once, where the products with
-    K find Q, and whether pairs of warps divide the columns of O."""
+    K find Q, whether pairs of warps divide the columns of O, and how many columns of Q stay in shared memory although
+    registers hold the others."""
 
     m: int
     n: int
@@ -77,6 +78,7 @@ class _Tile:
     blocks: int
     q_operand: str = "shared"
     pairs: bool = False
+    q_kept: int = 0
 
 
 #: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key;
@@ -90,12 +92,12 @@ _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("large", 64, _Tile(128, 64, 2, 4, 3)),
     ("large", 128, _Tile(128, 64, 3, 4, 2)),
     ("large", 192, _Tile(64, 64, 3, 4, 2, "registers", pairs=True)),
-    ("large", 256, _Tile(64, 64, 2, 4, 2, "registers", pairs=True)),
+    ("large", 256, _Tile(64, 64, 2, 4, 2, "registers", pairs=True, q_kept=64)),
     ("any", 64, _Tile(128, 64, 2, 4, 3)),
     ("any", 96, _Tile(128, 64, 2, 4, 2)),
     ("any", 128, _Tile(128, 32, 2, 4, 2)),
     ("any", 192, _Tile(64, 64, 2, 4, 2, "registers")),
-    ("any", 256, _Tile(64, 64, 2, 4, 1, "registers", pairs=True)),
+    ("any", 256, _Tile(64, 64, 2, 4, 1, "registers", pairs=True, q_kept=64)),
 )
 
 
@@ -133,6 +135,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         row_blocks=row_blocks,
         blocks=tile.blocks,
         q_in_ring=_q_in_ring(tile),
+        q_kept=tile.q_kept,
         pairs=tile.pairs,
         mixes=multiplied_v <= _MIXED_COLUMNS,
         columns_qk=multiplied_qk,
@@ -240,12 +243,14 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     m = spec.tile_m or (table.m if table.m in rows else rows[-1])
     tile = _Tile(m, spec.tile_n or table.n, spec.stages or table.stages, warps, table.blocks, table.q_operand)
     tile = replace(tile, pairs=table.pairs and _may_pair(spec, tile))
+    if _q_in_ring(tile) and width == spec.head_dim_qk:
+        tile = replace(tile, q_kept=table.q_kept)
     while True:
         total = _memory(tile, spec)
         if total <= arch.shared_memory:
             break
-        if tile.pairs:
-            tile = replace(tile, pairs=False)
+        if tile.pairs or tile.q_kept:
+            tile = replace(tile, pairs=False, q_kept=0)
         elif spec.stages is None and tile.stages > _STAGES[0]:
             tile = replace(tile, stages=tile.stages - 1)
         elif spec.tile_n is None and tile.n > _KEYS[0]:
@@ -272,6 +277,9 @@ def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
     ring = 0 if _q_in_ring(tile) else q
     end = ring + tile.stages * stage
     regions = [Region("q", (tile.stages - 1) * stage if _q_in_ring(tile) else 0, q), Region("ring", ring, end - ring)]
+    if tile.q_kept:  # the last columns of Q lie behind the ring
+        end += tile.m * tile.q_kept * element.bytes
+        regions[0] = Region("q", end - q, q)
     if tile.pairs:
         p = tile.m * tile.n * element.bytes
         regions += [Region("p", end, p), Region("factors", end + p, 8 * 32 * tile.warps)]

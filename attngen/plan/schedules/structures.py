@@ -168,6 +168,7 @@ class MmaForward(Structure):
     row_blocks: int  # of 16 rows, of a warp
     blocks: int  # that a multiprocessor runs at once
     q_in_ring: bool  # Q lies in the last stage of the ring until registers hold it
+    q_kept: int  # columns of Q that stay in shared memory although registers hold the others
     pairs: bool  # two warps share their rows of P, and each has half of the columns of O for all of these
     mixes: bool  # the compiler may put exponentials among the products with V
     columns_qk: int  # that are multiplied: multiples of 16; rows in shared memory may be longer
