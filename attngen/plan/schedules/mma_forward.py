@@ -19,13 +19,13 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Plan, Region
 from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule, plans_of
-from attngen.plan.schedules.forward_memory import widest_box, widths
+from attngen.plan.schedules.forward_memory import is_paged, widest_box, widths
 from attngen.plan.schedules.forward_softmax import softmax_of
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.hopper_fp8 import PROBABILITIES as PROBABILITIES_OF_8_BITS
 from attngen.plan.schedules.structures import MmaForward
 from attngen.plan.times import first_see_most
-from attngen.plan.traits import gathers
+from attngen.plan.traits import gathers, key_values
 from attngen.schema.expand import KernelSpec
 
 #: The softmax of scores that are not bounded: measured to be the fastest.
@@ -55,6 +55,9 @@ _RESERVED = 1024
 #: shared memory. Columns are divided in blocks of 32, two to a box of 128 bytes.
 _PAIRED_COLUMNS, _DIVIDED = 192, 64
 
+#: Bytes of a value of a key.
+_VALUE_BYTES = 4
+
 #: Most columns of O that leave a thread registers for exponentials among the products with V.
 _MIXED_COLUMNS = 192
 
@@ -68,8 +71,8 @@ _LARGE = 163 * 1024
 @dataclass(frozen=True, slots=True)
 class _Tile:
     """Rows, keys, stages and warps of a block, how many blocks a multiprocessor should run at once, where the products with
-    K find Q, whether pairs of warps divide the columns of O, and how many columns of Q stay in shared memory although
-    registers hold the others."""
+    K find Q, whether pairs of warps divide the columns of O, how many columns of Q stay in shared memory although
+    registers hold the others, and how many values of each key do so for mask and score."""
 
     m: int
     n: int
@@ -79,6 +82,7 @@ class _Tile:
     q_operand: str = "shared"
     pairs: bool = False
     q_kept: int = 0
+    key_values: int = 0
 
 
 #: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key;
@@ -136,6 +140,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         blocks=tile.blocks,
         q_in_ring=_q_in_ring(tile),
         q_kept=tile.q_kept,
+        key_values=tile.key_values,
         pairs=tile.pairs,
         mixes=multiplied_v <= _MIXED_COLUMNS,
         columns_qk=multiplied_qk,
@@ -263,9 +268,24 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
                 f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}: Q {total - ring} + "
                 f"{tile.stages} stages x {ring // tile.stages}",
             )
+    with_values = replace(tile, key_values=_key_values(spec))
+    if _blocks(with_values, spec, arch) == max(_blocks(tile, spec, arch), 1):
+        tile = with_values
+    return replace(tile, blocks=max(_blocks(tile, spec, arch), 1))
+
+
+def _key_values(spec: KernelSpec) -> int:
+    """Number of values of a key that are loaded or computed once for all rows, where keys do not lie in pages."""
+    if is_paged(spec):
+        return 0
+    bits = iteration_of(spec) == "tile_map"
+    return len(key_values(spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math, bits=bits))
+
+
+def _blocks(tile: _Tile, spec: KernelSpec, arch: Arch) -> int:
+    """Blocks that a multiprocessor runs at once, no more than the tile says; 0 if there is no room for one."""
     room = arch.shared_memory + _RESERVED
-    blocks = min(tile.blocks, room // (total + _RESERVED), _MOST_WARPS // tile.warps)
-    return replace(tile, blocks=max(blocks, 1))
+    return min(tile.blocks, room // (_memory(tile, spec) + _RESERVED), _MOST_WARPS // tile.warps)
 
 
 def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
@@ -283,6 +303,9 @@ def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
     if tile.pairs:
         p = tile.m * tile.n * element.bytes
         regions += [Region("p", end, p), Region("factors", end + p, 8 * 32 * tile.warps)]
+        end = regions[-1].offset + regions[-1].bytes
+    if tile.key_values:  # of the tiles of K that the ring may hold
+        regions.append(Region("key_values", end, _VALUE_BYTES * tile.key_values * tile.n * (tile.stages // 2 + 1)))
     return tuple(regions)
 
 

@@ -177,6 +177,7 @@ class MmaForward(Structure):
     longest_first: bool  # query tiles from the last to the first, head by head within an L2 head group
     raise_above: str  # literal: growth of the running max, in units of log2, at which a lazy row max follows
     peak: int = 0  # log2 of P of the largest logit, so that a dtype with few exponents is used from its top
+    key_values: int = 0  # values of each key that mask and score read, and that come with a tile of K
     fixed_max: str = "0.0f"  # literal; constant instead of row maxima, in units of log2, where logits are bounded
 
 

@@ -15,6 +15,7 @@ from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_math import Sink, Steps, logits, queries, sink
 from attngen.render.cuda_tiles import Ends, classified_word, tiles, word
 from attngen.render.expressions import KEYS
+from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.header import command, summary
 from attngen.render.pipes import constant
 from attngen.render.views.hopper_forward import RegionView, classifier_lines
@@ -25,6 +26,7 @@ _REGION_TEXTS = {
     "ring": "tiles of K and V in turn",
     "p": "P of a tile, warp after warp, as their lanes hold it",
     "factors": "two rows' factors of each lane",
+    "key_values": "values of the keys of tiles under way, which {who}",
 }
 
 
@@ -54,6 +56,7 @@ class MmaView:
     work_lines: tuple[Statement, ...]
     partial: Steps
     full: Steps
+    key_values: KeyValues | None
     uses_kv: bool
     uses_q_first: bool
     drops_products: bool  # elements are numbered, but their products not read
@@ -71,6 +74,7 @@ def mma_view(plan: Plan, template: str) -> MmaView:
     listed = word(plan).lines if plan.iteration != "ranges" else ()
     spans = reads([*span.lines, *span.values.values(), *listed])
     steps = reads([*code.partial.all, *code.full.all])
+    partial_steps, full_steps, values = with_key_values(plan, code)
     return MmaView(
         template=template,
         visits=f"{_FOLDER}/visits/{'ranges' if plan.iteration == 'ranges' else 'words'}.cu.j2",
@@ -79,7 +83,7 @@ def mma_view(plan: Plan, template: str) -> MmaView:
         summary=summary(plan),
         headers=_headers(plan),
         regions=tuple(
-            RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
+            RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name].format(who=values.who if values else None)}")
             for region in forward.shared
         ),
         stage_bytes=next(region.bytes for region in forward.shared if region.name == "ring") // plan.stages,
@@ -95,8 +99,9 @@ def mma_view(plan: Plan, template: str) -> MmaView:
         span_values=span.ends,
         word_lines=listed,
         work_lines=code.work,
-        partial=code.partial,
-        full=code.full,
+        partial=partial_steps,
+        full=full_steps,
+        key_values=values,
         uses_kv="kv_first" in steps,
         uses_q_first="q_first" in steps,
         drops_products=code.drops_products,
