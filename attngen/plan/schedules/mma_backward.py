@@ -50,7 +50,7 @@ _SECTION_BYTES = 24 * 2**20
 #: the long tiles of the last ones would end alone. Measured on an H200 (docs/notebook/mma.md).
 _SECTION_HEADS = ((256, 8), (512, 1))
 
-_DQ_FIRST, _CENTERED, _EARLY_S, _BY_COLUMNS = False, True, False, False
+_DQ_FIRST, _CENTERED, _EARLY_S, _BY_COLUMNS, _LATE = False, True, False, False, 0
 
 #: Warps of a block of ``postprocess``.
 _ROUND_WARPS = 4
@@ -109,6 +109,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         shares_p=_query_warps(tile) > 1,
         early="s" if _EARLY_S else "dq" if tile.early else "",
         by_columns=_BY_COLUMNS,
+        late="" if spec.deterministic or not _LATE else "both" if tile.m // _query_warps(tile) == _QUERIES or _LATE == 2 else "s",
         dq_first=_DQ_FIRST and tile.stages > 1,
         centered=_CENTERED and not spec.variant.dropout and not differentiable_of(spec.variant),
         ordered=spec.deterministic,

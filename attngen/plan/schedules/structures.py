@@ -191,6 +191,7 @@ class MmaBackward(Structure):
     box_bytes: int  # of a row, over which it is swizzled
     shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
     early: str  # where the next step is found: "s", after S; "dq", before dQ; "", at the end
+    late: str  # dQ of a step is added in the next one: among the products of S, "s", or "both" of S and dP; "": at once
     by_columns: bool  # dQ is computed 16 columns after the other
     dq_first: bool  # dQ of a step is added before dK and dV of the other queries
     centered: bool  # dP begins with -D
