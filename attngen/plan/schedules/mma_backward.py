@@ -101,6 +101,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     multiplied_qk, multiplied_v = (-(-head_dim // 32) * 32 for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     tile = _tile(spec, arch, qk.width, v.width)
     iteration = iteration_of(spec, "q")
+    warp_dq = -(-multiplied_qk * tile.m // (512 * tile.warps)) * 16
+    late_columns = 0 if spec.deterministic or not _LATE else min(warp_dq, 32) if warp_dq >= 64 else warp_dq
     structure = MmaBackward(
         blocks=tile.blocks,
         columns_qk=multiplied_qk,
@@ -108,8 +110,9 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         shares_p=_query_warps(tile) > 1,
         early="s" if _EARLY_S else "dq" if tile.early else "",
-        by_columns=_BY_COLUMNS,
-        late="" if spec.deterministic or not _LATE else "both" if tile.m // _query_warps(tile) == _QUERIES or _LATE == 2 else "s",
+        by_columns=_BY_COLUMNS or 0 < late_columns < warp_dq,
+        late_columns=late_columns,
+        late="" if not late_columns else "both" if tile.m // _query_warps(tile) == _QUERIES or _LATE == 2 else "s",
         dq_first=_DQ_FIRST and tile.stages > 1,
         centered=_CENTERED and not spec.variant.dropout and not differentiable_of(spec.variant),
         ordered=spec.deterministic,
