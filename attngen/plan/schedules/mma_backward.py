@@ -50,7 +50,7 @@ _SECTION_BYTES = 24 * 2**20
 #: the long tiles of the last ones would end alone. Measured on an H200 (docs/notebook/mma.md).
 _SECTION_HEADS = ((256, 8), (512, 1))
 
-_DQ_FIRST, _CENTERED, _EARLY_S, _BY_COLUMNS, _LATE = False, True, False, False, 0
+_DQ_FIRST, _CENTERED, _EARLY_S, _BY_COLUMNS, _LATE = False, True, True, False, 1
 
 #: Warps of a block of ``postprocess``.
 _ROUND_WARPS = 4
