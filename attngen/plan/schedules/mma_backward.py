@@ -102,7 +102,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     tile = _tile(spec, arch, qk.width, v.width)
     iteration = iteration_of(spec, "q")
     warp_dq = -(-multiplied_qk * tile.m // (512 * tile.warps)) * 16
-    late_columns = 0 if spec.deterministic or not _LATE else min(warp_dq, 32) if warp_dq >= 64 else warp_dq
+    divides = warp_dq * 32 * tile.warps == multiplied_qk * tile.m  # no warp is without columns
+    late_columns = 0 if spec.deterministic or not _LATE or not divides else min(warp_dq, 32) if warp_dq >= 64 else warp_dq
     structure = MmaBackward(
         blocks=tile.blocks,
         columns_qk=multiplied_qk,

@@ -72,18 +72,6 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return chunk ^ (kBoxBytes == 128 ? row % 8 : row / 2 % 4);
 }
 
-// Adds a number to one in global memory where a condition holds, without a branch.
-__device__ __forceinline__ void add_to_if(bool condition, float* to, float number) {
-  asm volatile(
-      "{\n"
-      ".reg .pred holds;\n"
-      "setp.ne.b32 holds, %0, 0;\n"
-      "@holds red.global.add.f32 [%1], %2;\n"
-      "}" ::"r"(static_cast<int>(condition)),
-      "l"(to), "f"(number)
-      : "memory");
-}
-
 // Adds a number to one in global memory, in no fixed order.
 __device__ __forceinline__ void add_to(float* to, float number) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(number) : "memory");
