@@ -34,6 +34,13 @@ _DTYPES = ("bf16", "fp16")
 #: Keys of S and dP of a warp, and query rows of dQ.
 _ROWS = 32
 
+#: Query rows and columns of a product.
+_DQ_ROWS = 16
+
+#: Queries of a step from which its dQ is added in the next one: with fewer, that was slower (docs/notebook/mma.md). And so many
+#: columns at most, where warps have 64, whose registers are needed.
+_LATE_QUERIES, _LATE_COLUMNS = 64, 32
+
 #: Fewest query rows of S and dP of a warp.
 _QUERIES = 16
 
@@ -50,25 +57,19 @@ _SECTION_BYTES = 24 * 2**20
 #: the long tiles of the last ones would end alone. Measured on an H200 (docs/notebook/mma.md).
 _SECTION_HEADS = ((256, 8), (512, 1))
 
-_DQ_FIRST, _CENTERED, _EARLY_S, _BY_COLUMNS, _LATE = False, True, True, False, 1
-
 #: Warps of a block of ``postprocess``.
 _ROUND_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Queries of a step, keys, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once.
-
-    ``early``: the next step is found before dQ, not after it, which ptxas likes better where this was measured.
-    """
+    """Queries of a step, keys, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once."""
 
     m: int
     n: int
     stages: int
     warps: int
     blocks: int
-    early: bool = False
 
 
 #: (family, largest sum of the columns of dK and dV) -> tile, first match wins. The families are those of the forward,
@@ -81,7 +82,7 @@ _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("narrow", 128, _Tile(64, 64, 1, 4, 2)),
     ("large", 128, _Tile(128, 128, 2, 8, 1)),
     ("large", 192, _Tile(64, 128, 2, 8, 1)),
-    ("large", 256, _Tile(64, 128, 2, 8, 1, early=True)),
+    ("large", 256, _Tile(64, 128, 2, 8, 1)),
     ("large", 384, _Tile(64, 64, 2, 8, 1)),
     ("large", 512, _Tile(64, 64, 1, 8, 1)),
     ("any", 128, _Tile(64, 64, 1, 4, 2)),
@@ -101,21 +102,17 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     multiplied_qk, multiplied_v = (-(-head_dim // 32) * 32 for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     tile = _tile(spec, arch, qk.width, v.width)
     iteration = iteration_of(spec, "q")
-    warp_dq = -(-multiplied_qk * tile.m // (512 * tile.warps)) * 16
-    divides = warp_dq * 32 * tile.warps == multiplied_qk * tile.m  # no warp is without columns
-    late_columns = 0 if spec.deterministic or not _LATE or not divides else min(warp_dq, 32) if warp_dq >= 64 else warp_dq
+    warp_dq = -(-multiplied_qk * tile.m // (_DQ_ROWS * _ROWS * tile.warps)) * _DQ_ROWS  # columns of dQ of a warp
+    late_columns = _late_columns(tile, warp_dq, multiplied_qk, ordered=spec.deterministic)
     structure = MmaBackward(
         blocks=tile.blocks,
         columns_qk=multiplied_qk,
         columns_v=multiplied_v,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         shares_p=_query_warps(tile) > 1,
-        early="s" if _EARLY_S else "dq" if tile.early else "",
-        by_columns=_BY_COLUMNS or 0 < late_columns < warp_dq,
         late_columns=late_columns,
-        late="" if not late_columns else "both" if tile.m // _query_warps(tile) == _QUERIES or _LATE == 2 else "s",
-        dq_first=_DQ_FIRST and tile.stages > 1,
-        centered=_CENTERED and not spec.variant.dropout and not differentiable_of(spec.variant),
+        by_columns=0 < late_columns < warp_dq or tile.m < _LATE_QUERIES,
+        centered=not spec.variant.dropout and not differentiable_of(spec.variant),
         ordered=spec.deterministic,
         shared=_regions(tile, qk.width, v.width, element.bytes, ordered=spec.deterministic),
     )
@@ -207,6 +204,15 @@ def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
 
 def _sums() -> Argument:
     return Argument("dq_sum_ptr", "pointer", "*fp32", of="dq_sum", divisibility=16)
+
+
+def _late_columns(tile: _Tile, warp_dq: int, columns: int, *, ordered: bool) -> int:
+    """Columns of dQ of a warp that are added among the products of the next step: none where dQ is added in a fixed order,
+    or where warps have no columns or fewer than others."""
+    alike = warp_dq * _ROWS * tile.warps == columns * tile.m
+    if ordered or not alike or tile.m < _LATE_QUERIES:
+        return 0
+    return warp_dq if warp_dq <= 3 * _DQ_ROWS else _LATE_COLUMNS
 
 
 def _query_warps(tile: _Tile) -> int:

@@ -92,8 +92,8 @@ _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("gather", 64, _Tile(64, 64, 3, 4, 2)),
     ("gather", 128, _Tile(64, 32, 3, 4, 2)),
     ("gather", 256, _Tile(64, 16, 3, 4, 1)),
-    ("unmasked", 64, _Tile(128, 64, 2, 4, 2, "registers")),
-    ("large", 64, _Tile(128, 64, 2, 4, 3)),
+    ("unmasked", 64, _Tile(128, 64, 3, 4, 2, "registers")),
+    ("large", 64, _Tile(128, 64, 4, 4, 3)),
     ("large", 128, _Tile(128, 64, 3, 4, 2)),
     ("large", 192, _Tile(64, 64, 3, 4, 2, "registers", pairs=True)),
     ("large", 256, _Tile(64, 64, 2, 4, 2, "registers", pairs=True, q_kept=64)),
@@ -206,9 +206,16 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
 
 def _may_pair(spec: KernelSpec, tile: _Tile) -> bool:
     """Whether pairs of warps may divide the columns of O: warps of 16 rows, where there are many columns."""
+    element = operands_of(spec).v
+    row_bytes = (widths(head_dim, element).width * element.bytes for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     columns = -(-spec.head_dim_v // _ROWS) * _ROWS
-    of_16_bits = operands_of(spec).v.bytes == 2
-    return of_16_bits and tile.m == _ROWS * tile.warps and columns >= _PAIRED_COLUMNS and columns % _DIVIDED == 0
+    return (
+        element.bytes == 2
+        and tile.m == _ROWS * tile.warps
+        and columns >= _PAIRED_COLUMNS
+        and columns % _DIVIDED == 0
+        and widest_box(*row_bytes) == 2 * _DIVIDED
+    )
 
 
 def _q_in_ring(tile: _Tile) -> bool:
@@ -248,7 +255,7 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     m = spec.tile_m or (table.m if table.m in rows else rows[-1])
     tile = _Tile(m, spec.tile_n or table.n, spec.stages or table.stages, warps, table.blocks, table.q_operand)
     tile = replace(tile, pairs=table.pairs and _may_pair(spec, tile))
-    if _q_in_ring(tile) and width == spec.head_dim_qk:
+    if _q_in_ring(tile) and tile.pairs and spec.head_dim_qk == width:
         tile = replace(tile, q_kept=table.q_kept)
     while True:
         total = _memory(tile, spec)
@@ -275,11 +282,10 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
 
 
 def _key_values(spec: KernelSpec) -> int:
-    """Number of values of a key that are loaded or computed once for all rows, where keys do not lie in pages."""
-    if is_paged(spec):
+    """Number of values of a key that are loaded or computed once for all rows."""
+    if is_paged(spec) or iteration_of(spec) == "tile_map":
         return 0
-    bits = iteration_of(spec) == "tile_map"
-    return len(key_values(spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math, bits=bits))
+    return len(key_values(spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math))
 
 
 def _blocks(tile: _Tile, spec: KernelSpec, arch: Arch) -> int:

@@ -190,11 +190,8 @@ class MmaBackward(Structure):
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
     shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
-    early: str  # where the next step is found: "s", after S; "dq", before dQ; "", at the end
-    late: str  # dQ of a step is added in the next one: among the products of S, "s", or "both" of S and dP; "": at once
-    late_columns: int  # of dQ of a warp, that are added so
-    by_columns: bool  # dQ is computed 16 columns after the other
-    dq_first: bool  # dQ of a step is added before dK and dV of the other queries
+    late_columns: int  # of dQ of a warp, that are added to the sums among the products of the next step; 0: all at once
+    by_columns: bool  # dQ is computed 16 columns after the other, some of which are added among the products of others
     centered: bool  # dP begins with -D
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
 

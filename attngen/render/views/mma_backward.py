@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attngen.lang.statements import Code, Statement, reads
+from attngen.lang.statements import Code, Statement, declared, reads
 from attngen.plan.model import Launch, Plan
 from attngen.plan.schedules.backward_families import by_head
 from attngen.plan.schedules.backward_launches import row_lanes
@@ -100,6 +100,8 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
     spans = reads([*span.lines, *span.values.values(), *listed])
     heads = by_head(plan.variant) or plan.iteration == "tile_map"
     once = not heads and not spans.isdisjoint(pointer_name(tensor.name) for tensor in plan.variant.tensors)
+    beside = declared(line for line in (*code.block, *factor_lines) if line not in span.lines)
+    once = once and set(beside).isdisjoint(declared(span.lines))  # they would stand in one scope
     out = plan.operands.shared("out", "dout")
     return MmaBackwardView(
         template=template,
