@@ -71,6 +71,16 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + address);
 }
 
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
+
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
@@ -88,11 +98,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -204,17 +210,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     const int h = step.h, q_start = (max(step.tile, 0) & kPartial - 1) * kBlockM, rows = step.tile < 0 ? 0 : seqlen_q - q_start;
     load_rows<kBlockM, kHeadDimQk>(shared + kQ + stage * kQBytes, [&](int row) { return q_ptr + b * stride_q_b + h * stride_q_h + (q_start + row) * stride_q_s; }, rows, part, parts);
     load_rows<kBlockM, kHeadDimV>(shared + kDout + stage * kDoutBytes, [&](int row) { return dout_ptr + b * stride_dout_b + h * stride_dout_h + (q_start + row) * stride_dout_s; }, rows, part, parts);
-    if (part == parts - 1 && threadIdx.x < kBlockM) {
+    if (part == parts - 1) {  // without branches, which would stand between products
       const int q = q_start + threadIdx.x;
       const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
-      const uint32_t place = stage * kRowBytes + 4 * threadIdx.x;
-      if (static_cast<int>(threadIdx.x) < rows) {
-        copy_number_async(shared + kLse + place, lse_log2_ptr + entry);
-        copy_number_async(shared + kDelta + place, delta_ptr + entry);
-      } else {  // each of its probabilities is 0
-        shared_at<float>(kLse + place) = -kMasked;
-        shared_at<float>(kDelta + place) = 0.0f;
-      }
+      const uint32_t place = shared + stage * kRowBytes + 4 * threadIdx.x;
+      const bool own = threadIdx.x < kBlockM, exists = own && static_cast<int>(threadIdx.x) < rows;
+      copy_number_async_if(exists, place + kLse, lse_log2_ptr + entry);
+      copy_number_async_if(exists, place + kDelta, delta_ptr + entry);
+      store_number_if(own && !exists, place + kLse, -kMasked);  // each of its probabilities is 0
+      store_number_if(own && !exists, place + kDelta, 0.0f);
     }
     if (part == parts - 1) commit_copies();
   };
@@ -228,6 +232,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
   for (int i = 0; i < kSteps - 1; ++i) load_step(steps[i], i);
 
   const int key_warp = warp % kKeyWarps, query_warp = warp / kKeyWarps;
+  const int dq_group = warp / kDqWarps, dq_column = warp % kDqWarps * kWarpDq;  // of the warp: which 32 queries, and columns
   // Where a lane reads rows by ldmatrix: as the A operand or as B with rows of its k, transposed; and as B with rows of its n.
   const int b_row = lane / 16 * 8 + lane % 8;
   const uint32_t a_lane = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
@@ -257,19 +262,82 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     };
   };
   const auto nothing = [](int, int) {};
-  // The keys of the warp, in K or V, by its queries of a step, in Q or dO; other work stands among the products.
-  const auto multiply_rows = [&]<int kColumns>(float (&to)[2][kWarpM / 2], uint32_t keys, uint32_t queries, Number<kColumns>, const auto& work) {
+  static_assert(kWarpDq * kDqWarps == kColumnsQk);
+  // dQ of the step before is added among the products of S and dP, since memory takes these additions slowly. The first step adds
+  // zeros: a branch would stand between products.
+  constexpr int kLateColumns = 32;  // of the warp, the last ones
+  float dq[kLateColumns / 16][2][8] = {};
+  const auto sums_of = [&](const Step& step) {
+    const int h = step.h, tile = step.tile & kPartial - 1, column = dq_column + kWarpDq - kLateColumns;
+    return dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + tile) * kSumsOfTile + (2 * dq_group * (kColumnsQk / 8) + column / 8) * 128 + lane;
+  };
+  float* dq_to = sums_of(steps[0]);
+  const bool adds_late = steps[0].tile >= 0;
+  constexpr int kLate = kLateColumns / 2;  // additions of a lane among the products of S
+  const auto add_late = [&](int first, int end) {
 #pragma unroll
-    for (int i = 0; i < kWarpM; ++i) to[i % 2][i / 2] = 0.0f;
+    for (int i = first; i < end; ++i) {
+      const int group = i / 16, block = i % 16 / 8, own = i % 8;
+      add_to(dq_to + (block * (kColumnsQk / 8) + 2 * group) * 128 + 32 * own, dq[group][block][own]);
+    }
+  };
+  const auto late_beside = [&](const auto& work) {
+    return [&](int place, int places) {
+      work(place, places);
+      add_late(place * kLate / places, (place + 1) * kLate / places);
+    };
+  };
+  const auto rest_beside = [&](const auto& work) {
+    return [&](int place, int places) {
+      work(place, places);
+      add_late(kLate + place * (kLateColumns - kLate) / places, kLate + (place + 1) * (kLateColumns - kLate) / places);
+    };
+  };
+  const auto clear = [](float (&sums)[2][kWarpM / 2]) {
+#pragma unroll
+    for (int i = 0; i < kWarpM; ++i) sums[i % 2][i / 2] = 0.0f;
+  };
+  // dP begins with -D.
+  const auto begin_dp = [&](uint32_t delta_numbers) {
+#pragma unroll
+    for (int i = 0; i < kWarpM / 8; ++i) {
+      const float2 delta = shared_at<float2>(delta_numbers + 32 * i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) dp[j / 2][4 * i + 2 * (j % 2)] = -delta.x, dp[j / 2][4 * i + 2 * (j % 2) + 1] = -delta.y;
+    }
+  };
+  // The first columns of the keys of the warp, in K or V, as A operands, and those of its first queries.
+  const auto load_first_keys = [&](uint32_t (&a)[2][4], uint32_t keys) {
+#pragma unroll
+    for (int block = 0; block < 2; ++block) load_blocks(a[block], place_of(keys, kBlockN, 16 * block, 0));
+  };
+  const auto load_first_queries = [&](uint32_t (&rows)[4], uint32_t queries) {
+    load_blocks(rows, place_of(queries + query_warp * kWarpM * kBoxBytes + b_lane, kBlockM, 0, 0));
+  };
+  // The keys of the warp, in K or V, by its queries of a step, in Q or dO, given the first ones of both; other work stands
+  // among the products.
+  const auto multiply_rows = [&]<int kColumns>(float (&to)[2][kWarpM / 2], uint32_t keys, const uint32_t (&first_keys)[2][4], uint32_t queries, const uint32_t (&first_queries)[4], Number<kColumns>, const auto& work) {
 #pragma unroll
     for (int column = 0; column < kColumns; column += kMmaK) {
       uint32_t a[2][4];
 #pragma unroll
-      for (int block = 0; block < 2; ++block) load_blocks(a[block], place_of(keys, kBlockN, 16 * block, column));
+      for (int block = 0; block < 2; ++block) {
+        if (column == 0) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[block][i] = first_keys[block][i];
+        } else {
+          load_blocks(a[block], place_of(keys, kBlockN, 16 * block, column));
+        }
+      }
 #pragma unroll
       for (int q = 0; q < kWarpM; q += 2 * kMmaN) {
         uint32_t rows[4];
-        load_blocks(rows, place_of(queries + query_warp * kWarpM * kBoxBytes + b_lane, kBlockM, q, column));
+        if (column == 0 && q == 0) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) rows[i] = first_queries[i];
+        } else {
+          load_blocks(rows, place_of(queries + query_warp * kWarpM * kBoxBytes + b_lane, kBlockM, q, column));
+        }
 #pragma unroll
         for (int block = 0; block < 2; ++block) {
           multiply<Element>(to[block] + q / 2, a[block], rows[0], rows[1]);
@@ -280,8 +348,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     }
   };
   // Adds the columns of the warp of P^T dO, or of dS^T Q, over 16 queries, given those of P^T or dS^T.
-  const auto add_product = [&]<int kColumns>(float (&to)[2][kColumns / 2], const uint32_t (&a)[2][4], uint32_t queries, int query, int column, Number<kColumns>) {
-    const int place = query_warp * kColumns + column;
+  const auto add_product = [&]<int kColumns, int kAll>(float (&to)[2][kColumns / 2], const uint32_t (&a)[2][4], uint32_t queries, int query, int column, Number<kColumns>, Number<kAll>) {
+    int place = query_warp * kColumns + column;
+    if (kQueryWarps * kColumns > kAll && place >= kAll) place = column;  // of no use, but in the tile
     uint32_t columns[4];
     load_blocks_transposed(columns, (queries + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockM + query) * kBoxBytes);
 #pragma unroll
@@ -292,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
   };
   // dV += P^T dO, or dK += dS^T Q, of the warp's own queries, whose P^T or dS^T are in registers; other work stands among the
   // products.
-  const auto add_own = [&]<int kColumns>(float (&to)[2][kColumns / 2], const uint32_t (&own)[2][kWarpM / 4], uint32_t queries, Number<kColumns>, const auto& work) {
+  const auto add_own = [&]<int kColumns, int kAll>(float (&to)[2][kColumns / 2], const uint32_t (&own)[2][kWarpM / 4], uint32_t queries, Number<kColumns>, Number<kAll>, const auto& work) {
 #pragma unroll
     for (int q = 0; q < kWarpM; q += kMmaK) {
       uint32_t a[2][4];
@@ -300,13 +369,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
       for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = own[i / 4][q / 4 + i % 4];
 #pragma unroll
       for (int column = 0; column < kColumns; column += 2 * kMmaN) {
-        add_product(to, a, queries, query_warp * kWarpM + q, column, Number<kColumns>());
+        add_product(to, a, queries, query_warp * kWarpM + q, column, Number<kColumns>(), Number<kAll>());
         work(q / kMmaK * (kColumns / 16) + column / 16, kWarpM / kMmaK * (kColumns / 16));
       }
     }
   };
   // The same of the queries of other warps, whose P^T or dS^T are in shared memory.
-  const auto add_others = [&]<int kColumns>(float (&to)[2][kColumns / 2], uint32_t all, uint32_t queries, Number<kColumns>) {
+  const auto add_others = [&]<int kColumns, int kAll>(float (&to)[2][kColumns / 2], uint32_t all, uint32_t queries, Number<kColumns>, Number<kAll>) {
 #pragma unroll
     for (int part = 1; part < kQueryWarps; ++part) {
 #pragma unroll
@@ -318,30 +387,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
           load_blocks(a[block], (all + p_lane ^ 2 * (query % kPairQueries)) + (query / kPairQueries * kBlockN + 32 * key_warp + 16 * block) * kPairBytes);
         }
 #pragma unroll
-        for (int column = 0; column < kColumns; column += 2 * kMmaN) add_product(to, a, queries, query, column, Number<kColumns>());
+        for (int column = 0; column < kColumns; column += 2 * kMmaN) add_product(to, a, queries, query, column, Number<kColumns>(), Number<kAll>());
       }
     }
   };
   // A pair of neighbouring queries of a step, for one key of the warp, to shared memory.
+  const uint32_t share_lane = (query_warp * kWarpM / kPairQueries * kBlockN + 32 * key_warp + lane / 4) * kPairBytes +
+                              16 * swizzled<kPairBytes>(lane / 4, query_warp * kWarpM % kPairQueries / 8) + 4 * (lane % 4);
   const auto share = [&](uint32_t region, int block, int pair, uint32_t value) {
-    const int key = 32 * key_warp + 16 * block + lane / 4 + pair % 2 * 8, query = query_warp * kWarpM + pair / 2 * 8;
-    shared_at<uint32_t>(region + (query / kPairQueries * kBlockN + key) * kPairBytes +
-                        16 * swizzled<kPairBytes>(key, query % kPairQueries / 8) + 4 * (lane % 4)) = value;
+    store_number(shared + (share_lane ^ 16 * (pair / 2)) + (region + (16 * block + 8 * (pair % 2)) * kPairBytes), value);
   };
 
   uint32_t stage = 0, fill = kStages - 1;  // that is read, and filled next
   const auto next_stage = [](uint32_t stage) { return stage == kStages - 1 ? 0u : stage + 1; };
-  const int dq_group = warp / kDqWarps, dq_column = warp % kDqWarps * kWarpDq;  // of the warp: which 32 queries, and columns
+  wait_copies<kSteps - 2>();
+  __syncthreads();  // K and V are there
   while (__any_sync(~0u, steps[0].tile >= 0)) {
     const Step step = steps[0];
+    uint32_t first_of_k[2][4], first_of_q[4];
+    load_first_keys(first_of_k, k_rows);
     wait_copies<kSteps - 2>();
     __syncthreads();  // all have read the stage that is filled again, P and dS
     const uint32_t q_tile = shared + kQ + stage * kQBytes, dout_tile = shared + kDout + stage * kDoutBytes;
 
-    multiply_rows(logits, k_rows, q_tile, Number<kColumnsQk>(), for_copies([&](int part, int parts) { load_step(steps[kSteps - 1], fill, part, parts); }));
+    clear(logits);
+    load_first_queries(first_of_q, q_tile);
+    multiply_rows(logits, k_rows, first_of_k, q_tile, first_of_q, Number<kColumnsQk>(), late_beside(for_copies([&](int part, int parts) { load_step(steps[kSteps - 1], fill, part, parts); })));
     fill = next_stage(fill);
+    const Step last = next_step();  // while the last products of S are under way
     // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const uint32_t lse_numbers = kLse + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4);
+    uint32_t first_of_v[2][4], first_of_dout[4];
+    load_first_keys(first_of_v, v_rows);
+    load_first_queries(first_of_dout, dout_tile);
+    const uint32_t delta_numbers = lse_numbers + (kDelta - kLse);
     const int h = step.h;
     const int q_first = (step.tile & kPartial - 1) * kBlockM + query_warp * kWarpM + 2 * (lane % 4);
 #pragma unroll
@@ -365,9 +444,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
         }
       }
     }
-    multiply_rows(dp, v_rows, dout_tile, Number<kColumnsV>(), for_elements([&](int block, int i) {
+    begin_dp(delta_numbers);
+    float2 next_lse = shared_at<float2>(lse_numbers);
+    multiply_rows(dp, v_rows, first_of_v, dout_tile, first_of_dout, Number<kColumnsV>(), rest_beside(for_elements([&](int block, int i) {
       float (&s)[kWarpM / 2] = logits[block];
-      const float2 lse = shared_at<float2>(lse_numbers + 32 * i);
+      const float2 lse = next_lse;
+      if (block == 1 && i + 1 < kWarpM / 8) next_lse = shared_at<float2>(lse_numbers + 32 * (i + 1));
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -381,28 +463,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
         probabilities[block][pair] = pack<Element>(s[2 * pair], s[2 * pair + 1]);
         share(kP, block, pair, probabilities[block][pair]);
       }
-    }));
+    })));
     // dV of the own queries; among its products dS = P (dP - D), to registers and to shared memory.
-    add_own(dv, probabilities, dout_tile, Number<kWarpV>(), for_elements([&](int block, int i) {
+    add_own(dv, probabilities, dout_tile, Number<kWarpV>(), Number<kColumnsV>(), for_elements([&](int block, int i) {
       const uint32_t (&p)[kWarpM / 4] = probabilities[block];
-      const float2 delta = shared_at<float2>(kDelta + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4) + 32 * i);
 #pragma unroll
       for (int pair = 2 * i; pair < 2 * i + 2; ++pair) {
         const float2 both = unpack<Element>(p[pair]);
-        ds[block][pair] = pack<Element>(both.x * (dp[block][2 * pair] - delta.x), both.y * (dp[block][2 * pair + 1] - delta.y));
+        ds[block][pair] = pack<Element>(both.x * dp[block][2 * pair], both.y * dp[block][2 * pair + 1]);
         share(kDs, block, pair, ds[block][pair]);
       }
     }));
     __syncthreads();
 
     // dK += dS^T Q, and dV of the other queries; P and dS of these come from shared memory.
-    add_own(dk, ds, q_tile, Number<kWarpQk>(), nothing);
-    add_others(dv, shared + kP, dout_tile, Number<kWarpV>());
-    add_others(dk, shared + kDs, q_tile, Number<kWarpQk>());
-    const Step last = next_step();
+    add_own(dk, ds, q_tile, Number<kWarpQk>(), Number<kColumnsQk>(), nothing);
+    add_others(dv, shared + kP, dout_tile, Number<kWarpV>(), Number<kColumnsV>());
+    add_others(dk, shared + kDs, q_tile, Number<kWarpQk>(), Number<kColumnsQk>());
     // dQ of 32 queries and some of the columns, from all keys.
     if (dq_column < kColumnsQk) {
-      float dq[2][kWarpDq / 2] = {};
+#pragma unroll
+      for (int i = 0; i < kWarpDq; ++i) dq[i / 16][i % 16 / 8][i % 8] = 0.0f;
       uint32_t ds_lane[2];
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
@@ -422,21 +503,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
           load_blocks_transposed(columns, (shared + kK + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockN + key) * kBoxBytes);
 #pragma unroll
           for (int block = 0; block < 2; ++block) {
-            multiply<Element>(dq[block] + column / 2, a[block], columns[0], columns[1]);
-            multiply<Element>(dq[block] + column / 2 + 4, a[block], columns[2], columns[3]);
+            multiply<Element>(dq[column / 16][block], a[block], columns[0], columns[1]);
+            multiply<Element>(dq[column / 16][block] + 4, a[block], columns[2], columns[3]);
           }
         }
       }
       const int tile = step.tile & kPartial - 1;
-      float* const sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + tile) * kSumsOfTile + lane;
-#pragma unroll
-      for (int block = 0; block < 2; ++block) {
-        float* const own = sums + ((2 * dq_group + block) * (kColumnsQk / 8) + dq_column / 8) * 128;
-#pragma unroll
-        for (int i = 0; i < kWarpDq / 2; ++i) {
-          if (kWarpDq * kDqWarps <= kColumnsQk || dq_column + i / 4 * 8 < kColumnsQk) add_to(own + 32 * i, dq[block][i]);
-        }
-      }
+      dq_to = sums_of(step);
     }
     stage = next_stage(stage);
 #pragma unroll
@@ -444,6 +517,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     steps[kSteps - 1] = last;
   }
   wait_copies<0>();
+  if (adds_late) add_late(0, kLateColumns);
 
   {
     const auto store_rows = [&]<int kColumns>(const float (&sums)[2][kColumns / 2], float factor, GradElement* rows, long long stride, int columns, Number<kColumns>) {

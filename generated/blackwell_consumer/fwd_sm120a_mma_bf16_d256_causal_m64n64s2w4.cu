@@ -4,7 +4,7 @@
 // Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/blackwell_consumer.yaml`.
 //
 // A block of 4 warps computes O of 64 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
-// to the first. Each warp has 16 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring
+// to the first. Each warp has 16 rows, and keeps their S, P and O in registers; O of two warps' rows, half of the columns each. Tiles of K and V alternate in a ring
 // of 2 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
 #include "copy.cuh"
 #include "expression.cuh"
@@ -26,12 +26,16 @@ constexpr int kWarpRows = 16 * kRowBlocks;
 constexpr int kStages = 2;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
+static_assert(kRowBlocks == 1 && kBoxBytes == 128 && kColumnsV % 64 == 0);
+constexpr int kHeldColumns = kColumnsQk - 64;  // of Q, in registers
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
 static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
-constexpr uint32_t kQ = 32768;  // 32768 B: Q
+constexpr uint32_t kQ = 40960;  // 32768 B: Q
 constexpr uint32_t kRing = 0;  // 65536 B: tiles of K and V in turn
+constexpr uint32_t kP = 73728;  // 8192 B: P of a tile, warp after warp, as their lanes hold it
+constexpr uint32_t kFactors = 81920;  // 1024 B: two rows' factors of each lane
 constexpr uint32_t kStageBytes = 32768;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
@@ -46,6 +50,21 @@ struct Work {
 };
 
 extern __shared__ __align__(1024) char shared_memory[];
+
+template <typename Value>
+__device__ __forceinline__ Value& shared_at(uint32_t address) {
+  return *reinterpret_cast<Value*>(shared_memory + address);
+}
+
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
@@ -64,11 +83,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -106,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm120a_mma_bf16_d2
     return q_start < seqlen_q ? Spans{0, visible_hi, 0, full_hi} : Spans{};
   };
   const Spans all = spans_of(0, kBlockM);
-  const Spans mine = spans_of(kWarpRows * warp, kWarpRows);
+  const Spans mine = spans_of(kWarpRows * (warp & ~1), 2 * kWarpRows);
   const int tiles = max(all.visible_hi - all.visible_lo, 0);
   int remaining = tiles;
   // The next tile to copy; -1: there is none.
@@ -160,19 +175,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm120a_mma_bf16_d2
   const uint32_t q_place = shared + kQ + (kWarpRows * warp + lane % 16) * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
   const int k_row = lane / 16 * 8 + lane % 8, v_row = lane % 16, v_chunk = lane / 16;
   const uint32_t k_lane = shared + k_row * kBoxBytes + 16 * swizzled<kBoxBytes>(k_row, lane / 8 % 2);
-  const uint32_t v_lane = shared + v_row * kBoxBytes + 16 * swizzled<kBoxBytes>(v_row, v_chunk);
+  // The other warp of the pair. A warp has every other 32 columns of O, and of V.
+  const int other = warp ^ 1;
+  const uint32_t v_lane = (shared + v_row * kBoxBytes + 16 * swizzled<kBoxBytes>(v_row, v_chunk)) ^ 64 * (warp % 2);
   // The place of a column, and of a row of a tile of `kRows`, given that of a lane in the first ones.
   const auto place = [](uint32_t lane_place, int rows, int row, int column) {
     return (lane_place ^ static_cast<int>(sizeof(Element)) * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
   };
   const float scale_log2e = softmax_scale * kLog2e;
-  float acc[kRowBlocks][kColumnsV / 2] = {};  // O, not yet divided by the row sum
+  float acc[2][kColumnsV / 4] = {};  // O of the own rows, and of those of the other warp, not yet divided by the row sum
   float s[kRowBlocks][kBlockN / 2];           // S, then the logits
   uint32_t p[kRowBlocks][kBlockN * sizeof(Element) / 8];  // P, packed
   float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
-  uint32_t q_values[kRowBlocks][kColumnsQk / kProductK * 4];
+  uint32_t q_values[kRowBlocks][kHeldColumns / kProductK * 4];
   // Issues the part of some copies that stands at a place among products: in the first quarter of these.
   const auto copy_at = [](int place, int places, const auto& copy) {
     if (4 * place < places) copy(place, (places + 3) / 4);
@@ -186,13 +203,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm120a_mma_bf16_d2
     }
 #pragma unroll
     for (int column = 0; column < kColumnsQk; column += kProductK) {
+      uint32_t q[kRowBlocks][4];
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) {
+        if (column < kHeldColumns) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) q[block][i] = q_values[block][column / kProductK * 4 + i];
+          continue;
+        }
+        load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      }
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
         uint32_t keys[4];
         load_blocks(keys, place(k_lane + tile, kBlockN, key, column));
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
-          const uint32_t* const a = q_values[block] + column / kProductK * 4;
+          const uint32_t* const a = q[block];
           multiply<Element>(s[block] + key / 2, a, keys[0], keys[1]);
           multiply<Element>(s[block] + key / 2 + 4, a, keys[2], keys[3]);
         }
@@ -200,23 +227,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm120a_mma_bf16_d2
       }
     }
   };
-  // O += P V, and copies among the products
+  // O += P V, and copies among the products. P of the own rows is in registers, that of the other rows in shared memory.
   const auto multiply_v = [&](uint32_t tile, const auto& copy) {
 #pragma unroll
     for (int key = 0; key < kBlockN; key += kMmaK) {
+      uint32_t of_other[4];
+      load_four(of_other, shared + kP + (other * (kBlockN / kMmaK) + key / kMmaK) * 512 + 16 * lane);
 #pragma unroll
-      for (int column = 0; column < kColumnsV; column += 2 * kMmaN) {
+      for (int column = 0; column < kColumnsV / 2; column += 2 * kMmaN) {
         uint32_t values[4];
-        load_blocks_transposed(values, place(v_lane + tile, kBlockN, key, column));
-#pragma unroll
-        for (int block = 0; block < kRowBlocks; ++block) {
-          multiply<Element>(acc[block] + column / 2, p[block] + key / 4, values[0], values[1]);
-          multiply<Element>(acc[block] + column / 2 + 4, p[block] + key / 4, values[2], values[3]);
-        }
-        copy_at(key / kMmaK * (kColumnsV / 16) + column / 16, kBlockN / kMmaK * (kColumnsV / 16), copy);
+        load_blocks_transposed(values, (v_lane + tile ^ 2 * (column % 32)) + (column / 32 * kBlockN + key) * kBoxBytes);
+        multiply<Element>(acc[0] + column / 2, p[0] + key / 4, values[0], values[1]);
+        multiply<Element>(acc[0] + column / 2 + 4, p[0] + key / 4, values[2], values[3]);
+        multiply<Element>(acc[1] + column / 2, of_other, values[0], values[1]);
+        multiply<Element>(acc[1] + column / 2 + 4, of_other, values[2], values[3]);
+        copy_at(key / kMmaK * (kColumnsV / 32) + column / 16, kBlockN / kMmaK * (kColumnsV / 32), copy);
       }
     }
   };
+  // Factors of rows, which the other warp of the pair needs, too.
+  const auto publish_factors = [&](const float (&factors)[2]) { shared_at<float2>(kFactors + 8 * threadIdx.x) = {factors[0], factors[1]}; };
+  const auto factors_of_other = [&] { return shared_at<float2>(kFactors + 8 * (threadIdx.x ^ 32)); };
 
   uint32_t stage = kRing;  // that is read next
   // Waits for the next tile. All warps have read the stage that is filled again.
@@ -233,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm120a_mma_bf16_d2
     if (!q_is_read) {
       q_is_read = true;
 #pragma unroll
-      for (int column = 0; column < kColumnsQk; column += kProductK) {
+      for (int column = 0; column < kHeldColumns; column += kProductK) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
           uint32_t blocks[4];
@@ -299,23 +330,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm120a_mma_bf16_d2
           float alpha[2];
           raise_row_max(maxima[block], row_maxima[block], alpha);
           rescale(acc[block], alpha);
+          publish_factors(alpha);
           row_sums[block][0] *= alpha[0];
           row_sums[block][1] *= alpha[1];
         }
+      } else {
+        publish_factors({1.0f, 1.0f});
       }
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) {
         exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
+      }
+#pragma unroll
+      for (int key = 0; key < kBlockN; key += kMmaK) {
+        const uint32_t* const own = p[0] + key / 4;
+        shared_at<uint4>(kP + (warp * (kBlockN / kMmaK) + key / kMmaK) * 512 + 16 * lane) = {own[0], own[1], own[2], own[3]};
       }
     } else {
       copy_beside_k(0, 1);
     }
     finish_copies();
     stage = next_stage(stage);
-
     wait_tile();
     const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
     if (__any_sync(~0u, seen)) {
+      const float2 theirs = factors_of_other();
+      if (__any_sync(~0u, fminf(theirs.x, theirs.y) < 1.0f)) {
+        const float alpha[2] = {theirs.x, theirs.y};
+        rescale(acc[1], alpha);
+      }
       multiply_v(stage, copy_beside_v);
     } else {
       copy_beside_v(0, 1);
@@ -328,29 +371,42 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm120a_mma_bf16_d2
   }
   wait_copies<0>();
 
+  __syncthreads();  // all have read the factors of the last step
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
     auto &row_max = row_maxima[block], &row_sum = row_sums[block];
     const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
     float normalize[2];
     finish_sum(row_sum, normalize);
-    rescale(acc[block], normalize);
+    publish_factors(normalize);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int q = work.q_start + row_in_group + 8 * row;
       if (write_lse && lane % 4 == 0 && q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
-      OutElement* const to = (out_ptr + work.b * stride_out_b + q * stride_out_s + work.h * stride_out_h) + 8 * (lane % 4);
+    }
+  }
+  __syncthreads();
 #pragma unroll
-      for (int column = 0; column < kHeadDimV; column += 32) {
-        uint32_t two_columns[4] = {};
+  for (int of_other = 0; of_other < 2; ++of_other) {
+    const int row_in_group = 16 * (warp ^ of_other) + lane / 4;
+    const float2 factors = shared_at<float2>(kFactors + 8 * (threadIdx.x ^ 32 * of_other));
+    const float normalize[2] = {factors.x, factors.y};
+    rescale(acc[of_other], normalize);
 #pragma unroll
-        for (int i = 0; i < 4 && column + 8 * i < kColumnsV; ++i) {
-          const float* const two = acc[block] + column / 2 + 4 * i + 2 * row;
+    for (int row = 0; row < 2; ++row) {
+      const int q = work.q_start + row_in_group + 8 * row;
+      OutElement* const to = (out_ptr + work.b * stride_out_b + q * stride_out_s + work.h * stride_out_h) + 32 * (warp % 2) + 8 * (lane % 4);
+#pragma unroll
+      for (int column = 0; column < kColumnsV / 2; column += 32) {  // of those that the warp has: every other 32
+        uint32_t two_columns[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const two = acc[of_other] + column / 2 + 4 * i + 2 * row;
           two_columns[i] = pack<OutElement>(two[0], two[1]);
         }
         gather_block(two_columns);
         if (q < seqlen_q) {
-          *reinterpret_cast<uint4*>(to + column) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
+          *reinterpret_cast<uint4*>(to + 2 * column) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
         }
       }
     }

@@ -48,6 +48,16 @@ struct Work {
 
 extern __shared__ __align__(1024) char shared_memory[];
 
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
+
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
@@ -65,11 +75,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows && from != nullptr;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -202,7 +208,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm120a_mma_bf16_d6
     for (int column = 0; column < kColumnsQk; column += kProductK) {
       uint32_t q[kRowBlocks][4];
 #pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      for (int block = 0; block < kRowBlocks; ++block) {
+        load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      }
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
         uint32_t keys[4];
@@ -314,7 +322,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm120a_mma_bf16_d6
     }
     finish_copies();
     stage = next_stage(stage);
-
     wait_tile();
     const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
     if (__any_sync(~0u, seen)) {

@@ -32,6 +32,16 @@ constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must
 // Shared memory, from its start.
 constexpr uint32_t kQ = 0;  // 32768 B: Q
 constexpr uint32_t kRing = 32768;  // 49152 B: tiles of K and V in turn
+constexpr uint32_t kKeyValues = 81920;  // 512 B: values of the keys of tiles under way, which the mask reads
+// What the mask reads of a key; it comes with the tile of K.
+struct KeyValues {
+  int u_doc_kv;
+};
+constexpr int kValueTiles = kStages / 2 + 1;  // whose keys have values in shared memory
+// What it reads of a row.
+struct RowValues {
+  int u_doc_q_pos;
+};
 constexpr uint32_t kStageBytes = 16384;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
@@ -46,6 +56,21 @@ struct Work {
 };
 
 extern __shared__ __align__(1024) char shared_memory[];
+
+template <typename Value>
+__device__ __forceinline__ Value& shared_at(uint32_t address) {
+  return *reinterpret_cast<Value*>(shared_memory + address);
+}
+
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
@@ -64,11 +89,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -152,6 +173,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
     fill = next_stage(fill);
     commit_copies();
   };
+  // The values of a key of a tile, that of the thread.
+  const auto values_of = [&](int listed) {
+    KeyValues values = {};
+    if (threadIdx.x < kBlockN) {
+      const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+      const int kv = max(listed, 0) * kBlockN + threadIdx.x;
+      const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
+      values = {u_doc_kv};
+    }
+    return values;
+  };
+  const auto store_values = [&](const KeyValues& values, int slot) {
+    if (threadIdx.x < kBlockN) shared_at<KeyValues>(kKeyValues + sizeof(KeyValues) * (kBlockN * slot + threadIdx.x)) = values;
+  };
   int listed[kAhead + 1];  // the tile of this step, and those of the next ones
 #pragma unroll
   for (int i = 0; i <= kAhead; ++i) listed[i] = next_tile();
@@ -164,6 +199,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
     }
     finish_copies();
   }
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) store_values(values_of(listed[i]), i);
 
   // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
   const uint32_t q_place = shared + kQ + (kWarpRows * warp + lane % 16) * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
@@ -176,6 +213,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
   };
   const float scale_log2e = softmax_scale * kLog2e;
   const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+  int value_slot = 0;  // of the tile of this step
+  const auto of_key = [&](int key) { return shared_at<KeyValues>(kKeyValues + sizeof(KeyValues) * (kBlockN * value_slot + 2 * (lane % 4) + key)); };
+  RowValues values_of_rows[kRowBlocks][2];
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+    const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
+    const int q_first = work.q_start + row_in_group;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
+      const int q_pos = q_row + (seqlen_k - seqlen_q);
+      const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
+      values_of_rows[block][row] = {u_doc_q_pos};
+    }
+  }
   float acc[kRowBlocks][kColumnsV / 2] = {};  // O, not yet divided by the row sum
   float s[kRowBlocks][kBlockN / 2];           // S, then the logits
   uint32_t p[kRowBlocks][kBlockN * sizeof(Element) / 8];  // P, packed
@@ -197,7 +249,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
     for (int column = 0; column < kColumnsQk; column += kProductK) {
       uint32_t q[kRowBlocks][4];
 #pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      for (int block = 0; block < kRowBlocks; ++block) {
+        load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      }
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
         uint32_t keys[4];
@@ -241,6 +295,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
     const bool partial = !(tile >= mine.full_lo && tile < mine.full_hi);
     const bool seen = tile >= mine.visible_lo && tile < mine.visible_hi;  // by some row of the warp
     wait_tile();
+    const KeyValues values_ahead = values_of(listed[kAhead]);
     const auto copy_beside_k = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
     // S becomes logits; pairs that are not visible get -inf.
     const auto finish_logits = [&, &scores = s] {
@@ -249,6 +304,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
         const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
         const int q_first = work.q_start + row_in_group;
         auto& s = scores[block];
+        const auto& of_rows = values_of_rows[block];
         const int kv_first = tile * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, partial)) {
           struct Row {
@@ -258,17 +314,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
           Row rows[2];
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
+            const auto [u_doc_q_pos] = of_rows[row];
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
             rows[row] = {u_doc_q_pos, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-            const int kv = kv_first + key;
-            const int u_doc_kv = (kv < extent_u_doc_1) ? u_doc_b[static_cast<long long>(kv)] : 0;
+            const auto [u_doc_kv] = of_key(key);
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
@@ -313,7 +368,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
     }
     finish_copies();
     stage = next_stage(stage);
-
+    store_values(values_ahead, value_slot == 0 ? kValueTiles - 1 : value_slot - 1);
+    value_slot = value_slot == kValueTiles - 1 ? 0 : value_slot + 1;
     wait_tile();
     const auto copy_beside_v = [&](int part, int parts) { load_v(listed[kAhead], fill, part, parts); };
     if (__any_sync(~0u, seen)) {

@@ -37,8 +37,8 @@ _ROWS = 32
 #: Query rows and columns of a product.
 _DQ_ROWS = 16
 
-#: Queries of a step from which its dQ is added in the next one: with fewer, that was slower (docs/notebook/mma.md). And so many
-#: columns at most, where warps have 64, whose registers are needed.
+#: Fewest queries of a step whose dQ is added during the next step (docs/notebook/mma.md), and how many columns
+#: wait for it where a warp has 64, since more take too many registers.
 _LATE_QUERIES, _LATE_COLUMNS = 64, 32
 
 #: Fewest query rows of S and dP of a warp.
@@ -207,8 +207,8 @@ def _sums() -> Argument:
 
 
 def _late_columns(tile: _Tile, warp_dq: int, columns: int, *, ordered: bool) -> int:
-    """Columns of dQ of a warp that are added among the products of the next step: none where dQ is added in a fixed order,
-    or where warps have no columns or fewer than others."""
+    """Columns of dQ of a warp that are added during the next step: none where dQ is added in a fixed order, or where
+    warps differ in their columns."""
     alike = warp_dq * _ROWS * tile.warps == columns * tile.m
     if ordered or not alike or tile.m < _LATE_QUERIES:
         return 0

@@ -51,8 +51,8 @@ _8_BITS, _MULTIPLIES_8_BITS = "fp8_e4m3", 89
 #: Shared memory that the system takes of each block on a multiprocessor.
 _RESERVED = 1024
 
-#: Fewest columns of O that pairs of warps divide: each reads V for the rows of both, so half of it, and half of P through
-#: shared memory. Columns are divided in blocks of 32, two to a box of 128 bytes.
+#: Fewest columns of O that pairs of warps divide: each warp multiplies P of both by its half of V, so that it loads half
+#: as much of V. Columns are divided in blocks of 32, two to a box of 128 bytes.
 _PAIRED_COLUMNS, _DIVIDED = 192, 64
 
 #: Bytes of a value of a key.
@@ -70,9 +70,12 @@ _LARGE = 163 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Rows, keys, stages and warps of a block, how many blocks a multiprocessor should run at once, where the products with
-    K find Q, whether pairs of warps divide the columns of O, how many columns of Q stay in shared memory although
-    registers hold the others, and how many values of each key do so for mask and score."""
+    """Rows, keys, stages and warps of a block, and how many blocks a multiprocessor should run at once.
+
+    ``q_operand`` says where the products with K find Q; the last ``q_kept`` columns stay in shared memory even if it
+    says registers. ``pairs``: pairs of warps divide the columns of O. ``key_values`` counts the values of a key that
+    mask and score find in shared memory.
+    """
 
     m: int
     n: int
@@ -282,7 +285,7 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
 
 
 def _key_values(spec: KernelSpec) -> int:
-    """Number of values of a key that are loaded or computed once for all rows."""
+    """Number of values of a key that are loaded or computed once for all rows of a tile."""
     if is_paged(spec) or iteration_of(spec) == "tile_map":
         return 0
     return len(key_values(spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math))
@@ -295,8 +298,8 @@ def _blocks(tile: _Tile, spec: KernelSpec, arch: Arch) -> int:
 
 
 def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
-    """Regions of shared memory: Q, which may lie in the last stage of the ring, the ring of K and V, and what pairs of warps
-    tell each other: P, and factors of rows."""
+    """Regions of shared memory: Q, which may lie in the last stage of the ring; the ring of K and V; P and factors of
+    rows, which pairs of warps exchange; values of keys."""
     element = operands_of(spec).q
     width_qk, width_v = (widths(head_dim, element).width for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     q, stage = tile.m * width_qk * element.bytes, tile.n * max(width_qk, width_v) * element.bytes

@@ -15,8 +15,8 @@ from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_math import Sink, Steps, logits, queries, sink
 from attngen.render.cuda_tiles import Ends, classified_word, tiles, word
 from attngen.render.expressions import KEYS
-from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.header import command, summary
+from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.pipes import constant
 from attngen.render.views.hopper_forward import RegionView, classifier_lines
 
@@ -83,7 +83,7 @@ def mma_view(plan: Plan, template: str) -> MmaView:
         summary=summary(plan),
         headers=_headers(plan),
         regions=tuple(
-            RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name].format(who=values.who if values else None)}")
+            RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_region_text(region.name, values)}")
             for region in forward.shared
         ),
         stage_bytes=next(region.bytes for region in forward.shared if region.name == "ring") // plan.stages,
@@ -109,6 +109,11 @@ def mma_view(plan: Plan, template: str) -> MmaView:
         sink=sink(plan, code.work),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
     )
+
+
+def _region_text(name: str, values: KeyValues | None) -> str:
+    """What lies in a region of shared memory."""
+    return _REGION_TEXTS[name].format(who=values.who if values else None)
 
 
 def _headers(plan: Plan) -> tuple[str, ...]:

@@ -1,11 +1,11 @@
-// fwd_sm80_mma_bf16_d64_causal_varlen_m128n64s2w4
+// fwd_sm80_mma_bf16_d64_sliding_window_sink_m128n64s4w4
 //
-// Attention forward, variant causal: mask `q_pos >= kv`.
+// Attention forward, variant sliding_window_sink: mask `0 <= q_pos - kv and q_pos - kv < window`, sink `sinks[h]`.
 // Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
 //
 // A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring
-// of 2 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
+// of 4 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
 #include "copy.cuh"
 #include "expression.cuh"
 #include "mma.cuh"
@@ -23,7 +23,7 @@ constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
 constexpr int kThreads = 128;
 constexpr int kRowBlocks = 2;  // of 16 rows, of a warp
 constexpr int kWarpRows = 16 * kRowBlocks;
-constexpr int kStages = 2;  // of the ring of K and V
+constexpr int kStages = 4;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
@@ -31,7 +31,7 @@ static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
 constexpr uint32_t kQ = 0;  // 16384 B: Q
-constexpr uint32_t kRing = 16384;  // 16384 B: tiles of K and V in turn
+constexpr uint32_t kRing = 16384;  // 32768 B: tiles of K and V in turn
 constexpr uint32_t kStageBytes = 8192;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
@@ -46,6 +46,16 @@ struct Work {
 };
 
 extern __shared__ __align__(1024) char shared_memory[];
+
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
@@ -64,24 +74,22 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_causal_varlen_m128n64s2w4(
+extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_sliding_window_sink_m128n64s4w4(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, bf16* out_ptr, float* lse_ptr,
-    const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr, const int* seqused_k_ptr,
-    long long stride_q_s, long long stride_q_h,
-    long long stride_k_s, long long stride_k_h,
-    long long stride_v_s, long long stride_v_h,
-    long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int max_seqlen_q, int max_seqlen_k,
+    const int* seqused_k_ptr, const float* u_sinks,
+    long long stride_q_b, long long stride_q_s, long long stride_q_h,
+    long long stride_k_b, long long stride_k_s, long long stride_k_h,
+    long long stride_v_b, long long stride_v_s, long long stride_v_h,
+    long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int extent_u_sinks_0,
+    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
+    int u_window,
     int write_lse, int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
@@ -91,12 +99,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   place_tile(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
   const int b = unit / heads, h = unit % heads;
   const int hk = h / group;
-  const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
-  const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
-  int seqlen_k = cu_seqlens_k_ptr[b + 1] - k_begin;
-  if (has_seqused_k) seqlen_k = seqused_k_ptr[b];
+  const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
+  const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
   const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};
-  if (work.q_start >= seqlen_q) return;  // a shorter sequence than the longest
 
   const auto spans_of = [&](int first_row, int rows) {
     const int whole_tiles = seqlen_k / kBlockN;
@@ -104,9 +109,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     const int q_hi = min(work.q_start + (first_row + rows - 1), seqlen_q - 1);
     const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
     const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
+    const int u_window_min_1073741823 = min(u_window, 1073741823);
+    const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
     const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
+    const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
     const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-    return q_start < seqlen_q ? Spans{0, visible_hi, 0, full_hi} : Spans{};
+    return q_start < seqlen_q ? Spans{visible_lo, visible_hi, full_lo, full_hi} : Spans{};
   };
   const Spans all = spans_of(0, kBlockM);
   const Spans mine = spans_of(kWarpRows * warp, kWarpRows);
@@ -120,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     return tile;
   };
 
-  const Element* const k_start = k_ptr + k_begin * stride_k_s + hk * stride_k_h;
-  const Element* const v_start = v_ptr + k_begin * stride_v_s + hk * stride_v_h;
+  const Element* const k_start = k_ptr + b * stride_k_b + hk * stride_k_h;
+  const Element* const v_start = v_ptr + b * stride_v_b + hk * stride_v_h;
   const auto k_at = [&](int key) { return k_start + key * stride_k_s; };
   const auto v_at = [&](int key) { return v_start + key * stride_v_s; };
   // Copies K of a tile, whole or in parts. A tile of -1 has no rows.
@@ -136,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   };
   load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
     const int q = work.q_start + row;
-    return q_ptr + (work.q_begin + q) * stride_q_s + work.h * stride_q_h;
+    return q_ptr + work.b * stride_q_b + q * stride_q_s + work.h * stride_q_h;
   }, work.seqlen_q - work.q_start);
   // Half-step 2 i takes K of the i-th tile, half-step 2 i + 1 its V. Stages are filled in turn.
   constexpr int kAhead = kStages / 2;  // steps ahead for which there are copies under way
@@ -190,7 +198,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     for (int column = 0; column < kColumnsQk; column += kProductK) {
       uint32_t q[kRowBlocks][4];
 #pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      for (int block = 0; block < kRowBlocks; ++block) {
+        load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      }
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
         uint32_t keys[4];
@@ -245,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
         const int kv_first = tile * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, partial)) {
           struct Row {
+            int visible_from;
             int visible_to;
           };
           Row rows[2];
@@ -252,8 +263,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
+            const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
+            rows[row] = {visible_from, visible_to};
           }
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
@@ -261,8 +273,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
-              if (key >= visible_to) x = kMasked;
+              const auto [visible_from, visible_to] = rows[row];
+              if (key < visible_from || key >= visible_to) x = kMasked;
             }
           }
         }
@@ -302,7 +314,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     }
     finish_copies();
     stage = next_stage(stage);
-
     wait_tile();
     const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
     if (__any_sync(~0u, seen)) {
@@ -322,14 +333,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   for (int block = 0; block < kRowBlocks; ++block) {
     auto &row_max = row_maxima[block], &row_sum = row_sums[block];
     const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
+    // The sink of each of the two rows, a logit without a value, in units of log2. Loaded early, for the epilogue.
+    float sink[2];
+    const float u_sinks_h = u_sinks[static_cast<long long>(work.h)];
+    sink[0] = sink[1] = u_sinks_h * kLog2e;
     float normalize[2];
-    finish_sum(row_sum, normalize);
+    finish_sum(sink, row_max, row_sum, normalize);
     rescale(acc[block], normalize);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int q = work.q_start + row_in_group + 8 * row;
-      if (write_lse && lane % 4 == 0 && q < work.seqlen_q) lse_ptr[work.h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(row_max[row], row_sum[row]);
-      OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + work.h * stride_out_h) + 8 * (lane % 4);
+      if (write_lse && lane % 4 == 0 && q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
+      OutElement* const to = (out_ptr + work.b * stride_out_b + q * stride_out_s + work.h * stride_out_h) + 8 * (lane % 4);
 #pragma unroll
       for (int column = 0; column < kHeadDimV; column += 32) {
         uint32_t two_columns[4] = {};
@@ -339,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           two_columns[i] = pack<OutElement>(two[0], two[1]);
         }
         gather_block(two_columns);
-        if (q < work.seqlen_q) {
+        if (q < seqlen_q) {
           *reinterpret_cast<uint4*>(to + column) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
         }
       }

@@ -1,11 +1,11 @@
-// fwd_sm80_mma_bf16_d64_softcap_m128n64s2w4
+// fwd_sm80_mma_bf16_d64_prefix_lm_m128n64s4w4
 //
-// Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
+// Attention forward, variant prefix_lm: mask `kv < prefix[b] or q_pos >= kv`.
 // Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/training.yaml`.
 //
 // A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring
-// of 2 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
+// of 4 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
 #include "copy.cuh"
 #include "expression.cuh"
 #include "mma.cuh"
@@ -23,7 +23,7 @@ constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
 constexpr int kThreads = 128;
 constexpr int kRowBlocks = 2;  // of 16 rows, of a warp
 constexpr int kWarpRows = 16 * kRowBlocks;
-constexpr int kStages = 2;  // of the ring of K and V
+constexpr int kStages = 4;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
@@ -31,7 +31,7 @@ static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
 constexpr uint32_t kQ = 0;  // 16384 B: Q
-constexpr uint32_t kRing = 16384;  // 16384 B: tiles of K and V in turn
+constexpr uint32_t kRing = 16384;  // 32768 B: tiles of K and V in turn
 constexpr uint32_t kStageBytes = 8192;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
@@ -46,6 +46,16 @@ struct Work {
 };
 
 extern __shared__ __align__(1024) char shared_memory[];
+
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
@@ -64,25 +74,21 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_softcap_m128n64s2w4(
+extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_prefix_lm_m128n64s4w4(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, bf16* out_ptr, float* lse_ptr,
-    const int* seqused_k_ptr,
+    const int* seqused_k_ptr, const int* u_prefix,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
+    int extent_u_prefix_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
-    float u_cap,
     int write_lse, int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
@@ -102,8 +108,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     const int q_hi = min(work.q_start + (first_row + rows - 1), seqlen_q - 1);
     const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
     const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-    const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-    const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
+    const int u_prefix_b = u_prefix[static_cast<long long>(b)];
+    const int visible_hi = max(min(max(u_prefix_b, q_pos_hi + 1), seqlen_k) + kBlockN - 1, 0) / kBlockN;
+    const int full_hi = min(max(max(u_prefix_b, q_pos_lo + 1), 0) / kBlockN, whole_tiles);
     return q_start < seqlen_q ? Spans{0, visible_hi, 0, full_hi} : Spans{};
   };
   const Spans all = spans_of(0, kBlockM);
@@ -166,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   const auto place = [](uint32_t lane_place, int rows, int row, int column) {
     return (lane_place ^ static_cast<int>(sizeof(Element)) * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
   };
-  const float u_softmax_scale_over_cap = softmax_scale / u_cap;
-  const float scale_log2e = u_cap * kLog2e;
+  const float scale_log2e = softmax_scale * kLog2e;
+  const int u_prefix_b = u_prefix[static_cast<long long>(b)];
   float acc[kRowBlocks][kColumnsV / 2] = {};  // O, not yet divided by the row sum
   float s[kRowBlocks][kBlockN / 2];           // S, then the logits
   uint32_t p[kRowBlocks][kBlockN * sizeof(Element) / 8];  // P, packed
@@ -189,7 +196,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     for (int column = 0; column < kColumnsQk; column += kProductK) {
       uint32_t q[kRowBlocks][4];
 #pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      for (int block = 0; block < kRowBlocks; ++block) {
+        load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      }
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
         uint32_t keys[4];
@@ -251,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
           for (int row = 0; row < 2; ++row) {
             const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+            const int visible_to = min(max(u_prefix_b, q_pos + 1), seqlen_k) - kv_first;
             rows[row] = {visible_to};
           }
 #pragma unroll
@@ -261,17 +270,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
               const auto [visible_to] = rows[row];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
               if (key >= visible_to) x = kMasked;
-            }
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < kBlockN / 4; ++i) {
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              x = tanh_approx(x * u_softmax_scale_over_cap);
             }
           }
         }
@@ -311,7 +310,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     }
     finish_copies();
     stage = next_stage(stage);
-
     wait_tile();
     const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
     if (__any_sync(~0u, seen)) {

@@ -1,15 +1,14 @@
-// fwd_sm80_mma_bf16_d64_causal_paged_m128n64s2w4
+// fwd_sm80_mma_bf16_d64_causal_varlen_m128n64s4w4
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
 //
 // A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring
-// of 2 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
+// of 4 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
 #include "copy.cuh"
 #include "expression.cuh"
 #include "mma.cuh"
-#include "pages.cuh"
 #include "quad.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -24,7 +23,7 @@ constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
 constexpr int kThreads = 128;
 constexpr int kRowBlocks = 2;  // of 16 rows, of a warp
 constexpr int kWarpRows = 16 * kRowBlocks;
-constexpr int kStages = 2;  // of the ring of K and V
+constexpr int kStages = 4;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
@@ -32,7 +31,7 @@ static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
 constexpr uint32_t kQ = 0;  // 16384 B: Q
-constexpr uint32_t kRing = 16384;  // 16384 B: tiles of K and V in turn
+constexpr uint32_t kRing = 16384;  // 32768 B: tiles of K and V in turn
 constexpr uint32_t kStageBytes = 8192;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
@@ -47,6 +46,16 @@ struct Work {
 };
 
 extern __shared__ __align__(1024) char shared_memory[];
+
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
@@ -64,28 +73,22 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     const int row = first + own;
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
-    const bool row_exists = row < rows && from != nullptr;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    const bool row_exists = row < rows;
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_causal_paged_m128n64s2w4(
+extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_causal_varlen_m128n64s4w4(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, bf16* out_ptr, float* lse_ptr,
-    const int* cu_seqlens_q_ptr, const int* page_table_ptr, const int* seqused_k_ptr,
+    const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr, const int* seqused_k_ptr,
     long long stride_q_s, long long stride_q_h,
-    long long stride_k_page, long long stride_k_s, long long stride_k_h,
-    long long stride_v_page, long long stride_v_s, long long stride_v_h,
+    long long stride_k_s, long long stride_k_h,
+    long long stride_v_s, long long stride_v_h,
     long long stride_out_s, long long stride_out_h,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int max_seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
-    long long page_table_stride,
-    int page_size, int num_pages, int box_rows,
     float softmax_scale,
-    int write_lse, int has_cu_seqlens_q
+    int write_lse, int has_seqused_k
 ) {
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
@@ -94,9 +97,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   place_tile(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
   const int b = unit / heads, h = unit % heads;
   const int hk = h / group;
-  const int q_begin = has_cu_seqlens_q ? cu_seqlens_q_ptr[b] : b * max_seqlen_q, k_begin = 0;
-  const int seqlen_q = has_cu_seqlens_q ? cu_seqlens_q_ptr[b + 1] - q_begin : max_seqlen_q;
-  const int seqlen_k = min(seqused_k_ptr[b], max_seqlen_k);
+  const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
+  const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
+  int seqlen_k = cu_seqlens_k_ptr[b + 1] - k_begin;
+  if (has_seqused_k) seqlen_k = seqused_k_ptr[b];
   const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};
   if (work.q_start >= seqlen_q) return;  // a shorter sequence than the longest
 
@@ -122,27 +126,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     return tile;
   };
 
-  const Pages pages = {page_table_ptr + b * page_table_stride, page_size, num_pages, seqlen_k, ~0u / page_size};
-  // Where a key is; null: in no page of the cache.
-  const auto k_at = [&](int key) -> const Element* {
-    const PageBox at = pages.at(key);
-    if (at.page >= num_pages) return nullptr;
-    return k_ptr + at.page * stride_k_page + at.row * stride_k_s + hk * stride_k_h;
-  };
-  const auto v_at = [&](int key) -> const Element* {
-    const PageBox at = pages.at(key);
-    if (at.page >= num_pages) return nullptr;
-    return v_ptr + at.page * stride_v_page + at.row * stride_v_s + hk * stride_v_h;
-  };
+  const Element* const k_start = k_ptr + k_begin * stride_k_s + hk * stride_k_h;
+  const Element* const v_start = v_ptr + k_begin * stride_v_s + hk * stride_v_h;
+  const auto k_at = [&](int key) { return k_start + key * stride_k_s; };
+  const auto v_at = [&](int key) { return v_start + key * stride_v_s; };
   // Copies K of a tile, whole or in parts. A tile of -1 has no rows.
   const auto load_k = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
-    if (listed < 0) return;  // its pages are not looked up
     const int start = max(listed, 0) * kBlockN;
     load_rows<kBlockN, kHeadDimQk>(shared + to, [&](int row) { return k_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
   // Copies V of a tile, whole or in parts. A tile of -1 has no rows.
   const auto load_v = [&](int listed, uint32_t to, int part = 0, int parts = 1) {
-    if (listed < 0) return;  // its pages are not looked up
     const int start = max(listed, 0) * kBlockN;
     load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
@@ -202,7 +196,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     for (int column = 0; column < kColumnsQk; column += kProductK) {
       uint32_t q[kRowBlocks][4];
 #pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      for (int block = 0; block < kRowBlocks; ++block) {
+        load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
+      }
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
         uint32_t keys[4];
@@ -314,7 +310,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     }
     finish_copies();
     stage = next_stage(stage);
-
     wait_tile();
     const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
     if (__any_sync(~0u, seen)) {

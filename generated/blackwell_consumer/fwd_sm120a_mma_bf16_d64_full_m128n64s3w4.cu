@@ -1,13 +1,12 @@
-// fwd_sm80_mma_bf16_d64_causal_sink_m128n64s2w4
+// fwd_sm120a_mma_bf16_d64_full_m128n64s3w4
 //
-// Attention forward, variant causal_sink: mask `q_pos >= kv`, sink `sinks[h]`.
-// Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Attention forward, variant full: mask `True`.
+// Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/blackwell_consumer.yaml`.
 //
 // A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring
-// of 2 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
+// of 3 stages, which all warps fill by cp.async. Other blocks on the same multiprocessor multiply while one is in its softmax.
 #include "copy.cuh"
-#include "expression.cuh"
 #include "mma.cuh"
 #include "quad.cuh"
 #include "schedule.cuh"
@@ -23,15 +22,16 @@ constexpr int kColumnsQk = 64, kColumnsV = 64;  // that are multiplied
 constexpr int kThreads = 128;
 constexpr int kRowBlocks = 2;  // of 16 rows, of a warp
 constexpr int kWarpRows = 16 * kRowBlocks;
-constexpr int kStages = 2;  // of the ring of K and V
+constexpr int kStages = 3;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
+constexpr int kHeldColumns = kColumnsQk - 0;  // of Q, in registers
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
 static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
 constexpr uint32_t kQ = 0;  // 16384 B: Q
-constexpr uint32_t kRing = 16384;  // 16384 B: tiles of K and V in turn
+constexpr uint32_t kRing = 16384;  // 24576 B: tiles of K and V in turn
 constexpr uint32_t kStageBytes = 8192;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.
@@ -46,6 +46,16 @@ struct Work {
 };
 
 extern __shared__ __align__(1024) char shared_memory[];
+
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
@@ -64,22 +74,17 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_causal_sink_m128n64s2w4(
+extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_bf16_d64_full_m128n64s3w4(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, bf16* out_ptr, float* lse_ptr,
-    const int* seqused_k_ptr, const float* u_sinks,
+    const int* seqused_k_ptr,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int extent_u_sinks_0,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
@@ -99,15 +104,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   const auto spans_of = [&](int first_row, int rows) {
     const int whole_tiles = seqlen_k / kBlockN;
     const int q_start = work.q_start + first_row;
-    const int q_hi = min(work.q_start + (first_row + rows - 1), seqlen_q - 1);
-    const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
-    const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-    const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-    const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-    return q_start < seqlen_q ? Spans{0, visible_hi, 0, full_hi} : Spans{};
+    const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
+    return q_start < seqlen_q ? Spans{0, visible_hi, 0, whole_tiles} : Spans{};
   };
   const Spans all = spans_of(0, kBlockM);
-  const Spans mine = spans_of(kWarpRows * warp, kWarpRows);
   const int tiles = max(all.visible_hi - all.visible_lo, 0);
   int remaining = tiles;
   // The next tile to copy; -1: there is none.
@@ -173,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
+  uint32_t q_values[kRowBlocks][kHeldColumns / kProductK * 4];
   // Issues the part of some copies that stands at a place among products: in the first quarter of these.
   const auto copy_at = [](int place, int places, const auto& copy) {
     if (4 * place < places) copy(place, (places + 3) / 4);
@@ -186,16 +187,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     }
 #pragma unroll
     for (int column = 0; column < kColumnsQk; column += kProductK) {
-      uint32_t q[kRowBlocks][4];
-#pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) load_blocks(q[block], place(q_place, kBlockM, 16 * block, column));
 #pragma unroll
       for (int key = 0; key < kBlockN; key += 2 * kMmaN) {
         uint32_t keys[4];
         load_blocks(keys, place(k_lane + tile, kBlockN, key, column));
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
-          const uint32_t* const a = q[block];
+          const uint32_t* const a = q_values[block] + column / kProductK * 4;
           multiply<Element>(s[block] + key / 2, a, keys[0], keys[1]);
           multiply<Element>(s[block] + key / 2 + 4, a, keys[2], keys[3]);
         }
@@ -227,87 +225,79 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     wait_copies<kStages - 2>();
     __syncthreads();
   };
+  bool q_is_read = false;
   while (__any_sync(~0u, listed[0] >= 0)) {
     const int tile = listed[0];
-    const bool partial = !(tile >= mine.full_lo && tile < mine.full_hi);
-    const bool seen = tile >= mine.visible_lo && tile < mine.visible_hi;  // by some row of the warp
+    const bool partial = !(tile >= all.full_lo && tile < all.full_hi);
     wait_tile();
-    const auto copy_beside_k = [&](int part, int parts) { load_v(listed[kAhead - 1], fill, part, parts); };
-    // S becomes logits; pairs that are not visible get -inf.
+    if (!q_is_read) {
+      q_is_read = true;
+#pragma unroll
+      for (int column = 0; column < kHeldColumns; column += kProductK) {
+#pragma unroll
+        for (int block = 0; block < kRowBlocks; ++block) {
+          uint32_t blocks[4];
+          load_blocks(blocks, place(q_place, kBlockM, 16 * block, column));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) q_values[block][column / kProductK * 4 + i] = blocks[i];
+        }
+      }
+    }
+    const auto copy_beside_k = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
+    // S becomes logits.
     const auto finish_logits = [&, &scores = s] {
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) {
         const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
-        const int q_first = work.q_start + row_in_group;
         auto& s = scores[block];
         const int kv_first = tile * kBlockN + 2 * (lane % 4);
         if (__any_sync(~0u, partial)) {
-          struct Row {
-            int visible_to;
-          };
-          Row rows[2];
-#pragma unroll
-          for (int row = 0; row < 2; ++row) {
-            const int q_row = min(q_first + 8 * row, seqlen_q - 1);  // rows after the end repeat the last one
-            const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-            rows[row] = {visible_to};
-          }
+          const int visible_to = seqlen_k - kv_first;
 #pragma unroll
           for (int i = 0; i < kBlockN / 4; ++i) {
             const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
               float& x = s[4 * (i / 2) + 2 * row + i % 2];
-              const auto [visible_to] = rows[row];
               if (key >= visible_to) x = kMasked;
             }
           }
         }
       }
     };
-    if (__any_sync(~0u, seen)) {
-      multiply_k(stage, copy_beside_k);
-      finish_logits();
-      float maxima[kRowBlocks][2];
-      bool raises = false;
+    multiply_k(stage, copy_beside_k);
+    finish_logits();
+    float maxima[kRowBlocks][2];
+    bool raises = false;
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block) {
+      auto &row_max = row_maxima[block], &maximum = maxima[block];
+      find_maximum(s[block], scale_log2e, maximum);
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        if (maximum[row] <= row_max[row] + kRaiseAbove) maximum[row] = row_max[row];
+        raises = raises || maximum[row] > row_max[row];
+      }
+    }
+    if (__any_sync(~0u, raises)) {
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) {
-        auto &row_max = row_maxima[block], &maximum = maxima[block];
-        find_maximum(s[block], scale_log2e, maximum);
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          if (maximum[row] <= row_max[row] + kRaiseAbove) maximum[row] = row_max[row];
-          raises = raises || maximum[row] > row_max[row];
-        }
+        float alpha[2];
+        raise_row_max(maxima[block], row_maxima[block], alpha);
+        rescale(acc[block], alpha);
+        row_sums[block][0] *= alpha[0];
+        row_sums[block][1] *= alpha[1];
       }
-      if (__any_sync(~0u, raises)) {
+    }
 #pragma unroll
-        for (int block = 0; block < kRowBlocks; ++block) {
-          float alpha[2];
-          raise_row_max(maxima[block], row_maxima[block], alpha);
-          rescale(acc[block], alpha);
-          row_sums[block][0] *= alpha[0];
-          row_sums[block][1] *= alpha[1];
-        }
-      }
-#pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) {
-        exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
-      }
-    } else {
-      copy_beside_k(0, 1);
+    for (int block = 0; block < kRowBlocks; ++block) {
+      exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
     }
     finish_copies();
     stage = next_stage(stage);
-
     wait_tile();
-    const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
-    if (__any_sync(~0u, seen)) {
-      multiply_v(stage, copy_beside_v);
-    } else {
-      copy_beside_v(0, 1);
-    }
+    const auto copy_beside_v = [&](int part, int parts) { load_v(listed[kAhead], fill, part, parts); };
+    multiply_v(stage, copy_beside_v);
     finish_copies();
     stage = next_stage(stage);
 #pragma unroll
@@ -320,12 +310,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   for (int block = 0; block < kRowBlocks; ++block) {
     auto &row_max = row_maxima[block], &row_sum = row_sums[block];
     const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
-    // The sink of each of the two rows, a logit without a value, in units of log2. Loaded early, for the epilogue.
-    float sink[2];
-    const float u_sinks_h = u_sinks[static_cast<long long>(work.h)];
-    sink[0] = sink[1] = u_sinks_h * kLog2e;
     float normalize[2];
-    finish_sum(sink, row_max, row_sum, normalize);
+    finish_sum(row_sum, normalize);
     rescale(acc[block], normalize);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
