@@ -290,43 +290,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d256
         }
       }
     };
-    if (__any_sync(~0u, listed[0] >= 0)) {  // always: a branch keeps what comes before it there
-      multiply_k(stage, copy_beside_k);
-      finish_logits();
-      float maxima[kRowBlocks][2];
-      bool raises = false;
+    multiply_k(stage, copy_beside_k);
+    finish_logits();
+    float maxima[kRowBlocks][2];
+    bool raises = false;
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block) {
+      auto &row_max = row_maxima[block], &maximum = maxima[block];
+      find_maximum(s[block], scale_log2e, maximum);
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        if (maximum[row] <= row_max[row] + kRaiseAbove) maximum[row] = row_max[row];
+        raises = raises || maximum[row] > row_max[row];
+      }
+    }
+    if (__any_sync(~0u, raises)) {
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) {
-        auto &row_max = row_maxima[block], &maximum = maxima[block];
-        find_maximum(s[block], scale_log2e, maximum);
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          if (maximum[row] <= row_max[row] + kRaiseAbove) maximum[row] = row_max[row];
-          raises = raises || maximum[row] > row_max[row];
-        }
+        float alpha[2];
+        raise_row_max(maxima[block], row_maxima[block], alpha);
+        rescale(acc[block], alpha);
+        publish_factors(alpha);
+        row_sums[block][0] *= alpha[0];
+        row_sums[block][1] *= alpha[1];
       }
-      if (__any_sync(~0u, raises)) {
+    } else {
+      publish_factors({1.0f, 1.0f});
+    }
 #pragma unroll
-        for (int block = 0; block < kRowBlocks; ++block) {
-          float alpha[2];
-          raise_row_max(maxima[block], row_maxima[block], alpha);
-          rescale(acc[block], alpha);
-          publish_factors(alpha);
-          row_sums[block][0] *= alpha[0];
-          row_sums[block][1] *= alpha[1];
-        }
-      } else {
-        publish_factors({1.0f, 1.0f});
-      }
+    for (int block = 0; block < kRowBlocks; ++block) {
+      exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
+    }
 #pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) {
-        exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
-      }
-#pragma unroll
-      for (int key = 0; key < kBlockN; key += kMmaK) {
-        const uint32_t* const own = p[0] + key / 4;
-        shared_at<uint4>(kP + (warp * (kBlockN / kMmaK) + key / kMmaK) * 512 + 16 * lane) = {own[0], own[1], own[2], own[3]};
-      }
+    for (int key = 0; key < kBlockN; key += kMmaK) {
+      const uint32_t* const own = p[0] + key / 4;
+      shared_at<uint4>(kP + (warp * (kBlockN / kMmaK) + key / kMmaK) * 512 + 16 * lane) = {own[0], own[1], own[2], own[3]};
     }
     finish_copies();
     stage = next_stage(stage);

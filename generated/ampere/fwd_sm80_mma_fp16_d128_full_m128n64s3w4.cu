@@ -46,16 +46,6 @@ struct Work {
 
 extern __shared__ __align__(1024) char shared_memory[];
 
-// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
-template <int kRows, int kColumns, int kColumn = 0>
-__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
-  if constexpr (kColumn < kColumns) {
-    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
-        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
-    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
-  }
-}
-
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
@@ -73,7 +63,11 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kBoxColumns) {
+      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
+      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
+    }
   }
 }
 

@@ -1,4 +1,4 @@
-"""Barriers of the backward by mma.sync: no order of its warps ends in a deadlock, or reads what is not there yet."""
+"""Barriers of the forward and the backward by mma.sync: no order of warps ends in a deadlock, or reads too early."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from random import Random
 
 import pytest
 
-from tests.plan.mma_protocol import Block, Rules
+from tests.plan import mma_forward_protocol, mma_protocol
 from tests.plan.simulation import ProtocolError
 
+_MODELS = {"forward": mma_forward_protocol, "backward": mma_protocol}
+_RULES = [(name, field.name) for name, model in _MODELS.items() for field in fields(model.Rules)]
 
-def test_every_order_of_warps_reads_what_was_meant() -> None:
+
+@pytest.mark.parametrize("name", list(_MODELS))
+def test_every_order_of_warps_reads_what_was_meant(name: str) -> None:
+    model = _MODELS[name]
     for seed in range(300):
-        Block(Rules(), Random(seed)).run()
+        model.Block(model.Rules(), Random(seed)).run()
 
 
-@pytest.mark.parametrize("rule", [field.name for field in fields(Rules)])
-def test_every_wait_is_needed(rule: str) -> None:
-    rules = replace(Rules(), **{rule: False})
+@pytest.mark.parametrize(("name", "rule"), _RULES)
+def test_every_wait_is_needed(name: str, rule: str) -> None:
+    model = _MODELS[name]
+    rules = replace(model.Rules(), **{rule: False})
     with pytest.raises(ProtocolError):
         for seed in range(300):
-            Block(rules, Random(seed)).run()
+            model.Block(rules, Random(seed)).run()

@@ -111,7 +111,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         shares_p=_query_warps(tile) > 1,
         late_columns=late_columns,
-        by_columns=0 < late_columns < warp_dq or tile.m < _LATE_QUERIES,
+        by_columns=0 < late_columns < warp_dq or (tile.m < _LATE_QUERIES and not spec.deterministic),
         centered=not spec.variant.dropout and not differentiable_of(spec.variant),
         ordered=spec.deterministic,
         shared=_regions(tile, qk.width, v.width, element.bytes, ordered=spec.deterministic),

@@ -51,12 +51,16 @@ _8_BITS, _MULTIPLIES_8_BITS = "fp8_e4m3", 89
 #: Shared memory that the system takes of each block on a multiprocessor.
 _RESERVED = 1024
 
-#: Fewest columns of O that pairs of warps divide: each warp multiplies P of both by its half of V, so that it loads half
-#: as much of V. Columns are divided in blocks of 32, two to a box of 128 bytes.
+#: Fewest columns of O that pairs of warps divide: each warp multiplies P of both by its half of V, so it loads half as
+#: much of V. Columns are divided in blocks of 32, two to a box of 128 bytes.
 _PAIRED_COLUMNS, _DIVIDED = 192, 64
 
-#: Bytes of a value of a key.
-_VALUE_BYTES = 4
+#: Bytes of a value of a key, and the most columns up to which these come once for a tile: with more, not faster.
+_VALUE_BYTES, _VALUED_COLUMNS = 4, 128
+
+#: Most columns up to which masked kernels copy all boxes of a row by one address: others were faster with an address for
+#: each (docs/notebook/mma.md).
+_ONE_ADDRESS_COLUMNS = 128
 
 #: Most columns of O that leave a thread registers for exponentials among the products with V.
 _MIXED_COLUMNS = 192
@@ -143,6 +147,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         blocks=tile.blocks,
         q_in_ring=_q_in_ring(tile),
         q_kept=tile.q_kept,
+        one_address=tile.q_kept > 0 or (spec.variant.mask != TRUE and _columns(spec) <= _ONE_ADDRESS_COLUMNS),
         key_values=tile.key_values,
         pairs=tile.pairs,
         mixes=multiplied_v <= _MIXED_COLUMNS,
@@ -284,11 +289,17 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     return replace(tile, blocks=max(_blocks(tile, spec, arch), 1))
 
 
+def _columns(spec: KernelSpec) -> int:
+    """Columns of the wider ones of K and V."""
+    return max(spec.head_dim_qk, spec.head_dim_v)
+
+
 def _key_values(spec: KernelSpec) -> int:
     """Number of values of a key that are loaded or computed once for all rows of a tile."""
-    if is_paged(spec) or iteration_of(spec) == "tile_map":
+    if is_paged(spec) or iteration_of(spec) == "tile_map" or _columns(spec) > _VALUED_COLUMNS:
         return 0
-    return len(key_values(spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math))
+    values = key_values(spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math)
+    return len(values.loads)
 
 
 def _blocks(tile: _Tile, spec: KernelSpec, arch: Arch) -> int:

@@ -169,6 +169,7 @@ class MmaForward(Structure):
     blocks: int  # that a multiprocessor runs at once
     q_in_ring: bool  # Q lies in the last stage of the ring until registers hold it
     q_kept: int  # columns of Q that stay in shared memory although registers hold the others
+    one_address: bool  # a lane copies all boxes of a row by one address
     pairs: bool  # two warps share their rows of P, and each has half of the columns of O for all of these
     mixes: bool  # the compiler may put exponentials among the products with V
     columns_qk: int  # that are multiplied: multiples of 16; rows in shared memory may be longer
@@ -195,6 +196,7 @@ class MmaBackward(Structure):
     centered: bool  # dP begins with -D
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
 
+    one_address: ClassVar[bool] = True
     queries_of_warp: ClassVar[str] = "kWarpM"
     #: P passes to the products in pairs of 16 bits, and rows of LSE and D lie in their order.
     packed: ClassVar[bool] = True
