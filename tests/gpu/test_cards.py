@@ -27,9 +27,12 @@ SCHEDULES = ("mma_forward", "mma_decode", "mma_backward")
 #: Seeds of generated specs, a few for each run.
 SEEDS, _AT_ONCE = range(500), 8
 
+#: Seeds whose kernels once did not compile, or were wrong.
+FAILED = (213, 215, 216, 237, 304, 341, 361, 398, 414, 432)
+
 
 def to_build() -> list[Prepared]:
-    generated = [kernel for seed in SEEDS[:_AT_ONCE] for kernel in plan_for_card(seed, True).kernels]
+    generated = [kernel for seed in (*SEEDS[:_AT_ONCE], *FAILED) for kernel in plan_for_card(seed, True).kernels]
     return [*cards(), *generated]
 
 
@@ -68,10 +71,10 @@ def test_under_the_sanitizer(tool: str) -> None:
     sanitize(tool, program="tests.gpu.sanitized_cards", count=count, kernels=("fwd_", "bwd_", "classify_"))
 
 
-@pytest.mark.parametrize("first", some(SEEDS[::_AT_ONCE], SEEDS[:1]))
-def test_generated_specs_for_cards(first: int) -> None:
+@pytest.mark.parametrize("first", [*some(SEEDS[::_AT_ONCE], SEEDS[:1]), None])
+def test_generated_specs_for_cards(first: int | None) -> None:
     """They compile for their cards, and their kernels, planned again for this GPU, are right."""
-    seeds = SEEDS[first : first + _AT_ONCE]
+    seeds = FAILED if first is None else SEEDS[first : first + _AT_ONCE]
     rows = run(seeds, planner=CARD_PLANNER)
     assert {row.seed for row in rows} == set(seeds)
     assert describe(rows) == []

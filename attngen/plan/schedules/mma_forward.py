@@ -58,8 +58,8 @@ _PAIRED_COLUMNS, _DIVIDED = 192, 64
 #: Bytes of a value of a key, and the most columns up to which these come once for a tile: with more, not faster.
 _VALUE_BYTES, _VALUED_COLUMNS = 4, 128
 
-#: Most columns up to which masked kernels copy all boxes of a row by one address: others were faster with an address for
-#: each (docs/notebook/mma.md).
+#: Most columns up to which masked kernels copy all boxes of a row by one address: others were faster with one for each
+#: (docs/notebook/mma.md).
 _ONE_ADDRESS_COLUMNS = 128
 
 #: Most columns of O that leave a thread registers for exponentials among the products with V.
