@@ -35,6 +35,7 @@ def kernel(head_dim: int) -> Any:
         layout="dense",
         scale_block=0,
         transposed_v=False,
+        grouped_v=False,
         dtype_of=lambda name: dtype_row("fp32"),
     )
 

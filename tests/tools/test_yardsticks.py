@@ -84,6 +84,7 @@ def kernel(score: str, dtype: str, mask: str = "q_pos >= kv") -> Any:
         layout="dense",
         scale_block=0,
         transposed_v=False,
+        grouped_v=False,
         dtype_of=lambda name: dtype_row(dtype),
     )
 
@@ -283,6 +284,7 @@ def test_the_arithmetic_of_a_fused_backward_is_right(layout: str, dropout: bool)
         layout=layout,
         scale_block=0,
         transposed_v=False,
+        grouped_v=False,
         dtype_of=lambda name: dtype_row("fp32"),
     )
     inputs, call, _ = prepare_case(subject, case, "cpu", 3)
