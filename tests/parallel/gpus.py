@@ -163,7 +163,7 @@ def lost(rank: int, meeting: str) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", init_method=f"file://{meeting}", rank=rank, world_size=2, device_id=device)
-    group = dist.new_group(timeout=timedelta(seconds=8))  # not that of the start, which a busy host delays
+    group = dist.new_group(timeout=timedelta(seconds=25))  # long enough for the first call on a busy host
     plan = attngen.parallel.plan("causal", 2048, group)
     q = torch.zeros(1, plan.tokens(), 2, HEAD_DIM, device=device)
     plan.attention(q, q, q, backend="reference")

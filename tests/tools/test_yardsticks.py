@@ -339,6 +339,15 @@ def test_roundings_of_terms_are_those_of_a_kernel() -> None:
     assert expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator()).roundings == {"gain": 0.0}
 
 
+def test_tensors_that_only_the_sink_reads_have_no_rounded_terms() -> None:
+    tensors = [Tensor_("slope", "fp32", ("h",)), Tensor_("sinks", "fp32", ("h",), grad=True)]
+    variant = compile_variant("x", "q_pos >= kv", "s + slope[h] * (kv - q_pos)", (), tensors, sink="sinks[h]")
+    subject = SimpleNamespace(**vars(kernel("s", "bf16")) | {"variant": variant})
+    inputs, call, _ = prepare_case(subject, CASES[0], "cpu", 3)
+    wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(3))
+    assert wanted.roundings == {"sinks": 0.0}
+
+
 def test_terms_that_cancel_are_rounded_apart() -> None:
     """A single key reads one element twice, and its exact gradient is 0: kernels round the sum of rows and that of keys
     in two places."""

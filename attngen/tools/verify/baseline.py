@@ -282,6 +282,8 @@ def roundings_of_terms(
         return dict.fromkeys(names, 0.0)
     leaves = {name: given[name].detach().float() for name in "qkv"}
     score, reads = _apart(call.variant.score, names)
+    if not reads:  # a sink alone reads them
+        return dict.fromkeys(names, 0.0)
     own = dict(call.tensors) | {
         read: call.tensors[name].detach().float().requires_grad_() for read, name in reads.items()
     }
