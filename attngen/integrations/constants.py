@@ -16,16 +16,15 @@ from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.tile_map import in_graph_pool
 
+#: Device, number and value of the elements; None for the integers from 0 on.
+Key = tuple[int, int, int | None]
+
 #: Kept tensors by device, stream and what they hold.
 _KEPT: RecentCache[Tensor] = RecentCache(256)
 
 
-#: Device, number and value of the elements; None for the integers from 0 on.
-Key = tuple[int, int, int | None]
-
-
 def filled(like: Tensor, count: int, value: int, held: dict[Key, Tensor] | None = None) -> Tensor:
-    """A tensor (1, count) of one value, on the device of ``like``. Not to be written.
+    """Tensor (1, count) of one value, on the device of ``like``. Not to be written.
 
     ``held`` gets the tensors of calls outside of graphs. Calls in a graph take theirs from it: a caller who passes it
     keeps it as long as the graph.
@@ -34,7 +33,7 @@ def filled(like: Tensor, count: int, value: int, held: dict[Key, Tensor] | None 
 
 
 def counted(like: Tensor, count: int, held: dict[Key, Tensor] | None = None) -> Tensor:
-    """The integers below ``count`` as a tensor (1, count), as ``filled`` has it."""
+    """Integers below ``count`` as a tensor (1, count), kept as by ``filled``."""
     return _kept(like, count, None, held)
 
 
