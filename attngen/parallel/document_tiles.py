@@ -1,8 +1,8 @@
 """Tiles of packed documents, each of one document, and which rank gets which of them.
 
-A tile with the end of one document and the beginning of another would lie on one rank, and rows of the other document would
-wait for the few keys that it has of theirs. Where documents are packed into ranks whole, most of them then need nothing
-from other ranks.
+A tile with the end of one document and the beginning of another would lie on one rank, and rows of the other document
+would wait for the few keys that it has of theirs. Where documents are packed into ranks whole, most of them then need
+nothing from other ranks.
 """
 
 from __future__ import annotations
