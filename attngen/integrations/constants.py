@@ -54,7 +54,7 @@ def _kept(like: Tensor, count: int, value: int | None, held: dict[Key, Tensor] |
             return tensor
         _KEPT.put(key, tensor)
     if held is not None:
-        held[index, count, value] = tensor
+        held.setdefault((index, count, value), tensor)  # a graph may read the first one as long as it lives
     return tensor
 
 

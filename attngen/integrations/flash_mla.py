@@ -76,7 +76,7 @@ class FlashMLASchedMeta:
     call that passes it, the graph reads these instead of filling its own: keep the metadata as long as the graph.
     """
 
-    constants: dict[Key, Tensor] = field(default_factory=dict)
+    constants: dict[Key, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
@@ -306,6 +306,10 @@ def _listed_in_caches(
     more: tuple[Tensor | None, ...] = None, None, None
     more_lengths, of_extra = None, None
     if extra is not None:
+        if extra.cache.requires_grad and torch.is_grad_enabled():
+            raise CallError(
+                "extra_k_cache requires gradients, which it has none of: pass extra_k_cache.detach()"
+            )
         more_lengths = _lengths(q, extra, _EXTRA_TOPK_LENGTH, made, constants)
         more, of_extra = extra[:3], (extra.cache.shape, extra.indices.shape, extra.topk_length is None)
     in_8_bits = k_cache.dtype in _BYTES

@@ -89,3 +89,17 @@ def test_traces_and_the_cpu_get_their_own(gpu: Streams, monkeypatch: pytest.Monk
     monkeypatch.setattr(choice, "on_gpu", lambda tensor: False)
     filled(LIKE, 3, 7)
     assert len(constants._KEPT) == 0
+
+
+@pytest.mark.parametrize("stream", [0, 9])
+def test_the_caller_holds_what_a_graph_took(gpu: Streams, monkeypatch: pytest.MonkeyPatch, stream: int) -> None:
+    """Later calls outside of the graph, on its stream or another, put nothing in its place."""
+    held: dict[constants.Key, torch.Tensor] = {}
+    filled(LIKE, 3, 7, held)
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        taken = filled(LIKE, 3, 7, held)
+    constants._KEPT.clear()
+    gpu.current = stream
+    assert filled(LIKE, 3, 7, held) is not taken  # that of its own stream
+    assert [*held.values()] == [taken]

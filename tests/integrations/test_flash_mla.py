@@ -249,6 +249,30 @@ def test_arguments_of_a_second_cache_that_disagree() -> None:
         call(extra_k_cache=pages, extra_indices_in_kvcache=indices, extra_topk_length=torch.ones(2, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_pages_of_a_second_cache_begin_at_multiples_of_16_bytes(page_size: int) -> None:
+    """584 bytes a row are none: a page of few of them has to be padded."""
+    pages, columns = latent_cache("fp8_mla_584", pages=2, page_size=16)
+    q = torch.randn(1, 1, HEADS, columns.shape[-1], dtype=torch.bfloat16)
+    given = {"indices": torch.zeros(1, 1, 4, dtype=torch.int32), "extra_indices_in_kvcache": torch.zeros(1, 1, 4).int()}
+    packed = torch.zeros(5, page_size, 1, 584, dtype=torch.uint8)
+    with pytest.raises(CallError, match="contiguous rows at multiples of 16 bytes"):
+        flash_mla_with_kvcache(q, pages, None, None, 512, extra_k_cache=packed, **given)
+    padded = torch.zeros(5, 592 * page_size, dtype=torch.uint8)[:, : 584 * page_size].view(5, page_size, 1, 584)
+    flash_mla_with_kvcache(q, pages, None, None, 512, extra_k_cache=padded, **given)
+
+
+def test_a_second_cache_has_no_gradients() -> None:
+    cache = torch.randn(2, 16, 1, 576, dtype=torch.bfloat16)
+    q = torch.randn(1, 1, HEADS, 576, dtype=torch.bfloat16)
+    indices = torch.zeros(1, 1, 4, dtype=torch.int32)
+    given = {"indices": indices, "extra_k_cache": cache.clone().requires_grad_(), "extra_indices_in_kvcache": indices}
+    with pytest.raises(CallError, match=r"extra_k_cache requires gradients.*extra_k_cache.detach\(\)"):
+        flash_mla_with_kvcache(q, cache, None, None, 512, **given)
+    with torch.no_grad():
+        flash_mla_with_kvcache(q, cache, None, None, 512, **given)
+
+
 def test_caches_and_flags_that_disagree() -> None:
     pages, columns = latent_cache("fp8_mla_656", pages=2, page_size=16)
     q = torch.randn(1, 1, HEADS, columns.shape[-1], dtype=torch.bfloat16)

@@ -33,10 +33,9 @@ def check_extra_cache(call: Call) -> None:
         raise CallError(f"{EXTRA_K.name} must have {wanted} bytes a row, as k has, got {tuple(cache.shape)}")
     if row:
         check_latent_rows(name, cache, cache.shape[2])
-    steps = (step for step, size in zip(cache.stride()[:-1], cache.shape, strict=False) if size > 1)
-    rows_follow = row is not None and row.scales_after_rows  # whatever the strides of rows are
-    odd = next((step for step in steps if step % CHUNK_BYTES and not (rows_follow and step == wanted)), 0)
-    if odd or cache.stride(-1) != 1:
+    rows_follow = row is not None and row.scales_after_rows  # in a page, whatever the stride of rows is
+    steps = (cache.stride(axis) for axis in range(3) if cache.shape[axis] > 1 and not (rows_follow and axis == 1))
+    if any(step % CHUNK_BYTES for step in steps) or cache.stride(-1) != 1:
         raise CallError(
             f"{EXTRA_K.name} must have contiguous rows at multiples of {CHUNK_BYTES} bytes, got strides "
             f"{cache.stride()}"
