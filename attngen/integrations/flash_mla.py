@@ -307,9 +307,7 @@ def _listed_in_caches(
     more_lengths, of_extra = None, None
     if extra is not None:
         if extra.cache.requires_grad and torch.is_grad_enabled():
-            raise CallError(
-                "extra_k_cache requires gradients, which it has none of: pass extra_k_cache.detach()"
-            )
+            raise CallError("extra_k_cache requires gradients, which it has none of: pass extra_k_cache.detach()")
         more_lengths = _lengths(q, extra, _EXTRA_TOPK_LENGTH, made, constants)
         more, of_extra = extra[:3], (extra.cache.shape, extra.indices.shape, extra.topk_length is None)
     in_8_bits = k_cache.dtype in _BYTES

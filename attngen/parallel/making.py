@@ -346,7 +346,7 @@ def _sources(variant: Any) -> list[tuple[str | Variant, float]]:
 def _offsets(cu_seqlens: Any, seqlen: Any) -> tuple[int, ...] | None:
     if cu_seqlens is None:
         return None
-    numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, (Tensor, np.ndarray)) else list(cu_seqlens)
     if len(numbers) < 2 or not all(type(n) is int for n in numbers):
         raise CallError("cu_seqlens must hold integers, one more than documents")
     falls = [i for i, (a, b) in enumerate(pairwise(numbers)) if b < a]

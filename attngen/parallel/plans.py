@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -449,8 +450,8 @@ class Plan:
     def _arrived(self, route: Route, x: Tensor, dim: int) -> Tensor:
         """The rows that a route brings, of a tensor that has its own along an axis."""
         rows = x.movedim(dim, 0)
-        (arrived,) = exchange(route, self._wire, rows.reshape(len(rows), 1, -1))
-        return arrived.reshape(-1, *rows.shape[1:]).movedim(0, dim)
+        (arrived,) = exchange(route, self._wire, rows.reshape(len(rows), 1, math.prod(rows.shape[1:])))
+        return arrived.reshape(len(arrived), *rows.shape[1:]).movedim(0, dim)  # a rank may have no row
 
     def arguments(
         self, layer: Layer, q: Tensor, values: Mapping[str, Any], *, rank: int | None = None

@@ -70,6 +70,8 @@ def _few_tokens(rank: int, world: int) -> None:
         if case.name in ("causal", "window_sink", "varlen_one_document", "documents"):
             check(case, 12, "exchange", None)
             check(case, 18, methods(world)[-1], None)
+    plan, whole = attngen.parallel.plan("causal", 12), torch.arange(36.0).view(1, 12, 3)
+    assert torch.equal(plan.unshard(plan.shard(whole)), whole)
 
 
 def _whole_again(rank: int, world: int) -> None:
