@@ -142,6 +142,11 @@ class Plan:
         """How many tokens a rank holds, by default this one."""
         return int(self.sharding.counts[self._rank(rank)])
 
+    @cached_property
+    def _one_holds_all(self) -> bool:
+        """Whether a rank has all tokens, and the others none: then its part of a tensor is the whole."""
+        return int(self.sharding.counts.max()) == self.seqlen
+
     def rows(self, rank: int | None = None, *, device: torch.device | str | None = None) -> Tensor:
         """Place of each token of a rank in the whole tensor, ascending: int64."""
         key = (self._rank(rank), torch.device(device or "cpu"))
@@ -429,7 +434,7 @@ class Plan:
         keys = torch.empty(0, dtype=torch.int64) if keys is None else keys
         return Cutter(
             self.seqlen, self.rows(rank, device=device), keys.to(device),
-            lambda x, axis: self._arrived(route, x, axis),
+            lambda x, axis: x if self._one_holds_all else self._arrived(route, x, axis),
             lambda x, axis: self._arrived(self._route_of_all(rank), x, axis),
         )  # fmt: skip
 
@@ -546,7 +551,7 @@ class Plan:
                 continue
             extents = layer.variant.tensor(name).shape if name in {t.name for t in layer.variant.tensors} else ()
             held = [
-                "whole" if n == self.seqlen else "own"
+                "whole" if n == self.seqlen or self._one_holds_all else "own"
                 for extent, n in zip(extents, value.shape, strict=False)
                 if extent in OF_TOKENS
             ]

@@ -104,6 +104,12 @@ def _own_tokens(rank: int, world: int) -> None:
         compare(ours, wanted, f"own tokens, {method}")
         (gradient,) = torch.autograd.grad(ours.sum(), own)
         compare(gradient, plan.shard(whole, 1), f"gradient of own tokens, {method}")
+    plan = attngen.parallel.plan(case.variant, 12, tile=16, method="exchange")  # one rank holds all
+    q, k, v = (plan.shard(x) for x in tensors(case, 12)[:3])
+    passed = case.passed(12)
+    wanted = plan.attention(q, k, v, **passed)
+    own = {name: plan.shard(passed[name], 1) for name in ("by_row", "by_key")}
+    compare(plan.attention(q, k, v, **{**passed, **own}), wanted, "tokens of one rank")
 
 
 def _dropped(rank: int, world: int) -> None:
