@@ -44,7 +44,7 @@ def box_of(half: int, stage: int, box: int) -> int:
 
 @dataclass
 class Block:
-    """Shared memory of a block. What it holds is told by tiles, each a part and a number."""
+    """Shared memory of a block; contents are tiles, each named by its operand and number."""
 
     pipes: Pipes
     values: Ring = field(init=False)

@@ -67,7 +67,8 @@ def test_keys_of_a_tile_fill_rows_of_v_in_8_bits(variant: str, head_dim: int) ->
     usual, columns, narrow, groups = (plan(spec) for spec in expand(load_spec_text(text, "test.yaml"))[:4])
     assert usual.tile_n % 32 == columns.tile_n % 64 == 0
     assert (groups.tile_n, groups.name) == (usual.tile_n, f"{usual.name}_groupedv")
-    assert not groups.structure.transposes  # type: ignore[union-attr]
+    assert isinstance(groups.structure, HopperForward)
+    assert not groups.structure.transposes
     assert isinstance(narrow.structure, HopperForward)
     assert narrow.structure.ahead == 2  # fragments of 16 keys in flight
 
