@@ -175,12 +175,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int visible_lo = static_cast<int>(min(static_cast<long long>(static_cast<long long>(max(static_cast<long long>(static_cast<long long>(q_start / by_u_width - u_radius) * u_width), static_cast<long long>(0))) / static_cast<long long>(kBlockN)), static_cast<long long>(kv_tiles + 1)));
           const int visible_hi = static_cast<int>(static_cast<long long>(min(static_cast<long long>(static_cast<long long>(static_cast<long long>(static_cast<long long>(q_hi / by_u_width) + u_radius) * u_width) + u_width), static_cast<long long>(seqlen_k)) + kBlockN - 1) / static_cast<long long>(kBlockN));
           int tiles = 0;
-          for (int word = visible_lo / 32; word < (visible_hi + 31) / 32; ++word) {
+#pragma unroll 1
+          for (int word = visible_lo / 32 + lane; word < (visible_hi + 31) / 32; word += 32) {
             const int* tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_start / kBlockM * stride_tile_map_q;
             const uint32_t partial_word = tile_map[words + word];
             const uint32_t visible_word = tile_map[word] | partial_word;
             tiles += __popc(visible_word);
           }
+          tiles = __reduce_add_sync(~0u, tiles);  // a lane has a word
           work = {{b, h, q_start, tiles, q_begin, k_begin, seqlen_q, seqlen_k}, visible_lo, visible_hi};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
@@ -592,13 +594,14 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
   const int items = listed ? tile_list_ptr[0] : 32;
   const int own_row = blockIdx.x / words, word = blockIdx.x % words;
   int* const map_row = tile_map_ptr + 2LL * words * own_row;
+  const int own_unit = own_row / q_tiles;
+  int q_tile = own_row % q_tiles, h = own_unit % map_heads, b = own_unit / map_heads;  // a list has others
   __shared__ uint32_t seen_bits[kBlockN * kQueryParts];
   __shared__ uint32_t undecided, full_word, partial_tiles;  // a bit for each tile
   __shared__ int taken;
   if (!listed && tile_hashes_ptr) {
     if (threadIdx.x == 0) undecided = map_row[words + word];
   } else if (!listed) {  // bounds of the mask decide most tiles
-    const int q_tile = own_row % q_tiles, h = own_row / q_tiles % map_heads, b = own_row / q_tiles / map_heads;
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     const int q_start = q_tile * kBlockM;
     const int visible_lo = 0, visible_hi = q_start < seqlen_q ? (seqlen_k + kBlockN - 1) / kBlockN : 0;
@@ -639,8 +642,11 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
       item = __ffs(left) - 1;
     }
     const int slot = listed ? tile_list_ptr[1 + item] : 0;  // among all of the map
-    const int row = listed ? slot / (32 * words) : own_row, kv_tile = listed ? slot % (32 * words) : 32 * word + item;
-    const int q_tile = row % q_tiles, h = row / q_tiles % map_heads, b = row / q_tiles / map_heads;
+    int kv_tile = 32 * word + item;
+    if (listed) {
+      const int row = slot / (32 * words), unit = row / q_tiles;
+      kv_tile = slot % (32 * words), q_tile = row % q_tiles, h = unit % map_heads, b = unit / map_heads;
+    }
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
     const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
     // A list asks for all of a tile, a map for the queries that exist.
@@ -664,24 +670,27 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
         lane_u_q_mod_width = u_q_mod_width;
       }
       const int queries = min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32);
+      const uint32_t inside = queries > 0 ? ~0u >> (32 - queries) : 0;
+      int writes_pairs = listed, hashes = tile_hashes_ptr != nullptr;
+      asm volatile("" : "+r"(writes_pairs), "+r"(hashes));  // or else the loop is compiled once for each of their values
       uint32_t bits = 0;
 #pragma unroll 4
-      for (int i = 0; i < queries; ++i) {
+      for (int i = 0; i < 32; ++i) {
         const int u_q_div_width = __shfl_sync(~0u, lane_u_q_div_width, i);
         const int u_q_mod_width = __shfl_sync(~0u, lane_u_q_mod_width, i);
         bits |= static_cast<uint32_t>(abs(u_q_div_width - of_key_0) <= u_radius && abs(u_q_mod_width - of_key_1) <= u_radius) << i;
       }
+      bits &= inside;
       if (kv >= seqlen_k) bits = 0;
       const bool own = kBlockN % 32 == 0 || key < kBlockN;
-      if (listed) {
+      if (writes_pairs) {
         if (own) seen_bits[kQueryParts * key + query_part] = bits;
         continue;
       }
-      const uint32_t inside = ~0u >> (32 - queries);
       if (own && bits) hash += mixed(static_cast<unsigned long long>(kQueryParts * key + query_part) << 32 | bits);
       some = some || __any_sync(~0u, own && bits);
       all = all && __all_sync(~0u, !own || bits == inside);  // only a whole tile of keys is full
-      if (some && !all && !tile_hashes_ptr) break;
+      if (some && !all && !hashes) break;
     }
     if (listed) {
       __syncthreads();
@@ -716,8 +725,8 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
     map_row[word] = full_word;
     map_row[words + word] = partial_tiles;
     // the order in which blocks take rows, first without long ones (`_long_rows_first` may change it)
-    const int tile = own_row % q_tiles, unit = own_row / q_tiles, place = q_tiles - 1 - tile;
-    if (word == 0 && unit % map_heads == 0) tile_map_ptr[2LL * gridDim.x + unit / map_heads * q_tiles + place] = tile;
+    const int place = q_tiles - 1 - q_tile;
+    if (word == 0 && h == 0) tile_map_ptr[2LL * gridDim.x + b * q_tiles + place] = q_tile;
     if (blockIdx.x == 0) tile_map_ptr[map_words - 1] = 0;
   }
 }
