@@ -175,16 +175,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
           const int visible_lo = max(q_pos_lo - u_window * u_dilation + 1, 0) / kBlockN;
           const int visible_hi = max(min(q_pos_hi + 1, seqlen_k) + kBlockN - 1, 0) / kBlockN;
-          int tiles = 0;
+          int tiles = 0, last_word = 0;
 #pragma unroll 1
-          for (int word = visible_lo / 32 + lane; word < (visible_hi + 31) / 32; word += 32) {
+          for (int word = visible_lo / 32 + lane; word < (visible_hi + 31) / 32; word += 32) {  // a lane has a word
             const int* tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_start / kBlockM * stride_tile_map_q;
             const uint32_t partial_word = tile_map[words + word];
             const uint32_t visible_word = tile_map[word] | partial_word;
             tiles += __popc(visible_word);
+            if (visible_word) last_word = word;
           }
-          tiles = __reduce_add_sync(~0u, tiles);  // a lane has a word
-          work = {{b, h, q_start, tiles, q_begin, k_begin, seqlen_q, seqlen_k}, visible_lo, visible_hi};
+          tiles = __reduce_add_sync(~0u, tiles);
+          last_word = __reduce_max_sync(~0u, last_word);  // the loader begins there
+          work = {{b, h, q_start, tiles, q_begin, k_begin, seqlen_q, seqlen_k}, visible_lo, 32 * (last_word + 1)};
         }
         if (__any_sync(~0u, work.tiles == 0)) {  // no row sees a key: writes O = 0 and its LSE
           const int rows = min(kBlockM, work.seqlen_q - work.q_start);
