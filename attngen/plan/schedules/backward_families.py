@@ -25,6 +25,9 @@ from attngen.schema.expand import KernelSpec
 #: Head dims up to this one leave registers beside dK and dV.
 NARROW = 96
 
+#: Head dims up to this one have a row of the table for masks that divide where ping-pong was not measured.
+_CROWDED = 64
+
 #: Head dims beyond this are computed by clusters of two blocks.
 BLOCK_HEAD_DIM = 128
 
@@ -56,10 +59,14 @@ def families_from(family: str, tiled: int) -> tuple[str, ...]:
     return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
 
 
-def row_family_of(spec: KernelSpec, family: str, qk: int, v: int) -> str:
+def row_family_of(spec: KernelSpec, family: str, iteration: str, qk: int, v: int) -> str:
     """The family whose row of the table is taken. In a fixed order of dQ, ping-pong was not measured beyond head dim
     96, so that "plain" becomes "ordered" there, whose softmax overlaps gradients. Packed sequences of a head dim that
-    is padded to 128 have too few registers for that, and become "light"."""
+    is padded to 128 have too few registers for that, and become "light". Up to head dim 64, ping-pong was measured for
+    divisions only in ranges of dense sequences; elsewhere "divided" becomes "crowded"."""
+    if family == "divided" and max(qk, v) <= _CROWDED:
+        measured = iteration == "ranges" and spec.layout == "dense" and not spec.deterministic
+        return family if measured else "crowded"
     if family != "plain" or is_wide(spec) or max(qk, v) <= NARROW or not spec.deterministic:
         return family
     return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == BLOCK_HEAD_DIM else "ordered"

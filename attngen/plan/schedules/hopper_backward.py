@@ -106,7 +106,8 @@ _TABLE = (
     _Choice("ordered", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
     _Choice("light", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
     _Choice("light", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("divided", 64, 128, overlap="gradients", packed=True, q_stages=2),
+    _Choice("crowded", 64, 128, overlap="gradients", packed=True, q_stages=2),
+    _Choice("divided", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
     _Choice("divided", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("biased", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
     _Choice("derived", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
@@ -283,7 +284,7 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
     wide = is_wide(spec)
     per_pair = per_pair_of(spec, brought)
     family = relief.family or family_of(spec, per_pair, brought)
-    row_family = row_family_of(spec, family, qk, v)
+    row_family = row_family_of(spec, family, iteration, qk, v)
     choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
