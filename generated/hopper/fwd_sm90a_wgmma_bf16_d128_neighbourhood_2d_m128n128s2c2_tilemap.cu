@@ -674,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
       const int queries = min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32);
       const uint32_t inside = queries > 0 ? ~0u >> (32 - queries) : 0;
       int writes_pairs = listed, hashes = tile_hashes_ptr != nullptr;
-      asm volatile("" : "+r"(writes_pairs), "+r"(hashes));  // or else the loop is compiled once for each of their values
+      asm volatile("" : "+r"(writes_pairs), "+r"(hashes));  // else the loop is compiled for each value
       uint32_t bits = 0;
 #pragma unroll 4
       for (int i = 0; i < 32; ++i) {
