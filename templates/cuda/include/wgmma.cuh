@@ -78,11 +78,12 @@ struct Matrix {
 template <typename Element, int kN, typename BElement = Element>
 struct Product;
 
+// kK is an enumerator, since NVRTC keeps a symbol for each constant, 9 KB of a cubin.
 // X0 to X6 are the numbers of the operands that follow D.
 #define DEFINE_PRODUCT(Element, TYPE, K, N, D, OUT, X0, X1, X2, X3, X4, X5, X6)                                   \
   template <>                                                                                                     \
   struct Product<Element, N> {                                                                                    \
-    static constexpr int kK = K;                                                                                  \
+    enum : int { kK = K };                                                                                        \
     template <int kTransposeB, int kTransposeA = 0>                                                               \
     static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {        \
       asm volatile(                                                                                               \
@@ -106,7 +107,7 @@ struct Product;
 #define DEFINE_PRODUCT_OF_BYTES(Element, BElement, TYPE, N, D, OUT, X0, X1, X2, X3, X4, X5)                       \
   template <>                                                                                                     \
   struct Product<Element, N, BElement> {                                                                                    \
-    static constexpr int kK = 32;                                                                                 \
+    enum : int { kK = 32 };                                                                                       \
     template <int kTransposeB, int kTransposeA = 0>                                                               \
     static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {        \
       static_assert(kTransposeB == 0 && kTransposeA == 0);                                                        \
