@@ -36,7 +36,7 @@ def test_products_of_the_header_are_those_of_the_table(name: str) -> None:
     wgmma, types = headers()["wgmma.cuh"], headers()["types.cuh"]
     if row.bytes == 1:
         assert re.search(rf'DEFINE_PRODUCT_OF_BYTES\({row.cuda}, {row.cuda}, "{row.mma}.{row.mma}", N,', wgmma)
-        assert f"static constexpr int kK = {row.mma_k};" in wgmma
+        assert f"enum : int {{ kK = {row.mma_k} }};" in wgmma
         assert re.search(rf"struct {row.cuda} {{\n  unsigned char bits;", types)
     else:
         assert re.search(rf'DEFINE_PRODUCT\({row.cuda}, "{row.mma}", {row.mma_k}, N,', wgmma)
