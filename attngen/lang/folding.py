@@ -319,12 +319,25 @@ def _regroup(node: Expr) -> Expr | None:
 
 
 def _split_difference(node: Op) -> Expr | None:
-    """Convert rows and keys to float before subtracting them: one conversion per row and key, not per element."""
+    """Convert rows and keys to float before subtracting them: one conversion per row and key, not per element. Of the
+    magnitude of a difference, keys come first, as ``split_keys`` takes them."""
     match node.args[0]:
-        case Op(op="add" | "sub" as op, args=(a, b)) if _axes(a) and _axes(b) and not _axes(a) & _axes(b):
-            left, right = (Op("to_float", (x,), Type.FLOAT) for x in (a, b))
-            return Op(op, (left, right), Type.FLOAT)
+        case Op(op="add" | "sub" as op, args=(a, b)) if _apart(a, b):
+            return _difference_of_floats(op, a, b)
+        case Op(op="abs", args=(Op(op="sub", args=(a, b)),)) if _apart(a, b):
+            keys_first = (a, b) if "kv" in _axes(a) else (b, a)
+            return Op("abs", (_difference_of_floats("sub", *keys_first),), Type.FLOAT)
     return None
+
+
+def _apart(a: Expr, b: Expr) -> bool:
+    """Whether one of two terms is of rows, the other of keys."""
+    return bool(_axes(a) and _axes(b) and not _axes(a) & _axes(b))
+
+
+def _difference_of_floats(op: str, a: Expr, b: Expr) -> Op:
+    left, right = (Op("to_float", (x,), Type.FLOAT) for x in (a, b))
+    return Op(op, (left, right), Type.FLOAT)
 
 
 def _axes(node: Expr) -> frozenset[str]:
