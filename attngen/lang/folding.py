@@ -37,6 +37,7 @@ _OF_KEY, _OF_QUERY, _OF_DISTANCE = "of key ", "of query ", "of distance "
 
 _ROWS = frozenset({"q", "q_pos", "q_global", POSITION.name})
 _KEYS = frozenset({"kv", "kv_global"})
+_KV = Var("kv", Type.INT)
 #: What differs from element to element of a tile.
 _VARYING = _ROWS | _KEYS | {"s", PRODUCT.name}
 
@@ -320,13 +321,12 @@ def _regroup(node: Expr) -> Expr | None:
 
 def _split_difference(node: Op) -> Expr | None:
     """Convert rows and keys to float before subtracting them: one conversion per row and key, not per element. Of the
-    magnitude of a difference, keys come first, as ``split_keys`` takes them."""
+    magnitude of a difference, the key comes first, as ``split_keys`` takes it."""
     match node.args[0]:
         case Op(op="add" | "sub" as op, args=(a, b)) if _apart(a, b):
             return _difference_of_floats(op, a, b)
-        case Op(op="abs", args=(Op(op="sub", args=(a, b)),)) if _apart(a, b):
-            keys_first = (a, b) if "kv" in _axes(a) else (b, a)
-            return Op("abs", (_difference_of_floats("sub", *keys_first),), Type.FLOAT)
+        case Op(op="abs", args=(Op(op="sub", args=(a, b)),)) if _apart(a, b) and _KV in (a, b):
+            return Op("abs", (_difference_of_floats("sub", _KV, b if a == _KV else a),), Type.FLOAT)
     return None
 
 

@@ -39,7 +39,7 @@ def value(expr: Expr, **names: Any) -> float:
     def select(condition: bool, a: float, b: float) -> float:
         return a if condition else b
 
-    functions = {"log": lambda x: math.log(abs(x) + 1), "cos": math.cos, "select": select, "LOG2E": math.log2(math.e)}
+    functions = {"log": lambda x: math.log(abs(x) + 1), "cos": math.cos, "sqrt": math.sqrt, "select": select, "LOG2E": math.log2(math.e)}
     result: float = eval(canonical(rewrite(expr, NAMED.get)), {**functions, **names})
     return result
 
@@ -51,7 +51,7 @@ def value(expr: Expr, **names: Any) -> float:
         "s + table[h, (q - kv if q - kv < 8 else 8 + int(log(abs(q_pos - kv)))) + (16 if kv > q else 0)]",
         "s - 0.5 * cos((q_pos - kv) / 7.0)",
         "s * cos(2 * (q - kv) + 3 * w) + 1.0",
-        "s - 0.25 * abs(kv - q)",
+        "s - 0.25 * sqrt(1.0 * abs(kv - q))",
         "s - cos(1.0 * (q_pos - 2 - kv))",
     ],
 )
@@ -69,6 +69,7 @@ def test_parts_have_the_same_value_by_distance(score: str) -> None:
     "score",
     [
         "s + 0.5 * (kv - q)",  # a multiply-add of a value of the key
+        "s - 0.25 * abs(kv - q)",  # one more operation than that
         "s + f[kv] - table[h, q % 64]",
         "s + table[h, (q - kv) * 2 // (kv + 1)]",
         "s + table[h, clamp(2 * q - kv, 0, 63)]",

@@ -24,6 +24,8 @@ FIRST, KEY = KV_FIRST, index("key")
         "s - kv * slope",
         "s * slope + 2.0 * kv",
         "abs(kv * slope - 3.0) + s",
+        "s - slope * abs(q_pos - kv)",
+        "s - slope * abs(kv - (q_pos + 2))",
     ],
 )
 def test_the_values_stay(score: str) -> None:
