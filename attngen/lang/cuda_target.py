@@ -186,8 +186,8 @@ class CudaDialect(Dialect):
         kind = {Type.BOOL: "bool", Type.FLOAT: "float", Type.INT: "long long" if wide else "int"}[type]
         return _constant(kind, name, value)
 
-    def offset(self, index: Code, stride: Code) -> Code:
-        wide = self._int64(index)
+    def offset(self, index: Code, stride: Code, *, natural: bool = False) -> Code:
+        wide = _call("static_cast<unsigned>", index) if natural else self._int64(index)
         return wide if stride.text == "1" else written("{} * {}", wide, stride, strength=_PRODUCT)
 
     def within(self, index: Code, extent: Code, *, low: bool, high: bool) -> Code:
@@ -201,8 +201,10 @@ class CudaDialect(Dialect):
     def conjunction(self, parts: list[Code]) -> Code:
         return parts[0] if len(parts) == 1 else joined(" && ", (part.within(_AND) for part in parts), _AND)
 
-    def pointer(self, name: str, base: Code, offsets: list[Code]) -> Statement:
+    def pointer(self, name: str, base: Code, offsets: list[Code], *, kept: bool = False) -> Statement:
         pattern, kind = f"const auto* {name} = {{}};", "const auto*"
+        if kept:
+            pattern += f' asm("" : "+l"({name}));'
         return statement(pattern, joined(" + ", [base, *offsets]), declares=name, type=kind)
 
     def load(self, name: str, dtype: str, base: Code, offsets: list[Code], guard: Code | None) -> Statement:

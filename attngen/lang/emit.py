@@ -303,11 +303,19 @@ class _Emission:
         return self.dialect.lifted(test) if self.axes(load) and not self.axes(source) else test
 
     def _address(self, node: Load, indices: Sequence[Code]) -> tuple[Code, list[Code]]:
-        """Base and offsets of a load; terms that are the same for a whole block are added up once."""
+        """Base and offsets of a load; terms that are the same for a whole block are added up once.
+
+        A load whose guard has passed has no negative index. Where several indices are computed for each pair, 64-bit
+        arithmetic is most of the load, so that these are multiplied as numbers without a sign.
+        """
         tensor = self.tensors[node.tensor]
-        offsets = [self._offset(code, stride) for code, stride in zip(indices, tensor.strides, strict=True)]
         fixed = [axis for axis, index in enumerate(node.indices) if not self.axes(index)]
-        moving = [axis for axis in range(len(offsets)) if axis not in fixed]
+        moving = [axis for axis in range(len(indices)) if axis not in fixed]
+        computed = len(moving) > 1 and not any(isinstance(node.indices[axis], Var) for axis in moving)
+        offsets = [
+            self._offset(code, stride, natural=computed and axis in moving and not self.wide(node.indices[axis]))
+            for axis, (code, stride) in enumerate(zip(indices, tensor.strides, strict=True))
+        ]
         shared = [offset for axis in fixed for offset in offsets[axis]]
         if not moving or not shared:
             return leaf(tensor.pointer), [offset for each in offsets for offset in each]
@@ -315,11 +323,11 @@ class _Emission:
         if key not in self._bases:
             part = Load(node.tensor, tuple(node.indices[axis] for axis in fixed), node.type)
             self._bases[key] = self._fresh(f"{self.prefix}{label(part) or node.tensor + '_base'}")
-            self.hoisted.append(self.dialect.pointer(self._bases[key], leaf(tensor.pointer), shared))
+            self.hoisted.append(self.dialect.pointer(self._bases[key], leaf(tensor.pointer), shared, kept=computed))
         return leaf(self._bases[key]), [offset for axis in moving for offset in offsets[axis]]
 
-    def _offset(self, index: Code, stride: str) -> list[Code]:
-        return [] if index.text == "0" else [self.dialect.offset(index, leaf(stride))]
+    def _offset(self, index: Code, stride: str, *, natural: bool = False) -> list[Code]:
+        return [] if index.text == "0" else [self.dialect.offset(index, leaf(stride), natural=natural)]
 
     def _search(self, node: Search) -> Code:
         tensor = self.tensors[node.tensor]

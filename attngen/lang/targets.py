@@ -59,8 +59,9 @@ class Dialect(ABC):
         """Write the statement that gives a name to a value."""
 
     @abstractmethod
-    def offset(self, index: Code, stride: Code) -> Code:
-        """Write one summand of an element offset, computed in 64 bits."""
+    def offset(self, index: Code, stride: Code, *, natural: bool = False) -> Code:
+        """Write one summand of an element offset, computed in 64 bits. ``natural``: the index is an int32, and not
+        negative."""
 
     @abstractmethod
     def within(self, index: Code, extent: Code, *, low: bool, high: bool) -> Code:
@@ -75,8 +76,9 @@ class Dialect(ABC):
         return condition
 
     @abstractmethod
-    def pointer(self, name: str, base: Code, offsets: list[Code]) -> Statement:
-        """Write the statement that names an address within a tensor."""
+    def pointer(self, name: str, base: Code, offsets: list[Code], *, kept: bool = False) -> Statement:
+        """Write the statement that names an address within a tensor. ``kept``: it stays in registers, and is not
+        computed again at each use."""
 
     @abstractmethod
     def load(self, name: str, dtype: str, base: Code, offsets: list[Code], guard: Code | None) -> Statement:

@@ -331,7 +331,7 @@ class TritonDialect(Dialect):
     def declare(self, name: str, type: Type, wide: bool, value: Code) -> Statement:
         return statement(f"{name} = {{}}", value, declares=name)
 
-    def offset(self, index: Code, stride: Code) -> Code:
+    def offset(self, index: Code, stride: Code, *, natural: bool = False) -> Code:
         literal = index.text.lstrip("-").isdecimal()
         wide = index if literal else _to(index, "int64")
         return wide if stride.text == "1" else written("{} * {}", wide, stride, strength=_PRODUCT)
@@ -352,7 +352,7 @@ class TritonDialect(Dialect):
     def lifted(self, condition: Code) -> Code:
         return written("True & {}", condition.within(_BITAND + 1), strength=_BITAND)
 
-    def pointer(self, name: str, base: Code, offsets: list[Code]) -> Statement:
+    def pointer(self, name: str, base: Code, offsets: list[Code], *, kept: bool = False) -> Statement:
         return statement(f"{name} = {{}}", joined(" + ", [base, *offsets]), declares=name)
 
     def load(self, name: str, dtype: str, base: Code, offsets: list[Code], guard: Code | None) -> Statement:
