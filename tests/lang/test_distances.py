@@ -39,8 +39,9 @@ def value(expr: Expr, **names: Any) -> float:
     def select(condition: bool, a: float, b: float) -> float:
         return a if condition else b
 
-    functions = {"log": lambda x: math.log(abs(x) + 1), "cos": math.cos, "sqrt": math.sqrt, "select": select, "LOG2E": math.log2(math.e)}
-    result: float = eval(canonical(rewrite(expr, NAMED.get)), {**functions, **names})
+    functions = {"log": lambda x: math.log(abs(x) + 1), "cos": math.cos, "sqrt": math.sqrt, "select": select}
+    names |= {**functions, "LOG2E": math.log2(math.e)}
+    result: float = eval(canonical(rewrite(expr, NAMED.get)), names)
     return result
 
 
