@@ -357,6 +357,21 @@ def test_cuda_declares_types() -> None:
     assert "const float bias_value = to_float(*bias_ptr);" in score("s + bias", Target.CUDA).hoisted
 
 
+def test_several_computed_indices_are_multiplied_as_unsigned_from_a_base_in_registers() -> None:
+    grid = Tensor("grid", "fp32", ("h", 32, 64))
+    own = compile_variant("v", None, "s + grid[h, clamp(q_pos - kv, 0, 31), kv % 64]", [], [grid])
+    bound = {"grid": TensorBinding("grid_ptr", ("stride_0", "stride_1", "1"), ("h", "32", "64"), "fp32", grid.shape)}
+    assert own.score is not None
+    code = emit(own.score, Target.CUDA, NAMES, bound, ranges=declared_ranges([], [grid]))
+    base = 'const auto* grid_h = grid_ptr + static_cast<long long>(h) * stride_0; asm("" : "+l"(grid_h));'
+    assert base in code.hoisted
+    (load,) = (line for line in code.body if "grid_h[" in line)
+    assert "* stride_1 + static_cast<unsigned>(" in load
+    assert "long long" not in load
+    code = emit(own.score, Target.TRITON, NAMES, bound, ranges=declared_ranges([], [grid]))
+    assert ".to(tl.int64) * stride_1" in "".join(code.body)
+
+
 def test_a_name_without_a_binding() -> None:
     with pytest.raises(KeyError):
         emit(Var("nope", Type.INT), Target.TRITON, NAMES)
