@@ -47,6 +47,21 @@ def _converts(node: Expr) -> bool:
     return False
 
 
+def _is_magnitude(node: Expr) -> bool:
+    """Whether a node is the magnitude of a converted difference: two operations for a pair, or one read of its value
+    by distance."""
+    match node:
+        case Op(op="abs", args=(Op(op="to_float"),)):
+            return True
+    return False
+
+
+def is_slight(value: Expr) -> bool:
+    """Whether a value of a distance is made of no more than its magnitude, products and sums."""
+    inside = [each for each in walk(by_distance(value)) if names(each) & _DISTANCES]
+    return not any(is_work(each) or _converts(each) for each in inside)
+
+
 def distance_values(value: Expr, variant: Variant, others: frozenset[str]) -> tuple[Expr, ...]:
     """Largest parts of a value, of 4 bytes each, that load, divide or call a function for each pair, but depend on its
     distance alone; in order. ``others`` are names that none depends on."""
@@ -63,7 +78,7 @@ def distance_values(value: Expr, variant: Variant, others: frozenset[str]) -> tu
         apart = by_distance(node)
         if not names(apart) & others and not (node.type is Type.INT and is_int64(apart, others)):
             inside = [each for each in walk(apart) if names(each) & _DISTANCES]
-            if not any(is_work(each) or _converts(each) for each in inside):
+            if not any(is_work(each) or _converts(each) or _is_magnitude(each) for each in inside):
                 return
             if all(each.tensor in narrow for each in inside if isinstance(each, Load)):
                 values[node] = None

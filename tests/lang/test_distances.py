@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attngen.lang.distances import DISTANCE, POS_DISTANCE, by_distance
+from attngen.lang.distances import DISTANCE, POS_DISTANCE, by_distance, is_slight
 from attngen.lang.ir import Expr, Type, Var, rewrite
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Variant
@@ -39,7 +39,7 @@ def value(expr: Expr, **names: Any) -> float:
     def select(condition: bool, a: float, b: float) -> float:
         return a if condition else b
 
-    functions = {"log": lambda x: math.log(abs(x) + 1), "cos": math.cos, "sqrt": math.sqrt, "select": select}
+    functions = {"log": lambda x: math.log(abs(x) + 1), "cos": math.cos, "select": select}
     names |= {**functions, "LOG2E": math.log2(math.e)}
     result: float = eval(canonical(rewrite(expr, NAMED.get)), names)
     return result
@@ -52,7 +52,7 @@ def value(expr: Expr, **names: Any) -> float:
         "s + table[h, (q - kv if q - kv < 8 else 8 + int(log(abs(q_pos - kv)))) + (16 if kv > q else 0)]",
         "s - 0.5 * cos((q_pos - kv) / 7.0)",
         "s * cos(2 * (q - kv) + 3 * w) + 1.0",
-        "s - 0.25 * sqrt(1.0 * abs(kv - q))",
+        "s - 0.25 * abs(kv - q)",
         "s - cos(1.0 * (q_pos - 2 - kv))",
     ],
 )
@@ -70,7 +70,6 @@ def test_parts_have_the_same_value_by_distance(score: str) -> None:
     "score",
     [
         "s + 0.5 * (kv - q)",  # a multiply-add of a value of the key
-        "s - 0.25 * abs(kv - q)",  # one more operation than that
         "s + f[kv] - table[h, q % 64]",
         "s + table[h, (q - kv) * 2 // (kv + 1)]",
         "s + table[h, clamp(2 * q - kv, 0, 63)]",
@@ -80,6 +79,12 @@ def test_parts_have_the_same_value_by_distance(score: str) -> None:
 )
 def test_others_do_not(score: str) -> None:
     assert not parts(score)
+
+
+def test_a_magnitude_alone_is_slight() -> None:
+    assert is_slight(parts("s - 0.25 * abs(kv - q)")[0])
+    assert not is_slight(parts("s - 0.25 * log(1.0 + abs(kv - q))")[0])
+    assert not is_slight(parts("s + table[h, min(abs(kv - q), 63)]")[0])
 
 
 def test_what_is_left_loads_nothing() -> None:

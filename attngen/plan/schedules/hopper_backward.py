@@ -12,6 +12,7 @@ from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS, DType, dtype
 from attngen.errors import PlanError
 from attngen.lang.biases import biases, rooms
+from attngen.lang.distances import is_slight
 from attngen.lang.printing import canonical
 from attngen.plan.allowances import ALL_OF_DQ, left_to_others
 from attngen.plan.choices import check_head_dims, is_beyond_256, iteration_of, refuse
@@ -263,13 +264,16 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
 def _offers(spec: KernelSpec, relief: Relief) -> Iterator[Brought]:
     """Yield the values that the loader may store beside a tile of Q, the most first; in a cluster none.
 
-    It computes values of a distance only if they are few and the derivative of the logit is the same for all pairs.
+    It computes values of a distance only if they are few and the derivative of the logit is the same for all pairs; and
+    beyond head dim 96, where they leave too few registers, only if they are more than a magnitude.
     """
     brings = not (relief.gathers or is_wide(spec))
     tiled = rooms(spec.variant) if brings else ()
     values = 0
     if brings and spec.variant.score is not None and not varies(spec):
-        values = len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
+        by_distance = distance_values_of_score(spec.variant, fast_math=spec.fast_math)
+        narrow = max(spec.head_dim_qk, spec.head_dim_v) <= NARROW
+        values = 0 if not narrow and all(map(is_slight, by_distance)) else len(by_distance)
     for counts in dict.fromkeys(product((*tiled, 0), (values if values <= _DISTANCE_VALUES else 0, 0))):
         yield Brought(*counts)
 
