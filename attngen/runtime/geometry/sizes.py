@@ -43,11 +43,12 @@ class MapShape:
     visible pairs of its tile. Its words end with the ``order`` in which blocks take rows, for each batch entry, and
     with the number of long rows that each order begins with, at most. Where blocks cut these only if they outlast the
     others, ``heads_of_block`` says how many of the heads that run side by side there are for each block; else it is 0.
+    ``work`` counts the rows of all heads, those that share a map included.
     """
 
     __slots__ = (
         "batch", "by_keys", "heads", "heads_of_block", "order", "owner", "rows", "slots", "tile_words", "tiles",
-        "words",
+        "words", "work",
     )  # fmt: skip
 
     def __init__(self, launch: Launch, axes: TileMapAxes, call: Call) -> None:
@@ -66,6 +67,7 @@ class MapShape:
         consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
         self.tile_words = 128 * consumers * axes.bits
         self.heads_of_block = 0.0
+        self.work = self.rows * call.batch * (call.kv_heads if launch.by_keys else call.heads)
 
     @property
     def keeps_pairs(self) -> bool:

@@ -44,6 +44,8 @@ MAX_BITS = 512 * 2**20
 _LONG = 2
 #: Steps that a tile of queries takes beside its own; and by how much a long one has to outlast the others to be cut.
 _TILE_STEPS, _OUTLASTS = 2.6, 1.1
+#: Rows of all heads up to which they are taken by length: eight for each block of an H100.
+_FEW_ROWS = 8 * 132
 #: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile.
 _MAX_SLOTS = 2**26
 #: Maps that are kept for calls that do not bring one, and bytes of all of them, at most.
@@ -254,11 +256,12 @@ def same_words(words: Tensor, other: Tensor, shape: MapShape) -> bool:
 def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
     """Return the row indices of each batch entry: those of long rows first, the longest ahead, then the others, tiles
     of queries from the last to the first; and after all of them the most long rows that an entry has. That is 0 where
-    rows of queries that are taken first end before the others, so that nothing is cut."""
+    rows of queries that are taken first end before the others, so that nothing is cut. If there are few rows, all go by
+    length, so that blocks end together; of many, neighbors run at a time, which read the same."""
     rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
     tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
     long = tiles * shape.rows > _LONG * tiles.sum(1, keepdim=True)
-    lengths = torch.where(long, tiles, 0)
+    lengths = tiles if shape.work <= _FEW_ROWS else torch.where(long, tiles, 0)
     if shape.by_keys:
         order = lengths.sort(dim=1, descending=True, stable=True).indices
     else:
