@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -471,6 +471,45 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
     "query_words": lambda g: _of_map(g).row_words // 2,
     "key_words": lambda g: _of_map(g).row_words // 2,
 }
+
+
+#: The sizes that ``plain_sizes`` computes beside those of splits.
+_PLAIN = frozenset({
+    "batch", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "q_tiles", "section",
+})  # fmt: skip
+
+
+_OF_SPLITS = frozenset({
+    "row_bits", "row_warps", "row_units", "query_rows", "split_tiles", "max_splits", "split_blocks", "split_cluster",
+    "split_slots", "split_counters", "merge_blocks", "batch_reciprocal", "row_units_reciprocal",
+    "query_rows_reciprocal", "split_tiles_reciprocal",
+})  # fmt: skip
+
+
+def has_plain_sizes(kernel: Kernel, names: Iterable[str]) -> bool:
+    """Whether ``plain_sizes`` serves a kernel of one launch, which reads sizes of these names."""
+    (launch, *others) = kernel.launches
+    if others or launch.tile_map or launch.cuts or launch.by_keys or launch.short_early or launch.split:
+        return False
+    if launch.grid == GRID:
+        return (_PLAIN - {"section"} | _OF_SPLITS).issuperset(names)
+    return launch.grid == "queries" and launch.persistent and _PLAIN.issuperset(names)
+
+
+def plain_sizes(launch: Launch, call: Call, capacity: Capacity, multiprocessors: int) -> tuple[dict[str, int], int]:
+    """The sizes of a launch that ``has_plain_sizes``, as a ``Geometry`` has them, and its blocks: servers change them
+    with each call."""
+    batch, seqlen_q, seqlen_k = call.batch, call.seqlen_q, call.seqlen_k
+    q_tiles, units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
+    sizes = {
+        "batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k,
+        "total_q": call.total_q, "total_k": call.total_k, "q_tiles": q_tiles,
+    }  # fmt: skip
+    if launch.grid == GRID:
+        sizes |= split_sizes(launch, call, capacity)
+        return sizes, sizes["split_blocks"]
+    sizes["section"] = _section(launch, call, units, by_keys=False)
+    return sizes, min(q_tiles * units, multiprocessors)
 
 
 def geometries(

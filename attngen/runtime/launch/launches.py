@@ -28,7 +28,9 @@ from attngen.runtime.geometry.sizes import (
     by_chunks,
     geometries,
     group_of,
+    has_plain_sizes,
     map_shapes,
+    plain_sizes,
     workspace_sizes,
 )
 from attngen.runtime.kernels.module import Entry, Kernel
@@ -164,6 +166,22 @@ class _PackedKernel:
         self._others = [(place, one) for place, one in follow if one.kind != "size"]
         self.function(geometry, driver, device)
 
+    def plain(self, kernel: Kernel) -> bool:
+        """Whether ``numbers`` serves calls of other sizes."""
+        factors = (factor for workspace in kernel.workspaces for term in workspace.terms for factor in term)
+        names = {*(name for _, name in self._sizes), *(factor for factor in factors if isinstance(factor, str))}
+        strides = all(one.kind == "stride" and one.of == "page_table" for _, one in self._others)
+        return strides and has_plain_sizes(kernel, names)
+
+    def numbers(self, sizes: Mapping[str, int], call: Call) -> bytes:
+        """The same as ``template``, of sizes that are computed without a geometry."""
+        values = self._values.copy()
+        for place, name in self._sizes:
+            values[place] = sizes[name]
+        for place, _ in self._others:
+            values[place] = call.page_table.stride(0)  # type: ignore[union-attr]
+        return self._pack(values)
+
     def function(self, geometry: Geometry, driver: Driver, device: int) -> tuple[Any, int, int, int, int]:
         """What the driver takes of a launch before the parameters."""
         return self._entry.launch_on(driver, device, geometry.blocks(driver, device), geometry.cluster)
@@ -218,11 +236,13 @@ class Chain:
         for kernel, shape in zip(self._kernels, shapes):  # noqa: B905
             sized.template += kernel.template(shape)
             sized.functions.append(kernel.function(shape, self._driver, self._device))
-        if resized and self._sized_maps:
-            sizes = shapes[0].sizes
-            sized.rows = [sizes[rows] if rows else 0 for _, _, _, rows in self._descriptors]
-        else:
-            sized.rows = self._as_made
+        sized.rows = self.rows_of(shapes[0].sizes) if resized else self._as_made
+
+    def rows_of(self, sizes: Mapping[str, int]) -> Sequence[int]:
+        """Rows of the tensor of each descriptor in a call of the kind; 0: as many as it was made for."""
+        if not self._sized_maps:
+            return self._as_made
+        return [sizes[rows] if rows else 0 for _, _, _, rows in self._descriptors]
 
     def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized) -> None:
         """Enqueue the kernels. ``scalars`` in order of declaration."""
@@ -298,7 +318,7 @@ class Launches:
 
     __slots__ = (
         "_capacity", "_classify", "_counted", "_device", "_driver", "_kernel", "_launch", "_launched", "_of_maps",
-        "first", "first_map", "maps", "names", "sizes",
+        "_plain", "first", "first_map", "maps", "names", "sizes",
     )  # fmt: skip
 
     def __init__(
@@ -349,6 +369,8 @@ class Launches:
                     self._launched.append(place)
         count = len(self.names)
         self._launch = Chain(kernels, count, driver, device) if kernels else None
+        #: The only kernel, if its numbers follow from few sizes.
+        self._plain = kernels[0] if len(kernels) == 1 and kernels[0].plain(kernel) else None
         #: The numbers of the call for which this was prepared, and those of the launches that make its tile maps.
         self.first = self._sized(call, shapes)
         self._classify: dict[str, Chain] = {}
@@ -371,6 +393,16 @@ class Launches:
     def resize(self, call: Call) -> Sized:
         """The numbers of a forward pass of the kind without tile maps, in which there is something to compute."""
         capacity = self._capacity
+        if self._plain is not None and self._launch is not None:
+            kernel, launch = self._kernel, self._kernel.main
+            sizes, blocks = plain_sizes(launch, call, capacity, self._driver.multiprocessors(self._device))
+            elements = {one.name: one.elements(sizes) for one in kernel.workspaces}
+            sized = Sized(call, elements, sizes.get("split_counters", 0))
+            cluster = sizes.get("split_cluster", 1)
+            sized.functions.append(launch.entry.launch_on(self._driver, self._device, blocks, cluster))
+            sized.template = self._plain.numbers(sizes, call)
+            sized.rows = self._launch.rows_of(sizes)
+            return sized
         if self._kernel.main.grid == SHARES:
             capacity = capacity_for(self._kernel, call, lambda: self._driver, self._device)
         return self._sized(call, geometries(self._kernel, call, {}, capacity=capacity), resized=True)
