@@ -117,11 +117,14 @@ def typical_sizes(call: Call) -> tuple[int, int, int]:
     does not know those of each sequence anyway.
     """
     seqlen_q, seqlen_k = lengths(call)
-    keys = rounded(seqlen_k, 1)
+    group, many, batch = call.heads // max(call.kv_heads, 1), -(-_MANY_UNITS // call.kv_heads), call.batch
+    bits = (seqlen_k - 1).bit_length()
     if call.page_size:
-        keys <<= keys.bit_length() % 2 == 0
-    batch = rounded(min(call.batch, _many(call)), 1)
-    return batch, tile_queries(-(-seqlen_q * group_of(call) // _TILE_ROWS), call), keys
+        bits += bits % 2
+    tiles = -(-seqlen_q * group // _TILE_ROWS)
+    zeros = max(tiles.bit_length() - 2, 0)
+    queries = -(-(-(-tiles >> zeros) << zeros) * _TILE_ROWS // group)
+    return 1 << ((many if batch > many else batch) - 1).bit_length(), queries, 1 << bits
 
 
 def _many(call: Call) -> int:
