@@ -153,6 +153,7 @@ class AttngenMetadata:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the user's mask
     context_lens: Tensor | None = None  # (requests,) int32, with context parallelism: keys here before the queries
     batches: dict[int, PagedBatch] = field(default_factory=dict)
+    plain: bool = False  # nothing but ``causal`` decides what a decoder's layer without a mask of its own sees
 
     def batch(self, block_size: int) -> PagedBatch:
         """The requests, with a block table without columns that no request reaches."""
@@ -267,6 +268,8 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
             step = Step(common.query_start_loc, common.seq_lens, common.num_actual_tokens, metadata.max_query_len,
                         common.max_seq_len)  # fmt: skip
             metadata.arguments = self._mask.of_step(step)
+        images, prompts, ranks = metadata.mm_prefix_query_range_tensor, metadata.prompts, metadata.context_lens
+        metadata.plain = images is None and prompts is None and ranks is None
         return metadata
 
     def _ranges(self, common: CommonAttentionMetadata) -> Tensor | None:
@@ -321,6 +324,8 @@ class AttngenImpl(AttentionImpl):
         self._bound: _Bound | None = None
         self._views: _Views | None = None
         self._paged: tuple[Choice, PagedLayer] | None = None
+        #: A cache in 16 bits, the causal layer over it, and its block size: what most calls need.
+        self._causal: tuple[Tensor, PagedLayer, int] | None = None
         self._exchange = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
         reason = engines.combination_reason(bool(self._softcap), alibi_slopes is not None, sinks is not None)
         if reason is None and self.dcp_world_size > 1 and (alibi_slopes or sliding_window or sinks is not None):
@@ -333,7 +338,7 @@ class AttngenImpl(AttentionImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Read the sinks, whose values are loaded now."""
         del act_dtype
-        self._bound = None
+        self._bound = self._causal = None
 
     def forward(
         self,
@@ -352,6 +357,10 @@ class AttngenImpl(AttentionImpl):
             raise NotImplementedError(f"{NAME} does not quantize its output")
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
+        known = self._causal
+        if known is not None and known[0] is kv_cache and attn_metadata.causal is True and attn_metadata.plain:
+            known[1](query, output, attn_metadata.batch(known[2]))
+            return output
         bound = self._bound or self._bind(query.device)
         if self.attn_type in _WITHOUT_CACHE or attn_metadata.context_lens is not None:
             tokens = attn_metadata.num_actual_tokens
@@ -369,6 +378,8 @@ class AttngenImpl(AttentionImpl):
                 split_size=self._split_size, arguments=choice.arguments, **self._own_scales(layer),
             )  # fmt: skip
             paged = self._paged = choice, made
+        if choice is bound.causal and self._mask is None and not self._fp8:
+            self._causal = kv_cache, paged[1], views.block_size
         paged[1](query, output, attn_metadata.batch(views.block_size))
         return output
 

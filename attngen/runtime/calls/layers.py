@@ -197,14 +197,14 @@ class _Launches:
             alike.like = check_of((q, out), (_ROWS, _ROWS))
         self._check = alike.like
         self._driver, self._device = drivers.current(), q.get_device()
-        self._beside = mixed.Beside(self._device) if parts[0].stream != parts[-1].stream else None
+        self._beside = mixed.streams_beside(self._device) if parts[0].stream != parts[-1].stream else None
         #: Whether it has workspaces that belong to torch, which are not kept for longer than a step.
         self.holds_memory = any(part.kept is not None for part in parts)
 
     def __call__(self, q: Tensor, out: Tensor, layer: PagedLayer) -> bool:
         """Launch with these tensors and those of a layer; False, and no launch, if a tensor is not like the first
         layer's, or something else is not as it was."""
-        if not self._check(q, out) or q.shape[0] < self._rows or out.shape[0] < self._rows or _watched():
+        if not self._check(q, out) or q.size(0) < self._rows or out.size(0) < self._rows or _watched():
             return False
         begin, into = q.data_ptr(), out.data_ptr()
         if (begin | into) % CHUNK_BYTES or self._driver.stream(self._device) != self._parts[0].stream:
@@ -251,7 +251,7 @@ class _Writes:
         """Launch with these tensors, and what a layer has in ``places``; False, and no launch, if a tensor or the state
         of torch is not as it was."""
         rows = self._rows
-        if not self._check(k, v, slots) or k.shape[0] < rows or v.shape[0] < rows or _watched():
+        if not self._check(k, v, slots) or k.size(0) < rows or v.size(0) < rows or _watched():
             return False
         keys, values, to = k.data_ptr(), v.data_ptr(), slots.data_ptr()
         if (keys | values | to) % CHUNK_BYTES:

@@ -141,40 +141,76 @@ class Beside:
     nothing but what came before all of this. At the end, the current stream waits for both.
     """
 
-    _KEPT = threading.local()
-
     def __init__(self, device: int) -> None:
-        kept, key = self._KEPT.__dict__, f"{device} {drivers.current().stream(device)}"
-        if key not in kept:
-            streams = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-            kept[key] = (*streams, torch.cuda.Event(), torch.cuda.Event())
-        self._main, self._side, self._begun, self._done = kept[key]
+        self._streams = streams_beside(device)
 
     def __enter__(self) -> Beside:
-        self.begin()
+        self._streams.begin()
         return self
 
     def switch(self) -> None:
         """Go to the other stream."""
-        self.fork()
-        torch.cuda.set_stream(self._side)
+        self._streams.fork()
+        torch.cuda.set_stream(self._streams.side)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._main)
-        self.join()
+        torch.cuda.set_stream(self._streams.main)
+        self._streams.join()
+
+
+class Streams:
+    """The current stream of a device, one beside it, and the events by which they wait for each other."""
+
+    __slots__ = ("_begun", "_calls", "_device", "_done", "_driver", "main", "side")
+
+    def __init__(self, device: int) -> None:
+        self.main, self.side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
+        self._begun.record(self.main)  # an event has a handle once it is recorded
+        self._done.record(self.side)
+        self._device, self._driver = device, drivers.current()
+        main, side = self.main.cuda_stream, self.side.cuda_stream
+        begun, done = self._begun.cuda_event, self._done.cuda_event
+        #: The methods below without torch, which takes longer.
+        self._calls = (
+            self._driver.recorder(begun, main), self._driver.waiter(begun, side), self._driver.recorder(done, side),
+            self._driver.waiter(done, main),
+        )  # fmt: skip
 
     def begin(self) -> None:
         """Note what the other stream has to wait for: what the current one has until now."""
-        self._begun.record(self._main)
+        if self._driver.ready(self._device):
+            self._calls[0]()
+        else:
+            self._begun.record(self.main)
 
     def fork(self) -> None:
         """Make the other stream wait for it."""
-        self._side.wait_event(self._begun)
+        if self._driver.ready(self._device):
+            self._calls[1]()
+        else:
+            self.side.wait_event(self._begun)
 
     def join(self) -> None:
         """Make the current stream wait for the other one."""
-        self._done.record(self._side)
-        self._main.wait_event(self._done)
+        if self._driver.ready(self._device):
+            self._calls[2]()
+            self._calls[3]()
+        else:
+            self._done.record(self.side)
+            self.main.wait_event(self._done)
+
+
+_STREAMS = threading.local()
+
+
+def streams_beside(device: int) -> Streams:
+    """The current stream and the one beside it, which this thread keeps."""
+    kept, key = _STREAMS.__dict__, f"{device} {drivers.current().stream(device)}"
+    if key not in kept:
+        kept[key] = Streams(device)
+    known: Streams = kept[key]
+    return known
 
 
 def _apart(count: int, last: bool, given: Given) -> bool:

@@ -120,6 +120,15 @@ class Driver(Protocol):
         """A function that enqueues kernels as ``launch`` does, on a stream of the device. Their parameters may change
         in place between calls."""
 
+    def ready(self, device: int) -> bool:
+        """Whether a device is the current one, and this thread has launched on it."""
+
+    def recorder(self, event: int, stream: int) -> Callable[[], None]:
+        """A function that records an event on a stream of the current device."""
+
+    def waiter(self, event: int, stream: int) -> Callable[[], None]:
+        """A function that makes a stream of the current device wait for an event."""
+
     def encode_tensor_map(
         self,
         dtype: str,
@@ -347,7 +356,7 @@ class CudaDriver:
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         """See ``Driver.launch``."""
-        if not self._ready(device):
+        if not self.ready(device):
             with self._device(device):
                 self._bound.ready = True
                 self.launch(kernels, device)
@@ -380,7 +389,7 @@ class CudaDriver:
                 launches.append(partial(self._launch, *given))
 
         def enqueue() -> None:
-            if not self._ready(device):
+            if not self.ready(device):
                 with self._device(device):
                     self._bound.ready = True
                     enqueue()
@@ -392,8 +401,24 @@ class CudaDriver:
 
         return enqueue
 
-    def _ready(self, device: int) -> bool:
-        """Whether a device is the current one, and this thread has a context."""
+    def recorder(self, event: int, stream: int) -> Callable[[], None]:
+        """See ``Driver.recorder``."""
+        return self._checked(self._cu.cuEventRecord, self._cu.CUevent(event), self._cu.CUstream(stream))
+
+    def waiter(self, event: int, stream: int) -> Callable[[], None]:
+        """See ``Driver.waiter``."""
+        return self._checked(self._cu.cuStreamWaitEvent, self._cu.CUstream(stream), self._cu.CUevent(event), 0)
+
+    def _checked(self, function: Any, *arguments: Any) -> Callable[[], None]:
+        def checked() -> None:
+            (status,) = function(*arguments)
+            if status:
+                raise LoadError(f"{function.__name__}: {self._describe(status)}")
+
+        return checked
+
+    def ready(self, device: int) -> bool:
+        """See ``Driver.ready``."""
         return self._current_device() == device and self._bound.ready
 
     def _failure(self, kernel: Launch, status: Any) -> LoadError:
