@@ -195,6 +195,9 @@ class HostDriver:
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         return symbol
 
+    def ready(self, device: int) -> bool:
+        return True
+
     def bound(self, kernels: Sequence[Any], device: int, stream: int) -> Callable[[], None]:
         return lambda: self.launch(kernels, device)
 

@@ -300,6 +300,15 @@ class FakeDriver:
         assert list(sizes) == [size_of(row) for row in rows]
         return symbol, manifest, rows
 
+    def ready(self, device: int) -> bool:
+        return True
+
+    def recorder(self, event: int, stream: int) -> Callable[[], None]:
+        return lambda: None
+
+    def waiter(self, event: int, stream: int) -> Callable[[], None]:
+        return lambda: None
+
     def bound(self, kernels: Sequence[Any], device: int, stream: int) -> Callable[[], None]:
         return lambda: self.launch(kernels, device)
 

@@ -16,7 +16,7 @@ import torch
 from attngen.dtypes import DTYPES
 from attngen.errors import LoadError
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.device.driver import CudaDriver, Frame
+from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, CudaDriver, Frame
 
 
 class Status(enum.IntEnum):
@@ -46,7 +46,7 @@ class Stub:
             setattr(self, name, _Names(name))
         self.CUlaunchConfig = SimpleNamespace
         self.CUlaunchAttribute = lambda: SimpleNamespace(value=SimpleNamespace(clusterDim=SimpleNamespace()))
-        self.cuuint64_t = self.cuuint32_t = int
+        self.cuuint64_t = self.cuuint32_t = self.CUevent = self.CUstream = int
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("cu"):
@@ -78,7 +78,7 @@ class Stub:
                 buffer = ctypes.create_string_buffer(b"\xff" * 128, 128)
                 self.maps.append(buffer)
                 return (SimpleNamespace(getPtr=lambda: ctypes.addressof(buffer)),)
-            case "cuLaunchKernel" | "cuLaunchKernelEx" | "cuFuncSetAttribute":
+            case "cuLaunchKernel" | "cuLaunchKernelEx" | "cuEventRecord" | "cuStreamWaitEvent" | "cuFuncSetAttribute":
                 return ()
         return (Pointer(1),)
 
@@ -268,6 +268,35 @@ def test_launches_of_other_grids_change_the_attributes_of_their_thread(stub: Stu
     assert seen[0][0] is seen[1][0]
     assert len({id(config) for config in (seen[1][0], seen[2][0], bound)}) == 3
     assert bound.gridDimX == 9
+
+
+def test_a_launch_of_both_kinds(stub: Stub) -> None:
+    driver, attributes = CudaDriver(), []
+    for how in (DEPENDENT, COOPERATIVE, DEPENDENT | COOPERATIVE):
+        driver.launch([("function", 12, 128, 4096, how, 5555)], 0)
+        config = stub.named("cuLaunchKernelEx")[-1][0]
+        assert config.numAttrs == len(config.attrs)
+        attributes.append({attribute.id.removeprefix("CU_LAUNCH_ATTRIBUTE_") for attribute in config.attrs})
+    assert attributes == [one := {"PROGRAMMATIC_STREAM_SERIALIZATION"}, two := {"COOPERATIVE"}, one | two]
+
+
+def test_events(stub: Stub) -> None:
+    driver = CudaDriver()
+    record, wait = driver.recorder(5, 77), driver.waiter(5, 78)
+    record()
+    wait()
+    assert (stub.named("cuEventRecord"), stub.named("cuStreamWaitEvent")) == ([(5, 77)], [(78, 5, 0)])
+    stub.fails["cuEventRecord"] = Status.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(LoadError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        record()
+
+
+def test_the_first_launch_of_a_thread_makes_its_device_ready(stub: Stub) -> None:
+    driver = CudaDriver()
+    assert not driver.ready(0)
+    driver.launch([("function", 1, 128, 0, PLAIN, 5555)], 0)
+    assert driver.ready(0)
+    assert not driver.ready(1)
 
 
 def test_bound_launches(stub: Stub) -> None:

@@ -204,18 +204,22 @@ class _Launches:
     def __call__(self, q: Tensor, out: Tensor, layer: PagedLayer) -> bool:
         """Launch with these tensors and those of a layer; False, and no launch, if a tensor is not like the first
         layer's, or something else is not as it was."""
-        if not self._check(q, out) or q.size(0) < self._rows or out.size(0) < self._rows or _watched():
+        driver, device, rows = self._driver, self._device, self._rows
+        if not self._check(q, out) or q.size(0) < rows or out.size(0) < rows or not driver.ready(device) or _watched():
             return False
         begin, into = q.data_ptr(), out.data_ptr()
-        if (begin | into) % CHUNK_BYTES or self._driver.stream(self._device) != self._parts[0].stream:
+        parts, beside = self._parts, self._beside
+        first = parts[0]
+        if (begin | into) % CHUNK_BYTES or driver.stream(device) != first.stream:
             return False
-        beside = self._beside
+        moves = layer.moves
         if beside is not None:
             beside.begin()
-        for part in self._parts:
-            if beside is not None and part is not self._parts[0]:
+        first.launch(begin, into, moves.get(first.chain) or layer.moved(first.chain))
+        for part in parts[1:]:
+            if beside is not None:
                 beside.fork()
-            part.launch(begin, into, layer.moves.get(part.chain) or layer.moved(part.chain))
+            part.launch(begin, into, moves.get(part.chain) or layer.moved(part.chain))
         if beside is not None:
             beside.join()
         return True

@@ -145,60 +145,44 @@ class Beside:
         self._streams = streams_beside(device)
 
     def __enter__(self) -> Beside:
-        self._streams.begin()
+        self._streams.begun.record(self._streams.main)
         return self
 
     def switch(self) -> None:
         """Go to the other stream."""
-        self._streams.fork()
+        self._streams.side.wait_event(self._streams.begun)
         torch.cuda.set_stream(self._streams.side)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._streams.main)
-        self._streams.join()
+        streams = self._streams
+        torch.cuda.set_stream(streams.main)
+        streams.done.record(streams.side)
+        streams.main.wait_event(streams.done)
 
 
 class Streams:
-    """The current stream of a device, one beside it, and the events by which they wait for each other."""
+    """The current stream of a device, one beside it, and the events by which they wait for each other.
 
-    __slots__ = ("_begun", "_calls", "_device", "_done", "_driver", "main", "side")
+    ``begin``, ``fork`` and ``join`` do without torch, in half the time, on a device that is ready: they note what the
+    stream beside has to wait for, make it wait, and make the current one wait for both.
+    """
+
+    __slots__ = ("_ended", "_wait", "begin", "begun", "done", "fork", "main", "side")
 
     def __init__(self, device: int) -> None:
         self.main, self.side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        self._begun, self._done = torch.cuda.Event(), torch.cuda.Event()
-        self._begun.record(self.main)  # an event has a handle once it is recorded
-        self._done.record(self.side)
-        self._device, self._driver = device, drivers.current()
-        main, side = self.main.cuda_stream, self.side.cuda_stream
-        begun, done = self._begun.cuda_event, self._done.cuda_event
-        #: The methods below without torch, which takes longer.
-        self._calls = (
-            self._driver.recorder(begun, main), self._driver.waiter(begun, side), self._driver.recorder(done, side),
-            self._driver.waiter(done, main),
-        )  # fmt: skip
-
-    def begin(self) -> None:
-        """Note what the other stream has to wait for: what the current one has until now."""
-        if self._driver.ready(self._device):
-            self._calls[0]()
-        else:
-            self._begun.record(self.main)
-
-    def fork(self) -> None:
-        """Make the other stream wait for it."""
-        if self._driver.ready(self._device):
-            self._calls[1]()
-        else:
-            self.side.wait_event(self._begun)
+        self.begun, self.done = torch.cuda.Event(), torch.cuda.Event()
+        self.begun.record(self.main)  # an event has a handle once it is recorded
+        self.done.record(self.side)
+        driver, main, side = drivers.current(), self.main.cuda_stream, self.side.cuda_stream
+        begun, done = self.begun.cuda_event, self.done.cuda_event
+        self.begin, self.fork = driver.recorder(begun, main), driver.waiter(begun, side)
+        self._ended, self._wait = driver.recorder(done, side), driver.waiter(done, main)
 
     def join(self) -> None:
         """Make the current stream wait for the other one."""
-        if self._driver.ready(self._device):
-            self._calls[2]()
-            self._calls[3]()
-        else:
-            self._done.record(self.side)
-            self.main.wait_event(self._done)
+        self._ended()
+        self._wait()
 
 
 _STREAMS = threading.local()

@@ -117,17 +117,17 @@ class Driver(Protocol):
         """Enqueue kernels, one after the other, on the caller's current stream of a device; never synchronizes."""
 
     def bound(self, kernels: Sequence[Launch], device: int, stream: int) -> Callable[[], None]:
-        """A function that enqueues kernels as ``launch`` does, on a stream of the device. Their parameters may change
-        in place between calls."""
+        """A function that enqueues kernels on a stream of the device, which must be ``ready``. Their parameters may
+        change in place between calls."""
 
     def ready(self, device: int) -> bool:
         """Whether a device is the current one, and this thread has launched on it."""
 
     def recorder(self, event: int, stream: int) -> Callable[[], None]:
-        """A function that records an event on a stream of the current device."""
+        """A function that records an event on a stream of a device that is ``ready``."""
 
     def waiter(self, event: int, stream: int) -> Callable[[], None]:
-        """A function that makes a stream of the current device wait for an event."""
+        """A function that makes a stream of a device that is ``ready`` wait for an event."""
 
     def encode_tensor_map(
         self,
@@ -389,11 +389,6 @@ class CudaDriver:
                 launches.append(partial(self._launch, *given))
 
         def enqueue() -> None:
-            if not self.ready(device):
-                with self._device(device):
-                    self._bound.ready = True
-                    enqueue()
-                return
             for place, launch in enumerate(launches):
                 (status,) = launch()
                 if status:
