@@ -8,6 +8,7 @@ graph may capture a call whose lengths change later.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,6 +133,22 @@ def flash_mla_with_kvcache(
     bf16, which is the dtype of the output. Raises CallError for arguments that disagree.
     """
     del num_splits, use_legacy
+    record: recalled.Record = ()
+    key = constants = None
+    if indices is not None:
+        record = (
+            q, k_cache, indices, topk_length, attn_sink, None, None, extra_k_cache, extra_indices_in_kvcache,
+            extra_topk_length,
+        )  # fmt: skip
+        if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+            constants = tile_scheduler_metadata.constants
+        key = recalled.key_of(
+            record, head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, descale_q,
+            descale_k,
+        )  # fmt: skip
+        results = None if key is None else recalled.again(key, record, constants, softmax_scale)
+        if results is not None:
+            return _as_given(q, *results)
     refuse(_REASONS, kv_format=kv_format)
     _check_cache("k_cache", k_cache)
     in_8_bits = k_cache.dtype in _BYTES
@@ -141,15 +158,10 @@ def flash_mla_with_kvcache(
         refuse(_REASONS, causal=causal, descale_q=descale_q, descale_k=descale_k)
         rows = _ListedRows(k_cache, indices, topk_length)
         extra = _second_cache(k_cache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-        meta = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
-        out, lse = _listed_in_caches(
-            q, rows, extra, head_dim_v, softmax_scale, attn_sink, None if meta is None else meta.constants,
-            one_block=enable_batch_invariant,
-        )  # fmt: skip
-        batch, queries, heads, _ = q.shape
-        if queries == 1:
-            return out.view(batch, 1, heads, head_dim_v), lse.permute(2, 1, 0)
-        return out.view(batch, queries, heads, head_dim_v), lse.view(heads, batch, queries).transpose(0, 1)
+        arguments = _Arguments(record, constants, key if type(softmax_scale) in _SCALES else None)
+        return _as_given(q, *_listed_in_caches(
+            q, rows, extra, head_dim_v, softmax_scale, attn_sink, arguments, one_block=enable_batch_invariant
+        ))  # fmt: skip
     refuse(
         _REASONS, topk_length=topk_length, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
         extra_indices_in_kvcache=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
@@ -284,6 +296,23 @@ def _check_sink(q: Tensor, attn_sink: Tensor) -> None:
         raise CallError(f"attn_sink must have shape ({q.shape[-2]},), got {tuple(attn_sink.shape)}")
 
 
+@dataclass
+class _Arguments:
+    """The arguments of a call with indices, and what kernels get in the place of some, or where there is none."""
+
+    record: recalled.Record
+    constants: dict[Key, Tensor] | None
+    key: tuple[Any, ...] | None  # under which the call is remembered
+    makers: list[recalled.Maker] = field(default_factory=list)
+    made: list[Tensor] = field(default_factory=list)
+
+    def put(self, place: int, make: Callable[[recalled.Record, dict[Key, Tensor] | None], Tensor]) -> Tensor:
+        """Make what stands in a place, now and whenever such a call is made again."""
+        self.makers.append((place, make))
+        self.made.append(made := make(self.record, self.constants))
+        return made
+
+
 def _listed_in_caches(
     q: Tensor,
     rows: _ListedRows,
@@ -291,41 +320,28 @@ def _listed_in_caches(
     head_dim_v: int,
     softmax_scale: float | None,
     attn_sink: Tensor | None,
-    constants: dict[Key, Tensor] | None,
+    arguments: _Arguments,
     *,
     one_block: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention to the listed rows of one cache or of two: all queries are of one sequence, whose keys are the whole
     first cache."""
-    made: list[tuple[int, Tensor]] = []  # what kernels get in the place of an argument, or where there is none
-    lengths = _lengths(q, rows, _TOPK_LENGTH, made, constants)
-    k_cache, indices, topk_length, _ = rows
-    batch, queries, heads, head_dim = shape = q.shape
+    lengths = _lengths(q, rows, _TOPK_LENGTH, arguments)
+    k_cache, indices, _, _ = rows
+    batch, queries, heads, head_dim = q.shape
     count = batch * queries
-    of_cache = blocks, block_size, kv_heads, columns = k_cache.shape
-    more: tuple[Tensor | None, ...] = None, None, None
-    more_lengths, of_extra = None, None
+    blocks, block_size, kv_heads, columns = k_cache.shape
+    more_lengths = None
     if extra is not None:
         if extra.cache.requires_grad and torch.is_grad_enabled():
             raise CallError("extra_k_cache requires gradients, which it has none of: pass extra_k_cache.detach()")
-        more_lengths = _lengths(q, extra, _EXTRA_TOPK_LENGTH, made, constants)
-        more, of_extra = extra[:3], (extra.cache.shape, extra.indices.shape, extra.topk_length is None)
+        more_lengths = _lengths(q, extra, _EXTRA_TOPK_LENGTH, arguments)
     in_8_bits = k_cache.dtype in _BYTES
     stride, row = k_cache.stride()[:2]
     table = used = None
     if one_block or stride != block_size * row or (in_8_bits and columns in _SCALES_AFTER_ROWS):
-        table, used = counted(q, blocks, constants), filled(q, 1, blocks * block_size, constants)
-        made += [(_TABLE, table), (_USED, used)]
-    key = None
-    if type(softmax_scale) in _SCALES and type(head_dim_v) is int:
-        absent = topk_length is None, attn_sink is None
-        key = recalled.key_of(
-            q.get_device(), shape, indices.shape, of_cache, head_dim_v, softmax_scale, one_block, absent, of_extra
-        )
-    record = q, k_cache, indices, topk_length, attn_sink, None, None, *more
-    results = None if key is None else recalled.again(key, record, made, softmax_scale)
-    if results is not None:
-        return results
+        table = arguments.put(_TABLE, lambda record, held: counted(record[0], blocks, held))
+        used = arguments.put(_USED, lambda record, held: filled(record[0], 1, blocks * block_size, held))
     if k_cache.dtype in _BYTES_BUT_UINT8:
         k_cache = k_cache.view(torch.uint8)
     q, k_cache, indices = contiguous_rows(q=q, k_cache=k_cache, indices=indices)
@@ -344,23 +360,21 @@ def _listed_in_caches(
     out, lse = _listed(as_one, keys, values, own, attn_sink, softmax_scale, pages, used)
     if out.shape[-1] != head_dim_v:
         raise CallError(f"head_dim_v is {head_dim_v}, but values of the cache have {out.shape[-1]} columns")
-    if key is not None:
+    if arguments.key is not None:
         if attn_sink is not None:
             own["sinks"] = attn_sink
         splits = None if pages is None else pages.num_splits
         form, layout = ("dense", "bshd") if pages is None else ("paged", "NHD")
-        recalled.note(key, record, made, Given(
+        recalled.note(arguments.key, arguments.record, arguments.makers, arguments.made, Given(
             as_one, keys, values, seqused_k=used, page_table=table, arguments=own, softmax_scale=softmax_scale,
             variant=variant(_name(own)), return_lse=True, form=form, layout=layout, num_splits=splits,
         ))  # fmt: skip
     return out, lse
 
 
-def _lengths(
-    q: Tensor, rows: _ListedRows, place: int, made: list[tuple[int, Tensor]], constants: dict[Key, Tensor] | None
-) -> Tensor:
-    """Entries that count of each query's list, as kernels get them: noted in ``made``, at their ``place``, if they are
-    not the argument itself. Raises CallError for lists that do not go with q."""
+def _lengths(q: Tensor, rows: _ListedRows, place: int, arguments: _Arguments) -> Tensor:
+    """Entries that count of each query's list, as kernels get them: put in their ``place``, if they are not the
+    argument itself. Raises CallError for lists that do not go with q."""
     _, indices, topk_length, prefix = rows
     name = f"{prefix}indices_in_kvcache" if prefix else "indices"
     shape, listed = tensor("q", q).shape, tensor(name, indices).shape
@@ -372,15 +386,25 @@ def _lengths(
     batch, queries, topk = listed
     count = batch * queries
     if topk_length is None:
-        lengths = filled(q, count, topk, constants)
-    elif tensor(f"{prefix}topk_length", topk_length).shape != (batch,):
+        return arguments.put(place, lambda record, held: filled(record[0], count, topk, held))
+    if tensor(f"{prefix}topk_length", topk_length).shape != (batch,):
         raise CallError(f"{prefix}topk_length must have shape ({batch},), got {tuple(topk_length.shape)}")
-    elif queries == 1:
+    if queries == 1:
         return topk_length.unsqueeze(0)
-    else:
-        lengths = topk_length.repeat_interleave(queries, output_size=count).unsqueeze(0)
-    made.append((place, lengths))
-    return lengths
+    return arguments.put(place, lambda record, _: _for_each(record[place], queries, count))
+
+
+def _for_each(lengths: Tensor, queries: int, count: int) -> Tensor:
+    """Lengths of sequences as those of their queries, (1, ``count``)."""
+    return lengths.repeat_interleave(queries, output_size=count).unsqueeze(0)
+
+
+def _as_given(q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (b, sq, h, head_dim_v) and log-sum-exp (b, h, sq) of a call whose queries are of one sequence."""
+    batch, queries, heads, _ = q.shape
+    if queries == 1:
+        return out.view(batch, 1, heads, out.shape[3]), lse.permute(2, 1, 0)
+    return out.view(batch, queries, heads, out.shape[3]), lse.view(heads, batch, queries).transpose(0, 1)
 
 
 def _listed(

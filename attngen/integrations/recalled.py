@@ -6,7 +6,7 @@ so that a call with tensors like those of an earlier one needs only their addres
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +34,18 @@ _EMPTY = tuple(Given._field_defaults.get(name) for name in Given._fields)
 _BETWEEN, _BEHIND = _EMPTY[1:_SCALE], _EMPTY[_SCALE + 1 :]
 
 
+#: The tensors of a call by their places, at least one of them None; q is the first.
+Record = tuple[Tensor | None, ...]
+
+#: What makes the tensor that stands for the argument of a place, from all arguments and the constants that are held.
+Maker = tuple[int, Callable[[Any, Any], Tensor]]
+
+
 class _Alike(NamedTuple):
-    """The arguments of an earlier call, what ran it, and where its addresses come from."""
+    """The arguments of an earlier call, what stands for some, what ran it, and where its addresses come from."""
 
     tensors: SeenTensors
+    makers: Sequence[Maker]
     prepared: PreparedCall
     #: Addresses that a launch takes, 0 where the source says which argument's it is.
     addresses: list[int]
@@ -48,30 +56,35 @@ _KNOWN: RecentCache[_Alike] = RecentCache(512)
 _NOTED: RecentCache[int] = RecentCache(512)
 
 
-def key_of(*settings: Any) -> tuple[Any, ...] | None:
-    """Key of a call with such settings; None for one that has to be looked at each time."""
+def key_of(record: Record, *settings: Any) -> tuple[Any, ...] | None:
+    """Key of a call with these tensors and such settings; None for one that has to be looked at each time."""
     if is_compiling() or watching() or is_tracing() or transforms_active() or debugging.active():
         return None
-    if forward_ad._current_level >= 0:
+    q = record[0]
+    if forward_ad._current_level >= 0 or type(q) not in PLAIN or q is None:
         return None
-    return (registry.generation, torch.is_grad_enabled(), *settings)
+    try:
+        shapes = [None if tensor is None else tensor.shape for tensor in record]
+        key = (registry.generation, torch.is_grad_enabled(), q.get_device(), *shapes, *settings)
+        hash(key)
+    except (AttributeError, RuntimeError, TypeError):  # something else than a tensor, or than a number
+        return None
+    return key
 
 
 def again(
-    key: tuple[Any, ...], record: tuple[Tensor | None, ...], made: Sequence[tuple[int, Tensor]], scale: float | None
+    key: tuple[Any, ...], record: Record, held: Mapping[Any, Tensor] | None, scale: float | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Make a call whose arguments are like earlier ones, and return output and log-sum-exp; else None.
-
-    ``record``: q and the other tensors of the call, at least one of them None. ``made``: tensors that stand for the
-    arguments of these places.
-    """
+    """Make a call whose arguments are like earlier ones, and return output and log-sum-exp; else None."""
     alike = _KNOWN[key]
     if alike is None:
         return None
     pointers = alike.tensors.addresses(record)
     if pointers is None:
         return None
-    for place, tensor in made:
+    made = []  # kept until the launch is enqueued
+    for place, make_of in alike.makers:
+        made.append(tensor := make_of(record, held))
         pointers[place] = tensor.data_ptr()
     addresses = alike.addresses.copy()
     for place, source in alike.sources:
@@ -81,9 +94,7 @@ def again(
     return out, lse
 
 
-def note(
-    key: tuple[Any, ...], record: tuple[Tensor | None, ...], made: Sequence[tuple[int, Tensor]], given: Given
-) -> None:
+def note(key: tuple[Any, ...], record: Record, makers: Sequence[Maker], made: Sequence[Tensor], given: Given) -> None:
     """Remember the arguments of a call that became ``given``, if that was recognized when it was made."""
     count = _NOTED.get(key, 0)
     prepared = recognized(given) if count < _MOST_NOTED and choice.on_gpu(given.q) else None
@@ -94,7 +105,7 @@ def note(
     places = [(place, tensor) for place, tensor in enumerate(tensors_of(given)) if tensor is not None]
     places += enumerate(own, len(FORWARD))
     pointers = [0 if tensor is None else tensor.data_ptr() for tensor in record]
-    for place, tensor in made:
+    for (place, _), tensor in zip(makers, made, strict=True):
         pointers[place] = tensor.data_ptr()
     some = [pointer for pointer in pointers if pointer]
     if len(set(some)) < len(some):  # nothing tells such arguments apart
@@ -106,4 +117,4 @@ def note(
         sources.append((place, pointers.index(tensor.data_ptr())))
     noted = seen(record, (), range(len(record)), len(record), frozenset(), {})
     if noted is not None:
-        _KNOWN.put(key, _Alike(noted, prepared, addresses, sources))
+        _KNOWN.put(key, _Alike(noted, makers, prepared, addresses, sources))
