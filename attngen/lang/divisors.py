@@ -55,8 +55,7 @@ class Divisor:
         return min(int(number.value), int(INT32[1]))
 
 
-@lru_cache(maxsize=4096)
-@lru_cache(4096)  # calls of new sizes divide by the same few numbers
+@lru_cache(4096)
 def reciprocal(divisor: int) -> int:
     """The reciprocal in a kernel's ``Divisor``, as a signed number of 32 bits; 0 for a divisor below 1 (unused).
 

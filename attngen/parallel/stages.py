@@ -101,8 +101,8 @@ def given_of(
     form, layout = ("dense", "bshd") if packing is None else ("varlen", "varlen")
     return make(Given, (
         q, k, v, None, None, None, None, cu_q, cu_k, None, out, values, None, source,
-        options.softmax_scale, False, options.deterministic, form, layout, options.backend, options.package,
-        longest_q, longest_k, None, None, None, 0,
+        options.softmax_scale, longest_q, longest_k, False, options.deterministic, form, layout, options.backend,
+        options.package, None, None, None, 0,
     ))  # fmt: skip
 
 

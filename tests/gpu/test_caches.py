@@ -99,7 +99,7 @@ def test_memory_that_the_allocator_hands_out_again() -> None:
 def test_caches_are_bounded() -> None:
     dispatch._PREPARED.clear()
     tensormap._ENCODED.clear()
-    launch._PLACED.clear()
+    launch._DESCRIBED.clear()
     rows = torch.randn(1, 5000, 2, 64, device="cuda").bfloat16()
     first = forward([rows[:, :7]] * 3)
     for start in range(4200):  # other addresses: 256 B apart
@@ -108,7 +108,7 @@ def test_caches_are_bounded() -> None:
         forward([rows[:, :seqlen]] * 3)
     assert len(dispatch._PREPARED) <= dispatch.PREPARED_CALLS
     assert len(tensormap._ENCODED) <= tensormap.MAX_ENCODED
-    assert len(launch._PLACED) <= launch.MAX_PLACED
+    assert len(launch._DESCRIBED) <= launch.MAX_DESCRIBED
     assert same(forward([rows[:, :7]] * 3), first)
     assert len(training._PREPARED) <= dispatch.PREPARED_CALLS
 
@@ -173,7 +173,7 @@ def test_many_threads(own_streams: bool) -> None:
     dispatch._PREPARED.clear()
     training._PREPARED.clear()
     tensormap._ENCODED.clear()
-    launch._PLACED.clear()
+    launch._DESCRIBED.clear()
 
     def work(number: int) -> None:
         stream = torch.cuda.Stream() if own_streams else torch.cuda.current_stream()

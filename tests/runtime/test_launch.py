@@ -354,9 +354,9 @@ def test_tensors_that_move_between_launches_of_one_shape(gpu: FakeDriver, loads:
         assert gpu.encoded == 9  # one for each tensor, however often it comes back
 
 
-def test_sets_of_addresses_are_kept_up_to_a_limit(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_of_descriptors_are_kept_up_to_a_limit(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: RecentCache[bytes] = RecentCache(4)
-    monkeypatch.setattr(launches, "_PLACED", kept)
+    monkeypatch.setattr(launches, "_DESCRIBED", kept)
     install(kernel(variant(), loads="descriptor"))
     sets = [tensors(batch=1, seqlen_q=8, seqlen_k=8) for _ in range(6)]
     for number in (*range(6), *range(6), 5, 5):

@@ -96,6 +96,7 @@ def test_each_captured_launch_has_a_counter_that_no_replay_clears(
     gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry.add(package_of_kernels([persistent_kernel()], "memory"))
+    monkeypatch.setattr(gpu, "stream", lambda device: 7)  # the default stream cannot record
     attngen.attention(*tensors(), variant="causal")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     kept = counters._COUNTERS.copy()

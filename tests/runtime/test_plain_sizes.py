@@ -13,6 +13,7 @@ import attngen
 from attngen.plan import plan
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.calls import dispatch
+from attngen.runtime.device import counters
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.launches import Launches, Sized
 from attngen.runtime.registry.lookup import package_of_kernels, registry
@@ -57,7 +58,7 @@ class Card(HostDriver):
 
 
 def facts(sized: Sized) -> list[Any]:
-    return [getattr(sized, name) for name in Sized.__slots__ if name not in ("token", "launches")]
+    return [getattr(sized, name) for name in Sized.__slots__ if name != "launches"]
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]
         return sized
 
     monkeypatch.setattr(Launches, "resize", both)
-    monkeypatch.setattr(Launches, "workspace", lambda self, sized: 4096)
+    monkeypatch.setattr(counters, "workspace", lambda *of: 4096)
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     registry.clear()
@@ -93,7 +94,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]
 def test_pages(compared: list[tuple[str, bool]], variant: str, head_dim: int) -> None:
     rnd = random.Random(head_dim)
     pages = torch.zeros(50, 16, 8, head_dim, dtype=torch.bfloat16)
-    q, own = torch.zeros(3000, 32, head_dim, dtype=torch.bfloat16), {"window": 100} if variant != "causal" else {}
+    q = torch.zeros(3000, 32, head_dim, dtype=torch.bfloat16)
+    own: dict[str, Any] = {"window": 100} if variant != "causal" else {}
     for number in range(120):
         lengths = [1] * rnd.randint(1, 200) + [rnd.randint(2, 600)] * rnd.randint(0, 2)
         table = torch.zeros(len(lengths), rnd.randint(40, 600), dtype=torch.int32)

@@ -38,6 +38,15 @@ def test_sections_stay_near_what_is_wanted() -> None:
                 assert 5 * min(wanted, every) <= 8 * balanced(wanted, every, most) <= 8 * min(most, every)
 
 
+def test_the_last_section_is_as_full_as_it_can_be() -> None:
+    for wanted in range(1, 40):
+        for every in range(1, 90):
+            for most in (min(wanted, every), min(3 * wanted // 2, every)):
+                sizes = range(-(-5 * min(wanted, every) // 8), most + 1)
+                best = max(sizes, key=lambda size: (((every - 1) % size + 1) / size, size))
+                assert balanced(wanted, every, max(most, 1)) == (most if every % most == 0 else best)
+
+
 def test_powers_of_two_keep_theirs() -> None:
     for wanted in (1, 2, 4, 8, 16, 64):
         for every in (1, 2, 8, 16, 32, 128):

@@ -37,14 +37,14 @@ class Given(NamedTuple):
     tile_map: Any = None
     variant: str | Variant = "full"
     softmax_scale: Any = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
     return_lse: bool = False
     deterministic: bool = False
     form: str = "dense"  # dense | varlen | paged
     layout: str = "bshd"  # bshd | bhsd, varlen, or of a paged call NHD | HND
     backend: str | None = None
     package: str | None = None
-    max_seqlen_q: Any = None
-    max_seqlen_k: Any = None
     num_splits: Any = None
     split_size: Any = None
     out_dtype: Any = None  # of the output, where q is quantized
@@ -68,15 +68,10 @@ OTHERS: dict[str, Callable[[Given], tuple[Any, ...]]] = {
 tensors_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(len(TENSORS)))
 #: Return what of a call holds no tensor, and what of that a prepared call depends on whatever it computes.
 settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["variant"], None))
-keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["form"], None))
+keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["max_seqlen_q"], None))
 
 #: The settings of a call that all calls of its kind have in common: all fields without a tensor, lengths aside.
-kind_settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(
-    *(
-        _PLACES[name]
-        for name in ("form", "layout", "backend", "package", "num_splits", "split_size", "out_dtype", "sm_margin")
-    )
-)
+kind_settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["return_lse"], None))
 
 #: Makes a call of its fields in their order: with names it takes several times as long.
 make: Callable[[type[Given], tuple[Any, ...]], Given] = tuple.__new__

@@ -6,6 +6,7 @@ cache. What is checked, selected and packed once for a kind serves calls of any 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, View
-from attngen.runtime.arguments.given import TENSORS, Given
+from attngen.runtime.arguments.given import TENSORS, Given, kind_settings_of, tensors_of
 from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note
 from attngen.runtime.arguments.seen import NONE_FREE, Free
 
@@ -33,79 +34,73 @@ _MOST_ROWS = 2**31 - 1 - 256
 _SIZES = frozenset({"b", "seqlen_q", "seqlen_k", "total_q", "total_k"})
 
 
-#: Extents of the tensors of a ragged call, as given; -1 of what it does not have: rows of q, and of k and v, if these
-#: are no cache; ``max_seqlen_q`` and ``max_seqlen_k``; lengths of ``seqused_k``, ``cu_seqlens_q`` and ``cu_seqlens_k``;
-#: rows, columns and stride of the page table; rows of ``out``; and what ``note_scale`` returns of scales.
-Sizes = tuple[
-    int, int, int, Any, Any, int, int, int, int, int, int, int, tuple[tuple[bool, int], ...]
-]  # fmt: skip
-
-
 class UnlikeError(Exception):
     """A tensor that calls of a kind do not have: checks look at it in each call."""
 
 
-def vector_at(vector: Any, device: int) -> tuple[int, int]:
-    """Address and length of a vector of lengths or offsets, which has nothing else that calls differ in."""
+def vector_at(vector: Any, device: int) -> int:
+    """Address of a vector of lengths or offsets, which has nothing but its length that calls differ in."""
     if type(vector) not in PLAIN or vector.dtype is not torch.int32 or vector.get_device() != device:
         raise UnlikeError
-    (length,) = vector.shape
     address: int = vector.data_ptr()
-    if address & 3 or not address or not vector.is_contiguous():
+    if len(vector.shape) != 1 or address & 3 or not address or not vector.is_contiguous():
         raise UnlikeError
-    return address, length
+    return address
 
 
-def table_at(table: Any, device: int) -> tuple[int, int, int, int]:
-    """Address of a page table, rows, columns and the stride of rows."""
+def table_at(table: Any, device: int) -> int:
+    """Address of a page table, which has nothing but its extents and the stride of rows that calls differ in."""
     if type(table) not in PLAIN or table.dtype is not torch.int32 or table.get_device() != device:
         raise UnlikeError
-    rows, width = table.shape
-    stride, step = table.stride()
+    _, width = table.shape
     address: int = table.data_ptr()
-    if address & 3 or not address or (width > 1 and step != 1):
+    if address & 3 or not address or (width > 1 and table.stride(1) != 1):
         raise UnlikeError
-    return address, rows, width, stride
+    return address
 
 
-def note_rows(key: list[Any], tensor: Any, device: int, axis: int = 0) -> tuple[int, int]:
-    """Add to a key all of a tensor but the extent of an axis, and what lies before it; return its address and this
-    extent."""
+def note_rows(key: list[Any], tensor: Any, device: int, axis: int = 0) -> int:
+    """Add to a key all of a tensor but the extent of an axis, and what lies before it; return its address."""
     shape = tensor.shape
-    rows = shape[axis]
     address: int = tensor.data_ptr()
     if type(tensor) not in PLAIN or tensor.get_device() != device or tensor.is_neg() or not address:
         raise UnlikeError
     strides = tensor.stride()
     key += (
-        tensor.dtype, shape[axis + 1 :], strides[axis:] if axis else strides, address & 15, rows > 1,
+        tensor.dtype, shape[axis + 1 :], strides[axis:] if axis else strides, address & 15, shape[axis] > 1,
         tensor.requires_grad and torch.is_grad_enabled(),
     )  # fmt: skip
-    return address, rows
+    return address
 
 
-def note_scale(key: list[Any], scale: Any, pages: int | None, device: int) -> tuple[int, tuple[bool, int] | None]:
-    """Add to a key all of a scale but the number of sequences. Returns its address, and its number of rows with whether
-    that must equal the number of sequences: a scale of two axes has a row for each page or for each sequence, and the
-    number of rows says which. ``pages``: pages of the cache; None without pages."""
+def note_scale(key: list[Any], scale: Any, pages: int | None, device: int) -> int:
+    """Add to a key all of a scale but the number of sequences; return its address. ``pages``: pages of the cache; None
+    without pages."""
     if type(scale) not in PLAIN:
         raise UnlikeError
     shape = scale.shape
-    if len(shape) == 2 and shape[0] == pages:
-        return note(key, scale), (False, shape[0])
-    if len(shape) == 2:
-        address, rows = note_rows(key, scale, device)
-        return address, (True, rows)
+    if len(shape) == 2 and shape[0] != pages:
+        return note_rows(key, scale, device)
     if len(shape) > 2 and pages is None:  # of blocks of tokens
         raise UnlikeError
-    return note(key, scale), None
+    return note(key, scale)
+
+
+def rows_of_scales_fit(scales: Iterable[Tensor | None], pages: int | None, batch: int) -> bool:
+    """Whether the scales of a call, of which others of its kind have as many axes, are those of so many sequences: one
+    of two axes has a row for each page or for each sequence, and the number of rows says which."""
+    for scale in scales:
+        if scale is not None and scale.dim() == 2:
+            rows = scale.shape[0]
+            if (rows == batch) is not (rows != pages):
+                return False
+    return True
 
 
 def kind_of(
     given: Given, addresses: list[int], shape: Any, strides: Any, common: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], Sizes] | None:
-    """Key of the kind of a ragged call on a GPU, and its sizes; None if it has no kind. Enters the addresses of the
-    tensors beside q, k and v.
+) -> tuple[Any, ...] | None:
+    """Key of the kind of a ragged call on a GPU; None if it has none. Enters the addresses of tensors but q, k and v.
 
     ``shape``, ``strides``: of q. ``common``: what the key has of the call beside tensors and settings.
     """
@@ -113,40 +108,32 @@ def kind_of(
         given.q, given.k, given.v, given.seqused_k, given.cu_seqlens_q, given.out, given.arguments
     )  # fmt: skip
     k_shape, v_shape, device = k.shape, v.shape, q.get_device()
-    keys = values = used_of = cu_q_of = cu_k_of = table_of = width = table_stride = rows_out = -1
-    scales: tuple[tuple[bool, int], ...] = ()
     try:
-        rows, pages = shape[0], None
+        pages = None
         if k.get_device() != device or v.get_device() != device or q.is_neg() or k.is_neg() or v.is_neg():
             return None
         key: list[Any] = [
-            common, given.form, given.layout, given.backend, given.package, given.num_splits, given.split_size,
-            given.out_dtype, given.sm_margin, device, rows > 1, q.dtype, shape[1:], strides, k.dtype, k.stride(),
+            common, kind_settings_of(given), device, shape[0] > 1, q.dtype, shape[1:], strides, k.dtype, k.stride(),
             v.dtype, v.stride(), addresses[0] & 15, addresses[1] & 15, addresses[2] & 15,
             addresses[1] == addresses[2], used is None, cu_q is None, out is None,
         ]  # fmt: skip
         if given.form == "paged":
             key += (k_shape, v_shape)
-            addresses[_TABLE], table_of, width, table_stride = table_at(given.page_table, device)
-            pages = k_shape[0]
+            addresses[_TABLE], pages = table_at(given.page_table, device), k_shape[0]
         else:
-            keys, values = k_shape[0], v_shape[0]
-            key += (k_shape[1:], v_shape[1:], keys > 1, values > 1)
-            addresses[_CU_K], cu_k_of = vector_at(given.cu_seqlens_k, device)
+            key += (k_shape[1:], v_shape[1:], k_shape[0] > 1, v_shape[0] > 1)
+            addresses[_CU_K] = vector_at(given.cu_seqlens_k, device)
         if out is not None:
-            addresses[_OUT], rows_out = note_rows(key, out, device)
+            addresses[_OUT] = note_rows(key, out, device)
         if used is not None:
-            addresses[_SEQUSED_K], used_of = vector_at(used, device)
+            addresses[_SEQUSED_K] = vector_at(used, device)
         if cu_q is not None:
-            addresses[_CU_Q], cu_q_of = vector_at(cu_q, device)
-        if given.k_descale is not None or given.q_descale is not None or given.v_descale is not None:
-            for place in _DESCALES:
-                scale = given[place]
-                if scale is not None:
-                    key.append(place)
-                    addresses[place], of = note_scale(key, scale, pages, device)
-                    if of is not None:
-                        scales += (of,)
+            addresses[_CU_Q] = vector_at(cu_q, device)
+        for place in _DESCALES:
+            scale = given[place]
+            if scale is not None:
+                key.append(place)
+                addresses[place] = note_scale(key, scale, pages, device)
     except (UnlikeError, AttributeError, ValueError, IndexError, RuntimeError):  # also other ranks, and no memory
         return None
     if arguments:
@@ -154,31 +141,26 @@ def kind_of(
             key.append(name)
             if type(value) not in NUMBERS and isinstance(value, Tensor):
                 addresses.append(note(key, value))
-    return tuple(key), (
-        rows, keys, values, given.max_seqlen_q, given.max_seqlen_k, used_of, cu_q_of, cu_k_of, table_of, width,
-        table_stride, rows_out, scales,
-    )  # fmt: skip
+    return tuple(key)
 
 
-def sizes_of(given: Given) -> Sizes:
-    """Sizes of a call whose tensors are like those of an earlier call of its kind."""
-    used, cu_q, table, out = given.seqused_k, given.cu_seqlens_q, given.page_table, given.out
-    keys = values = cu_k_of = table_of = width = table_stride = -1
+def sizes_of(given: Given) -> tuple[Any, ...]:
+    """All that calls of a kind differ in beside addresses, as a key."""
+    q, k, v, q_scale, k_scale, v_scale, used, cu_q, cu_k, table, out = tensors_of(given)
+    sizes: tuple[Any, ...]
     if table is not None:
-        (table_of, width), table_stride = table.shape, table.stride()[0]
+        sizes = (
+            given.max_seqlen_q, q.shape, table.shape, table.stride(), used.shape, None if cu_q is None else cu_q.shape,
+            None if out is None else out.shape,
+        )  # fmt: skip
     else:
-        keys, values, cu_k_of = given.k.shape[0], given.v.shape[0], given.cu_seqlens_k.shape[0]
-    scales: tuple[tuple[bool, int], ...] = ()
-    if given.k_descale is not None or given.q_descale is not None or given.v_descale is not None:
-        pages = None if table is None else given.k.shape[0]
-        for scale in (given.q_descale, given.k_descale, given.v_descale):
-            if scale is not None and scale.dim() == 2:
-                scales += ((scale.shape[0] != pages, scale.shape[0]),)
-    return (
-        given.q.shape[0], keys, values, given.max_seqlen_q, given.max_seqlen_k, -1 if used is None else used.shape[0],
-        -1 if cu_q is None else cu_q.shape[0], cu_k_of, table_of, width, table_stride,
-        -1 if out is None else out.shape[0], scales,
-    )  # fmt: skip
+        sizes = (
+            given.max_seqlen_q, given.max_seqlen_k, q.shape, k.shape, v.shape, cu_q.shape, cu_k.shape,
+            None if used is None else used.shape,
+        )  # fmt: skip
+    if k_scale is not None or q_scale is not None or v_scale is not None:
+        sizes += tuple([None if scale is None else scale.shape for scale in (q_scale, k_scale, v_scale)])
+    return sizes
 
 
 def free_of(given: Given) -> dict[int, Free]:
@@ -203,44 +185,50 @@ def has_kinds(variant: Variant) -> bool:
     return _SIZES.isdisjoint({*extents, *bounds, *(scalar.name for scalar in variant.scalars)})
 
 
-def resize(call: Call, sizes: Sizes) -> bool:
-    """Give a call, bound for others of its kind, these sizes, but for its ``extents``. False, and no change, if
-    something about them needs a look: they may be wrong, or nothing may be left to compute."""
-    total_q, total_k, values, max_q, seqlen_k, used, cu_q, cu_k, batch, width, _, out, scales = sizes
-    if call.layout == "paged":
+def resize(call: Call, given: Given) -> bool:
+    """Give a call the sizes of another one of its kind, but for its ``extents`` and the rows of its tensors. False, and
+    no change, if something about them needs a look: they may be wrong, or nothing may be left to compute."""
+    used, cu_q, table, out, max_q = (
+        given.seqused_k, given.cu_seqlens_q, given.page_table, given.out, given.max_seqlen_q
+    )  # fmt: skip
+    total_q = rows = given.q.shape[0]
+    if table is not None:
+        batch, width = table.shape
         seqlen_k = total_k = width * call.page_size
-        if call.order == "thd":
-            if type(max_q) is not int or cu_q != batch + 1:
-                return False
-        else:
-            if total_q != batch or not (max_q is None or (type(max_q) is int and max_q == call.seqlen_q)):
+        if cu_q is None:
+            if rows != batch or not (max_q is None or (type(max_q) is int and max_q == call.seqlen_q)):
                 return False
             max_q = call.seqlen_q
             total_q *= max_q
-        if used != batch:
+        elif type(max_q) is not int or cu_q.shape[0] != batch + 1:
             return False
     else:
-        batch = cu_q - 1
-        if type(max_q) is not int or type(seqlen_k) is not int or values != total_k:
+        batch, seqlen_k, total_k = cu_q.shape[0] - 1, given.max_seqlen_k, given.k.shape[0]
+        if type(max_q) is not int or type(seqlen_k) is not int or given.v.shape[0] != total_k:
             return False
-        if cu_k != cu_q or used not in (-1, batch):
+        if given.cu_seqlens_k.shape[0] != batch + 1:
             return False
-    if out not in (-1, sizes[0]):
+    if (used is not None and used.shape[0] != batch) or (out is not None and out.shape[0] != rows):
         return False
     if not (batch > 0 and 0 < max_q <= MAX_SEQLEN and 0 < seqlen_k <= MAX_SEQLEN):
         return False
     if not (0 < total_q <= MAX_SEQLEN and 0 < total_k <= MAX_SEQLEN) or batch * max_q * call.heads > _MOST_ROWS:
         return False
-    for same, count in scales:
-        if (count == batch) is not same:
+    if given.k_descale is not None or given.q_descale is not None or given.v_descale is not None:
+        pages = None if table is None else given.k.shape[0]
+        if not rows_of_scales_fit((given.q_descale, given.k_descale, given.v_descale), pages, batch):
             return False
     call.batch, call.seqlen_q, call.seqlen_k, call.total_q, call.total_k = batch, max_q, seqlen_k, total_q, total_k
-    call.q = _with_rows(call.q, total_q)
-    if call.out is not None:
-        call.out = _with_rows(call.out, total_q)
-    if call.layout != "paged":
-        call.k, call.v = _with_rows(call.k, total_k), _with_rows(call.v, total_k)
     return True
+
+
+def resize_tensors(call: Call) -> None:
+    """Give the tensors of a call the rows of its sizes."""
+    call.q = _with_rows(call.q, call.total_q)
+    if call.out is not None:
+        call.out = _with_rows(call.out, call.total_q)
+    if call.layout != "paged":
+        call.k, call.v = _with_rows(call.k, call.total_k), _with_rows(call.v, call.total_k)
 
 
 def extents_of(call: Call) -> dict[str, int]:

@@ -55,25 +55,22 @@ class SeenTensors:
         """
         present = [place for place, field in enumerate(fields) if record[field] is not None]
         absent = [field for field in fields if record[field] is None]
-        self._tensors_of: Callable[[Any], tuple[Any, ...]] = itemgetter(*(fields[place] for place in present))
-        self._absent_of: Callable[[Any], tuple[Any, ...]] = itemgetter(*absent, absent[0])  # a tuple of one, too
-        self._absent = (None,) * (len(absent) + 1)
+        self._tensors_of = _all_of([fields[place] for place in present])
+        self._absent_of, self._absent = _all_of(absent), (None,) * len(absent)
         tensors = self._tensors_of(record) + own
         axes = [free.get(place, NONE_FREE) for place in present] + [NONE_FREE] * len(own)
         first = {id(tensor): at for at, tensor in reversed(list(enumerate(tensors)))}
-        once = sorted(first.values())
         #: Places of a tensor that is passed twice, as k and v of a cache that holds both. torch's check takes it once.
         self._repeated = [(first[id(tensor)], at) for at, tensor in enumerate(tensors) if first[id(tensor)] != at]
-        self._once: Callable[[Sequence[Tensor]], Sequence[Tensor]] = (
-            itemgetter(*once) if len(once) > 1 else itemgetter(slice(1))
-        )
+        once = sorted(first.values())
+        self._once = _all_of(once)
         if any(axes[at] != axes[again] for at, again in self._repeated):
             raise TypeError("a tensor is passed as two of which different axes are free")
         self._check = check_of([tensors[at] for at in once], [axes[at] for at in once])
         # places in the addresses of all tensors, which a 0 follows: the address of an absent one
         order = [present.index(place) if place in present else len(tensors) for place in range(count)]
         order += range(len(present), len(tensors))
-        self._order: Callable[[Sequence[int]], tuple[int, ...]] = itemgetter(*order)
+        self._order = _all_of(order)
         self._rows = [at for at in range(len(tensors)) if at >= len(present) or present[at] not in vectors]
         self._one = tensors[1].data_ptr() == tensors[2].data_ptr()
 
@@ -82,8 +79,9 @@ class SeenTensors:
         tensors = self._tensors_of(record) + own
         checked: Sequence[Tensor] = tensors
         if self._repeated:
-            if any(tensors[first] is not tensors[again] for first, again in self._repeated):
-                return None
+            for first, again in self._repeated:
+                if tensors[first] is not tensors[again]:
+                    return None
             checked = self._once(tensors)
         if self._absent_of(record) != self._absent or not self._check(*checked):
             return None
@@ -91,12 +89,23 @@ class SeenTensors:
         bits = 0
         for address in pointers:
             bits |= address
-        if bits % _ROWS and (bits % _VECTORS or any(pointers[at] % _ROWS for at in self._rows)):
-            return None
+        if bits % _ROWS:
+            if bits % _VECTORS:
+                return None
+            for at in self._rows:
+                if pointers[at] % _ROWS:
+                    return None
         if (pointers[1] == pointers[2]) is not self._one:
             return None
         pointers.append(0)
         return list(self._order(pointers))
+
+
+def _all_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that returns what stands at these places of a sequence."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1)) if places else lambda _: ()
 
 
 def check_of(tensors: Sequence[Tensor], axes: Sequence[Free]) -> Callable[..., bool]:

@@ -26,7 +26,7 @@ from attngen.runtime.arguments.checked import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.arguments.dropout import with_state
 from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, kind_settings_of, tensors_of
 from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note_others
-from attngen.runtime.arguments.kinds import INDEX_VECTORS, free_of, has_kinds, kind_of, resize, sizes_of
+from attngen.runtime.arguments.kinds import INDEX_VECTORS, free_of, has_kinds, kind_of, resize
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
@@ -82,8 +82,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
         if addresses is not None and not (debugging.active() or is_tracing() or transforms_active()):
             prepared, sized = alike[1], None
             if isinstance(prepared, RaggedCalls):
-                sizes = sizes_of(given)
-                prepared, sized = prepared.kept[sizes] or prepared.resized(sizes, given) or (None, None)
+                prepared, sized = prepared.ready(given) or (None, None)
             if prepared is not None:
                 return prepared(given, addresses, sized, repeats)
     q, k, v, arguments, tile_map, backend = given.q, given.k, given.v, given.arguments, given.tile_map, given.backend
@@ -135,9 +134,9 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
     kind: Any = None
     if given.form != "dense" and not learns:
         kind = kind_of(given, addresses, shape, strides, (name, with_lse, registry.generation))
-        calls = None if kind is None else _known(_PREPARED, kind[0])
+        calls = None if kind is None else _known(_PREPARED, kind)
         if isinstance(calls, RaggedCalls):
-            ready = calls.kept[kind[1]] or calls.resized(kind[1], given)
+            ready = calls.ready(given)
             if ready is not None:
                 _note_seen(lookup, given, calls)
                 return ready[0](given, addresses, ready[1], repeats)
@@ -164,9 +163,9 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
         call.return_lse = with_lse
         prepared = _prepare(call, resolved, addresses, given, learns=learns)
         of_kind: RaggedCalls | bool = False
-        if kind is not None and resize(call.without_tensors(), kind[1]):
+        if kind is not None and resize(call.without_tensors(), given):
             of_kind = _of_kind(call, addresses, given, prepared)
-            _PREPARED.put(kind[0], of_kind)
+            _PREPARED.put(kind, of_kind)
         if of_kind is False:
             _PREPARED.put(identity, prepared)
         lookup = None  # its tensors are remembered when it is made again
@@ -184,7 +183,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
 def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
     """Key of a call in ``_SEEN``, and the tensors of its variant; None for a call whose arguments have to be looked at
     each time."""
-    q, k, arguments, variant = given.q, given.k, given.arguments, given.variant
+    q, arguments, variant = given.q, given.arguments, given.variant
     own: tuple[Tensor, ...] = ()
     names: tuple[Any, ...] = ()
     if type(q) not in PLAIN or given.tile_map is not None or forward_ad._current_level >= 0:
@@ -199,18 +198,18 @@ def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None
             else:
                 return None
     try:
-        shape, k_shape = q.shape, k.shape
-        many: Any = shape[0] > 1
+        lengths: tuple[Any, ...] = ()
         if _of_one_size(given):
-            many = shape, given.max_seqlen_q, given.max_seqlen_k, *[tensor.shape for tensor in own]
-        elif given.form == "varlen":
-            many, k_shape = (many, k_shape[0] > 1, given.v.shape[0] > 1), ()
-    except (AttributeError, IndexError, RuntimeError):  # a nested tensor, or none at all
+            shapes = [tensor.shape for tensor in own]
+            lengths = q.shape, given.k.shape, given.max_seqlen_q, given.max_seqlen_k, *shapes
+        elif given.page_table is not None:  # layers may have caches of several sizes
+            lengths = given.k.shape
+    except (AttributeError, RuntimeError):  # a nested tensor, or none at all
         return None
     chosen = variant if isinstance(variant, str) else id(variant)
     # torch's check asks whether tensors require gradients, but not whether these are recorded
     learns = torch.is_grad_enabled()
-    return (chosen, given.return_lse, registry.generation, kind_settings_of(given), many, k_shape, names, learns), own
+    return (chosen, registry.generation, kind_settings_of(given), lengths, names, learns), own
 
 
 def _of_one_size(given: Given) -> bool:

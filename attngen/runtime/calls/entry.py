@@ -87,8 +87,8 @@ def attention(
         )  # fmt: skip
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
-        softmax_scale, return_lse, deterministic, "dense", layout, backend, package, None, None, None, None,
-        out_dtype, 0,
+        softmax_scale, None, None, return_lse, deterministic, "dense", layout, backend, package, None, None, out_dtype,
+        0,
     ))  # fmt: skip
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
@@ -129,8 +129,8 @@ def attention_varlen(
         q, k, v = _as_autocast(q, k, v)
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments,
-        tile_map, variant, softmax_scale, return_lse, deterministic, "varlen", "varlen", backend, package, max_seqlen_q,
-        max_seqlen_k, None, None, out_dtype, 0,
+        tile_map, variant, softmax_scale, max_seqlen_q, max_seqlen_k, return_lse, deterministic, "varlen", "varlen",
+        backend, package, None, None, out_dtype, 0,
     ))  # fmt: skip
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
@@ -227,7 +227,7 @@ def attention_paged(
     """
     given = make(Given, (
         q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
-        None, variant, softmax_scale, return_lse, False, "paged", page_layout, backend, package, max_seqlen_q, None,
+        None, variant, softmax_scale, max_seqlen_q, None, return_lse, False, "paged", page_layout, backend, package,
         num_splits, split_size, None, 0,
     ))  # fmt: skip
     if num_decodes is not None:

@@ -30,9 +30,14 @@ _WORKSPACES: dict[tuple[int, int], tuple[int, int]] = {}
 _LOCK = threading.Lock()
 
 
+def in_graph(stream: int) -> bool:
+    """Whether the current stream, of this handle, records a graph. Torch's default stream, 0, cannot."""
+    return stream != 0 and torch.cuda.is_current_stream_capturing()
+
+
 def address(stream: int, device: int) -> int:
     """Return the address of the counter for a launch on a stream of a device."""
-    if torch.cuda.is_current_stream_capturing():
+    if in_graph(stream):
         return _for_graph(1, device)
     counter = _COUNTERS.get((device, stream))
     if counter is None:
@@ -45,7 +50,7 @@ def address(stream: int, device: int) -> int:
 
 def of_splits(count: int, stream: int, device: int) -> int:
     """Return the address of ``count`` counters for a launch on a stream of a device."""
-    if torch.cuda.is_current_stream_capturing():
+    if in_graph(stream):
         return _for_graph(count, device)
     counters = _SPLITS.get((device, stream))
     if counters is None or counters[1] < count:
@@ -62,9 +67,9 @@ def workspace(size: int, stream: int, device: int) -> int:
 
     It is 0 if the caller has to allocate the workspace: for a launch in a graph, or one of too many bytes.
     """
-    kept = _WORKSPACES.get((device, stream))
-    if size > _MOST_KEPT or torch.cuda.is_current_stream_capturing():
+    if size > _MOST_KEPT or in_graph(stream):
         return 0
+    kept = _WORKSPACES.get((device, stream))
     if kept is None or kept[1] < size:
         with _LOCK:
             kept = _WORKSPACES.get((device, stream))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -149,8 +149,10 @@ def balanced(wanted: int, every: int, most: int) -> int:
     wanted, most = max(min(wanted, every), 1), max(min(most, every), 1)
     if every % most == 0:
         return most
-    sizes = range(most, -(-5 * wanted // 8) - 1, -1)
-    return max(sizes, key=lambda size: ((every - 1) % size + 1) / size)
+    least = -(-5 * wanted // 8)
+    # of as many sections, those of the smallest size fill the last one best
+    sizes = [max(-(-every // count), least) for count in range(-(-every // most), -(-every // least) + 1)]
+    return max([(((every - 1) % size + 1) / size, size) for size in sizes])[1]
 
 
 def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
@@ -473,12 +475,10 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
 }
 
 
-#: The sizes that ``plain_sizes`` computes beside those of splits.
+#: What ``plain_sizes`` computes of any launch, and of those whose blocks share keys.
 _PLAIN = frozenset({
-    "batch", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "q_tiles", "section",
+    "batch", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "stride of page_table",
 })  # fmt: skip
-
-
 _OF_SPLITS = frozenset({
     "row_bits", "row_warps", "row_units", "query_rows", "split_tiles", "max_splits", "split_blocks", "split_cluster",
     "split_slots", "split_counters", "merge_blocks", "batch_reciprocal", "row_units_reciprocal",
@@ -486,30 +486,36 @@ _OF_SPLITS = frozenset({
 })  # fmt: skip
 
 
-def has_plain_sizes(kernel: Kernel, names: Iterable[str]) -> bool:
-    """Whether ``plain_sizes`` serves a kernel of one launch, which reads sizes of these names."""
+def plain_names(kernel: Kernel) -> frozenset[str]:
+    """The names of what ``plain_sizes`` computes for a kernel: nothing, if that does not serve it."""
     (launch, *others) = kernel.launches
     if others or launch.tile_map or launch.cuts or launch.by_keys or launch.short_early or launch.split:
-        return False
+        return frozenset()
     if launch.grid == GRID:
-        return (_PLAIN - {"section"} | _OF_SPLITS).issuperset(names)
-    return launch.grid == "queries" and launch.persistent and _PLAIN.issuperset(names)
+        names = _PLAIN | _OF_SPLITS
+    elif launch.grid == "queries" and launch.persistent:
+        names = _PLAIN | {"q_tiles", "section"}
+    else:
+        return frozenset()
+    factors = (factor for workspace in kernel.workspaces for term in workspace.terms for factor in term)
+    return names if names.issuperset(factor for factor in factors if isinstance(factor, str)) else frozenset()
 
 
 def plain_sizes(launch: Launch, call: Call, capacity: Capacity, multiprocessors: int) -> tuple[dict[str, int], int]:
-    """The sizes of a launch that ``has_plain_sizes``, as a ``Geometry`` has them, and its blocks: servers change them
-    with each call."""
-    batch, seqlen_q, seqlen_k = call.batch, call.seqlen_q, call.seqlen_k
-    q_tiles, units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
+    """The sizes of a launch of which there are ``plain_names``, as a ``Geometry`` has them, and its blocks: servers
+    change them with each call."""
+    seqlen_q, seqlen_k, table = call.seqlen_q, call.seqlen_k, call.page_table
     sizes = {
-        "batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "max_seqlen_q": seqlen_q, "max_seqlen_k": seqlen_k,
-        "total_q": call.total_q, "total_k": call.total_k, "q_tiles": q_tiles,
+        "batch": call.batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "max_seqlen_q": seqlen_q,
+        "max_seqlen_k": seqlen_k, "total_q": call.total_q, "total_k": call.total_k,
+        "stride of page_table": 0 if table is None else table.stride(0),
     }  # fmt: skip
     if launch.grid == GRID:
         sizes |= split_sizes(launch, call, capacity)
         return sizes, sizes["split_blocks"]
+    sizes["q_tiles"], units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
     sizes["section"] = _section(launch, call, units, by_keys=False)
-    return sizes, min(q_tiles * units, multiprocessors)
+    return sizes, min(sizes["q_tiles"] * units, multiprocessors)
 
 
 def geometries(

@@ -67,35 +67,29 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     and after each launch; or ``merge_blocks`` add them up. With keys by index, a unit has rows of a single query, whose
     heads are padded to ``query_rows`` rows.
     """
-    group = call.heads // max(call.kv_heads, 1)
+    batch, kv_heads, tile_m, split_size = call.batch, call.kv_heads, launch.tile_m, call.split_size
+    group = call.heads // max(kv_heads, 1)
     listed = call.variant.keys is not None
     shared = launch.row_blocks == 1  # the blocks of a cluster share the keys of a unit, or its rows
     rows = group if listed else call.seqlen_q * group
-    together = max(-(-group // launch.tile_m), _FIXED_ROW_WARPS) if call.split_size and shared else 0
-    row_bits, row_units, query_rows = _rows_of_units(rows, launch.tile_m, launch.row_warps, together)
+    together = max(-(-group // tile_m), _FIXED_ROW_WARPS) if split_size and shared else 0
+    row_bits, row_units, query_rows = _rows_of_units(rows, tile_m, launch.row_warps, together)
     if listed:
         row_units *= call.seqlen_q
-    units = call.batch * call.kv_heads * row_units
-    keys = [call.seqlen_k]
-    if call.variant.keys is not None:
-        lists = LISTS[call.variant.keys]
-        keys = [call.tensors[INDICES.name].shape[-1] * lists.block]
-        if lists.extra:
-            keys.append(call.tensors[EXTRA_INDICES.name].shape[-1])
-    kv_tiles = max(sum(-(-each // launch.tile_n) for each in keys), 1)  # a tile has keys of one list
-    split_tiles = 0
-    if call.split_size:
-        split_tiles = -(-call.split_size // launch.tile_n)
+    units = batch * kv_heads * row_units
+    kv_tiles = (_listed_tiles(launch, call) if listed else -(-call.seqlen_k // launch.tile_n)) or 1
+    split_tiles, max_splits = 0, 1
+    if split_size:
+        split_tiles = -(-split_size // launch.tile_n)
+        max_splits = -(-kv_tiles // split_tiles)
     elif call.num_splits:
         split_tiles = -(-kv_tiles // call.num_splits)
-    max_splits = -(-kv_tiles // split_tiles) if split_tiles else 1
+        max_splits = -(-kv_tiles // split_tiles)
     if shared:
         clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
         size, least = launch.cluster, _LEAST_TILES_OF_BLOCK * (launch.cluster if clustered else 1)
     else:
-        clustered, size = row_bits > 0, launch.row_blocks
-        row = LATENT_ROWS.get(call.kv_dtype) if len(keys) > 1 else None  # of two caches
-        least = _LEAST_CONVERTED_TILES if row is not None and row.scales_after_rows else _LEAST_WIDE_TILES
+        clustered, size, least = row_bits > 0, launch.row_blocks, _least_wide_tiles(call)
     cluster, at_once = (size, capacity.clusters) if clustered else (1, capacity.blocks)
     useful = max(-(-units * kv_tiles // least), units, 1)
     blocks = cluster * min(at_once, useful)
@@ -111,12 +105,27 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
         "split_cluster": cluster,
         "split_slots": units * max_splits if split_tiles else 2 * blocks // (1 if shared else cluster),
         "split_counters": units * (1 if shared else cluster) if split_tiles else 0 if merged else blocks,
-        "merge_blocks": blocks // cluster * (launch.tile_m << row_bits) // MERGED_ROWS if merged else 0,
-        "batch_reciprocal": reciprocal(call.batch),
+        "merge_blocks": blocks // cluster * (tile_m << row_bits) // MERGED_ROWS if merged else 0,
+        "batch_reciprocal": reciprocal(batch),
         "row_units_reciprocal": reciprocal(row_units),
         "query_rows_reciprocal": reciprocal(query_rows),
         "split_tiles_reciprocal": reciprocal(split_tiles),
     }
+
+
+def _listed_tiles(launch: LaunchFields, call: Call) -> int:
+    """Tiles of the keys that a call lists; each has keys of one list."""
+    lists = LISTS[str(call.variant.keys)]
+    keys = [call.tensors[INDICES.name].shape[-1] * lists.block]
+    if lists.extra:
+        keys.append(call.tensors[EXTRA_INDICES.name].shape[-1])
+    return sum(-(-each // launch.tile_n) for each in keys)
+
+
+def _least_wide_tiles(call: Call) -> int:
+    """Tiles of keys for which one more cluster of a kernel by wgmma pays."""
+    row = LATENT_ROWS.get(call.kv_dtype) if EXTRA_INDICES.name in call.tensors else None
+    return _LEAST_CONVERTED_TILES if row is not None and row.scales_after_rows else _LEAST_WIDE_TILES
 
 
 @lru_cache(1024)

@@ -8,7 +8,7 @@ from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check, refuse_gradients
 from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare
-from attngen.runtime.helpers.append_kinds import AppendCalls, kind_of, seen_key, seen_tensors, sizes_of
+from attngen.runtime.helpers.append_kinds import AppendCalls, kind_of, seen_key, seen_tensors
 from attngen.runtime.helpers.path import Helper, Kind, Prepared
 
 
@@ -32,7 +32,6 @@ class AppendHelper(Helper[Append, Sizes]):
 
     seen_key = staticmethod(seen_key)
     seen = staticmethod(seen_tensors)
-    sizes_of = staticmethod(sizes_of)
 
     def refuse(self, call: Append) -> None:
         refuse_gradients(call)

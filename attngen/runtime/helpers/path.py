@@ -35,10 +35,9 @@ class Prepared(Protocol):
 
 
 class Kind(NamedTuple):
-    """All that a call is beside its sizes, as a key; its sizes; and the addresses of the record's tensors."""
+    """All that a call is beside its sizes, as a key, and the addresses of the record's tensors."""
 
     key: tuple[Any, ...]
-    sizes: tuple[Any, ...]
     addresses: list[int]
 
 
@@ -47,14 +46,10 @@ class Resizable(Protocol):
 
     @property
     def prepared(self) -> Any:
-        """What runs them; it also takes what ``resized`` returns."""
+        """What runs them; it also takes what ``ready`` returns."""
 
-    @property
-    def kept(self) -> RecentCache[Any]:
-        """What ``resized`` returned, by sizes."""
-
-    def resized(self, sizes: tuple[Any, ...]) -> Any:
-        """What follows from new sizes of a call; None where something about them needs a look."""
+    def ready(self, call: Any) -> Any:
+        """What follows from the sizes of a call of the kind; None where something about them needs a look."""
 
 
 class Helper(ABC, Generic[Record, Sizes]):
@@ -99,10 +94,6 @@ class Helper(ABC, Generic[Record, Sizes]):
         """The tensors by which calls of this call's kind are recognized; None where they cannot be."""
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
-    def sizes_of(self, call: Record) -> tuple[Any, ...]:
-        """Sizes, as its kind has them, of a call whose tensors are recognized."""
-        raise NotImplementedError(f"{self.name} has no kinds of calls")
-
     def of_kind(self, call: Record, prepared: Prepared) -> Resizable:
         """What serves all calls of the kind of one that is prepared."""
         raise NotImplementedError(f"{self.name} has no kinds of calls")
@@ -118,7 +109,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         calls = None if kind is None else _kept(self._kinds, kind.key)
         if kind is None or calls is None:
             return None
-        resized = calls.kept[kind.sizes]
+        resized = calls.ready(call)
         return None if resized is None else (calls.prepared, kind.addresses, resized)
 
     def run(self, call: Record) -> Any:
@@ -129,8 +120,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         if lookup is not None and plain and not checked and (alike := _kept(self._seen, lookup)):
             addresses = alike[0].addresses(call)
             if addresses is not None:
-                numbers = self.sizes_of(call)
-                resized = alike[1].kept[numbers] or alike[1].resized(numbers)
+                resized = alike[1].ready(call)
                 if resized is not None:
                     return alike[1].prepared.run(call, addresses, resized)
         self.refuse(call)
@@ -143,7 +133,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         kind = self.kind_of(call) if on_gpu and not checked else None
         if kind is not None:
             calls = _kept(self._kinds, kind.key)
-            resized = None if calls is None else calls.kept[kind.sizes] or calls.resized(kind.sizes)
+            resized = None if calls is None else calls.ready(call)
             if calls is not None and resized is not None:
                 if lookup is not None and self._seen[lookup] is not False:
                     noted = self.seen(call)
@@ -172,7 +162,7 @@ class Helper(ABC, Generic[Record, Sizes]):
                 prepared = self.prepare(call, sizes, drivers.current())
                 self.prepared.put(tuple(key), prepared)
             if not isinstance(prepared, str):
-                if kind is not None and (calls := self.of_kind(call, prepared)).resized(kind.sizes) is not None:
+                if kind is not None and (calls := self.of_kind(call, prepared)).ready(call) is not None:
                     self._kinds.put(kind.key, calls)
                 return prepared.run(call, addresses)
         return self.in_torch(call, sizes)

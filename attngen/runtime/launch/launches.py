@@ -1,22 +1,28 @@
 """A kernel launch prepared once: what stays the same is packed then, a call fills in the rest.
 
 What follows from the sizes of a call is packed once for these sizes (``Sized``). A call then takes a block of
-parameters, and writes the scalars; and the numbers of its sizes, and the addresses and descriptors, if they differ from
-those of the block's last launch. Kernels that follow each other share a block.
+parameters, and writes addresses and scalars; and the numbers of its sizes, and descriptors, if they differ from those
+of the block's last launch. Kernels that follow each other share a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
+from operator import itemgetter
 from struct import Struct
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from attngen.errors import LoadError
 from attngen.lang.divisors import division, divisors
 from attngen.manifest import SHARES, Argument
 from attngen.runtime.arguments.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
 from attngen.runtime.arguments.checked import Call, View
+from attngen.runtime.arguments.kinds import resize_tensors
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import counters
 from attngen.runtime.device.driver import Driver, Frame, Launch
@@ -28,18 +34,18 @@ from attngen.runtime.geometry.sizes import (
     by_chunks,
     geometries,
     group_of,
-    has_plain_sizes,
     map_shapes,
+    plain_names,
     plain_sizes,
     workspace_sizes,
 )
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES
+from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, Packer, lay_out
 
-#: What sets of addresses make of the parameters of a launch: that many are kept, of about a kilobyte each.
-MAX_PLACED = 4096
+#: Descriptors of all tensors of a launch that have one, by their addresses and rows: that many sets are kept.
+MAX_DESCRIBED = 4096
 
-_PLACED: RecentCache[bytes] = RecentCache(MAX_PLACED)
+_DESCRIBED: RecentCache[bytes] = RecentCache(MAX_DESCRIBED)
 _TOKENS = count()
 
 #: What a tile map has addresses of: itself, hashes of its tiles, and a list of tiles whose visible pairs are wanted.
@@ -80,48 +86,33 @@ class Sized:
     grids and numbers."""
 
     __slots__ = (
-        "functions", "launches", "lse_shape", "lse_strides", "out_shape", "rows", "split_counters", "template", "token",
-        "words", "workspaces",
+        "functions", "launches", "lse_shape", "lse_strides", "numbers", "out_shape", "rows", "split_counters", "words",
+        "workspaces",
     )  # fmt: skip
 
-    def __init__(self, call: Call, elements: Mapping[str, int], split_counters: int) -> None:
-        """``elements``: of 4 bytes, of each workspace."""
+    def __init__(self, call: Call, workspaces: Sequence[int] = (), words: int = 0, split_counters: int = 0) -> None:
+        """``workspaces``: where they begin, in bytes from the start of all, which have so many ``words``."""
         #: Shapes of the results that the call has to allocate.
         self.out_shape = call.out_shape() if call.out is None else ()
         self.lse_shape, self.lse_strides = (call.lse_shape(), call.lse_strides()) if call.return_lse else ((), ())
         self.split_counters = split_counters
-        #: Where workspaces begin, in bytes from the start of all, and how many words they have.
-        self.workspaces: Sequence[int] = ()
-        self.words = 0
-        if elements:
-            offsets, self.words = laid_out(elements)
-            self.workspaces = [4 * offset for offset in offsets.values()]
-        #: Of the kernels in their order: what the driver takes of a launch before the parameters, and all numbers.
-        self.functions: list[tuple[Any, int, int, int, int]] = []
-        self.template = b""
+        self.workspaces, self.words = workspaces, words
+        #: Of the kernels in their order: what the driver takes of a launch before the parameters, and the numbers that
+        #: follow from sizes.
+        self.functions: Sequence[tuple[Any, int, int, int, int]] = ()
+        self.numbers = b""
         #: Rows of the tensor of each descriptor; 0: as many as it was made for.
-        self.rows: Sequence[int] = ()
+        self.rows: tuple[int, ...] = ()
         #: The block that was last launched with these sizes, and its launches.
         self.launches: tuple[_Block, list[Launch]] | None = None
-        self.token = next(_TOKENS)
 
 
 class _PackedKernel:
     """One kernel on one device for calls of one kind: parameters that stay the same, and the places of the others."""
 
     __slots__ = (
-        "_entry",
-        "_others",
-        "_pack",
-        "_sizes",
-        "_values",
-        "addresses",
-        "descriptors",
-        "divisors",
-        "offsets",
-        "scalars",
-        "scales",
-        "size",
+        "_entry", "_pack", "addresses", "constants", "descriptors", "divisors", "of_sizes", "offsets", "scalars",
+        "scales", "size_of_numbers",
     )  # fmt: skip
 
     def __init__(
@@ -140,6 +131,7 @@ class _PackedKernel:
         self.scales: list[int] = []
         self.scalars: list[tuple[str, int, int, int]] = []
         self.divisors: list[tuple[int, Division]] = []
+        follow: list[tuple[int, Argument]] = []
         for index, parameter in enumerate(entry.layout.parameters):
             match parameter.kind:
                 case "pointer":
@@ -158,42 +150,36 @@ class _PackedKernel:
                     self.scalars.append((writer, size, parameter.offset, scalar_position[name]))
                 case "divisor":
                     self.divisors.append((parameter.offset, Division(geometry.call, parameter)))
-        self.offsets, self._pack, self.size = entry.layout.offsets, entry.packer, entry.packer.size
-        #: All numbers, and the places of those that follow from the sizes of a call.
-        self._values = [geometry.number(parameter) for parameter in self._pack.numbers]
-        follow = [(place, one) for place, one in enumerate(self._pack.numbers) if _follows_sizes(one)]
-        self._sizes = [(place, one.of or one.name) for place, one in follow if one.kind == "size"]
-        self._others = [(place, one) for place, one in follow if one.kind != "size"]
+                case _ if _follows_sizes(parameter):
+                    follow.append((index, parameter))
+        self.offsets = entry.layout.offsets
+        #: The block of parameters with all numbers; those that follow from sizes lie elsewhere.
+        self.constants = entry.packer([geometry.number(parameter) for parameter in entry.packer.numbers])
+        follow.sort(key=lambda one: -one[1].size)
+        of_sizes = lay_out(replace(parameter, offset=-1) for _, parameter in follow)
+        #: Index of each parameter that follows from sizes, and its offset among these.
+        self.of_sizes = list(zip((index for index, _ in follow), of_sizes.offsets, strict=True))
+        self._pack = Packer(of_sizes)
+        self.size_of_numbers = self._pack.size
         self.function(geometry, driver, device)
-
-    def plain(self, kernel: Kernel) -> bool:
-        """Whether ``numbers`` serves calls of other sizes."""
-        factors = (factor for workspace in kernel.workspaces for term in workspace.terms for factor in term)
-        names = {*(name for _, name in self._sizes), *(factor for factor in factors if isinstance(factor, str))}
-        strides = all(one.kind == "stride" and one.of == "page_table" for _, one in self._others)
-        return strides and has_plain_sizes(kernel, names)
-
-    def numbers(self, sizes: Mapping[str, int], call: Call) -> bytes:
-        """The same as ``template``, of sizes that are computed without a geometry."""
-        values = self._values.copy()
-        for place, name in self._sizes:
-            values[place] = sizes[name]
-        for place, _ in self._others:
-            values[place] = call.page_table.stride(0)  # type: ignore[union-attr]
-        return self._pack(values)
 
     def function(self, geometry: Geometry, driver: Driver, device: int) -> tuple[Any, int, int, int, int]:
         """What the driver takes of a launch before the parameters."""
         return self._entry.launch_on(driver, device, geometry.blocks(driver, device), geometry.cluster)
 
-    def template(self, geometry: Geometry) -> bytes:
-        """The numbers of a call of the kind; LoadError for one that does not fit its type."""
-        values, sizes = self._values.copy(), geometry.sizes
-        for place, name in self._sizes:
-            values[place] = sizes[name]
-        for place, parameter in self._others:
-            values[place] = geometry.number(parameter)
-        return self._pack(values)
+    def numbers(self, geometry: Geometry) -> bytes:
+        """The numbers that follow from the sizes of a call of the kind; LoadError for one that does not fit its
+        type."""
+        return self._pack([geometry.number(parameter) for parameter in self._pack.numbers])
+
+    def packer_of(self, names: Collection[str]) -> Callable[[Mapping[str, int]], bytes] | None:
+        """What makes ``numbers`` of sizes of these names; None if others are needed."""
+        pack = self._pack
+        wanted = [f"{'' if one.kind == 'size' else f'{one.kind} of '}{one.of or one.name}" for one in pack.numbers]
+        if len(wanted) < 2 or not set(names).issuperset(wanted):
+            return None
+        read = itemgetter(*wanted)
+        return lambda sizes: pack(read(sizes))
 
 
 def _follows_sizes(parameter: Argument) -> bool:
@@ -210,12 +196,13 @@ def _follows_sizes(parameter: Argument) -> bool:
 class Chain:
     """Kernels on one device that are launched one after the other, with the same addresses and scalars.
 
-    Their parameters lie in one block: addresses, then descriptors, which is what changes between calls, then the rest
-    of each kernel's. What the addresses of a call make of the first two is kept for the next call with the same ones.
+    Their parameters lie in one block: addresses, then descriptors, then what does not change between calls, then the
+    numbers that follow from sizes. Descriptors are kept for the next call with the same addresses.
     """
 
     __slots__ = (
-        "_addresses", "_as_made", "_descriptors", "_device", "_driver", "_free", "_kernels", "_sized_maps", "moving",
+        "_addresses", "_described", "_descriptors", "_device", "_driver", "_free", "_kernels", "_sized_maps", "_token",
+        "moving",
     )  # fmt: skip
 
     def __init__(self, kernels: Sequence[_PackedKernel], addresses: int, driver: Driver, device: int) -> None:
@@ -223,8 +210,12 @@ class Chain:
         self._kernels, self._driver, self._device = kernels, driver, device
         self._descriptors = [descriptor for kernel in kernels for descriptor in kernel.descriptors]
         self._addresses = Struct(f"{addresses}Q{-8 * addresses % DESCRIPTOR_ALIGNMENT}x")
-        self._as_made = [0] * len(self._descriptors)
         self._sized_maps = any(rows for _, _, _, rows in self._descriptors)
+        #: The addresses of tensors that have descriptors.
+        self._described: Callable[[Sequence[int]], Any] | None = None
+        if self._descriptors:
+            self._described = itemgetter(*(position for _, _, position, _ in self._descriptors))
+        self._token = next(_TOKENS)
         #: Bytes of addresses and descriptors.
         self.moving = self._addresses.size + DESCRIPTOR_BYTES * len(self._descriptors)
         #: Blocks that no launch is using, as many as launched at once at most. Threads take and return one atomically.
@@ -233,27 +224,32 @@ class Chain:
     def fill(self, sized: Sized, shapes: Sequence[Geometry], *, resized: bool = False) -> None:
         """Enter the numbers of all kernels, whose geometries are given. ``resized``: in a call of other sizes than that
         for which this was prepared."""
-        for kernel, shape in zip(self._kernels, shapes):  # noqa: B905
-            sized.template += kernel.template(shape)
-            sized.functions.append(kernel.function(shape, self._driver, self._device))
-        sized.rows = self.rows_of(shapes[0].sizes) if resized else self._as_made
+        of = list(zip(self._kernels, shapes, strict=True))
+        sized.numbers = b"".join(kernel.numbers(shape) for kernel, shape in of)
+        sized.functions = [kernel.function(shape, self._driver, self._device) for kernel, shape in of]
+        if resized:
+            sized.rows = self.rows_of(shapes[0].sizes)
 
-    def rows_of(self, sizes: Mapping[str, int]) -> Sequence[int]:
-        """Rows of the tensor of each descriptor in a call of the kind; 0: as many as it was made for."""
+    def rows_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Rows of the tensor of each descriptor in a call of the kind, 0 for as many as it was made for; nothing if
+        this is so of all."""
         if not self._sized_maps:
-            return self._as_made
-        return [sizes[rows] if rows else 0 for _, _, _, rows in self._descriptors]
+            return ()
+        return tuple([sizes[rows] if rows else 0 for _, _, _, rows in self._descriptors])
 
     def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized) -> None:
         """Enqueue the kernels. ``scalars`` in order of declaration."""
         block = self.take(sized)
-        key = (sized.token, *addresses)
-        if block.key != key:
-            block.bytes[: self.moving] = _PLACED[key] or self._place(key, addresses, sized)
-            block.key = key
+        self._addresses.pack_into(block.bytes, 0, *addresses)
+        described = self._described
+        if described is not None:
+            key = (self._token, sized.rows, described(addresses))
+            if block.key != key:
+                block.bytes[self._addresses.size : self.moving] = _DESCRIBED[key] or self._describe(key, addresses)
+                block.key = key
         block.enter(scale, scalars)
         self._driver.launch(block.launches, self._device)
-        self.give_back(block)
+        self._free.append(block)
 
     def take(self, sized: Sized) -> _Block:
         """A block that no launch is using, with the numbers of these sizes."""
@@ -269,18 +265,23 @@ class Chain:
         """Let others take a block."""
         self._free.append(block)
 
-    def _place(self, key: tuple[int, ...], addresses: Sequence[int], sized: Sized) -> bytes:
-        placed = self.placed(addresses, sized)
-        _PLACED.put(key, placed)
-        return placed
+    def _describe(self, key: tuple[Any, ...], addresses: Sequence[int]) -> bytes:
+        described = self._descriptors_at(addresses, key[1])
+        _DESCRIBED.put(key, described)
+        return described
 
-    def placed(self, addresses: Sequence[int], sized: Sized) -> bytes:
-        """The part of a block that addresses decide, its first ``moving`` bytes."""
-        described = [
-            tensor_map.at(addresses[position], rows)
-            for (_, tensor_map, position, _), rows in zip(self._descriptors, sized.rows)  # noqa: B905
-        ]
-        return b"".join((self._addresses.pack(*addresses), *described))
+    def _descriptors_at(self, addresses: Sequence[int], rows: Sequence[int]) -> bytes:
+        maps = self._descriptors
+        if not rows:
+            return b"".join([tensor_map.at(addresses[position]) for _, tensor_map, position, _ in maps])
+        of = zip(maps, rows)  # noqa: B905
+        return b"".join([tensor_map.at(addresses[position], count) for (_, tensor_map, position, _), count in of])
+
+    def place(self, block: _Block, addresses: Sequence[int], sized: Sized) -> None:
+        """Enter addresses and descriptors into a block that others change, too."""
+        self._addresses.pack_into(block.bytes, 0, *addresses)
+        block.bytes[self._addresses.size : self.moving] = self._descriptors_at(addresses, sized.rows)
+        block.key = ()
 
     def moves(self, addresses: Mapping[int, int]) -> Moves:
         """The changes of a block by which tensors lie elsewhere, given by the positions of their addresses. Descriptors
@@ -302,7 +303,8 @@ class Chain:
     def maps_of(self, positions: Sequence[int], sized: Sized) -> list[tuple[slice, TensorMap, int, int]]:
         """Descriptors of some tensors: where they lie in a block, what makes them, which tensor's it is, and rows."""
         start, maps = self._addresses.size, []
-        for (_, tensor_map, position, _), rows in zip(self._descriptors, sized.rows, strict=True):
+        given = sized.rows or [0] * len(self._descriptors)
+        for (_, tensor_map, position, _), rows in zip(self._descriptors, given, strict=True):
             if position in positions:
                 maps.append((slice(start, start + DESCRIPTOR_BYTES), tensor_map, positions.index(position), rows))
             start += DESCRIPTOR_BYTES
@@ -317,8 +319,8 @@ class Launches:
     """The launches of a kernel on one device for calls of one kind, and the names of the addresses that they take."""
 
     __slots__ = (
-        "_capacity", "_classify", "_counted", "_device", "_driver", "_kernel", "_launch", "_launched", "_of_maps",
-        "_plain", "first", "first_map", "maps", "names", "sizes",
+        "_capacity", "_classify", "_counted", "_device", "_driver", "_factors", "_kernel", "_launch", "_launched",
+        "_of_maps", "_places", "_plain", "_torch_device", "first", "first_map", "maps", "names", "sizes",
     )  # fmt: skip
 
     def __init__(
@@ -337,7 +339,7 @@ class Launches:
         ``views``: as those of a Geometry. ``tensor_names``: the call's own tensors in the order in which it lists their
         addresses. ``absent``: whether something that a backward may go without is missing.
         """
-        self._kernel, self._driver, self._device = kernel, driver, device
+        self._kernel, self._driver, self._device, self._torch_device = kernel, driver, device, call.device
         self._capacity = capacity_for(kernel, call, lambda: driver, device)
         shapes = geometries(kernel, call, views, absent=absent, capacity=self._capacity)
         #: Elements of 4 bytes of each workspace, and the shape of each tile map by the launch that reads it.
@@ -369,15 +371,20 @@ class Launches:
                     self._launched.append(place)
         count = len(self.names)
         self._launch = Chain(kernels, count, driver, device) if kernels else None
-        #: The only kernel, if its numbers follow from few sizes.
-        self._plain = kernels[0] if len(kernels) == 1 and kernels[0].plain(kernel) else None
+        #: Makes the numbers of the only kernel from few sizes, if these suffice.
+        self._plain = kernels[0].packer_of(plain_names(kernel)) if kernels else None
+        terms = [term for workspace in kernel.workspaces for term in workspace.terms]
+        names = {factor for term in terms for factor in term if isinstance(factor, str)}
+        #: What workspaces depend on among sizes, and where they begin, by that.
+        self._factors: Callable[[Mapping[str, int]], Any] = itemgetter(*names) if names else bool
+        self._places: RecentCache[tuple[Sequence[int], int]] = RecentCache(256)
         #: The numbers of the call for which this was prepared, and those of the launches that make its tile maps.
         self.first = self._sized(call, shapes)
         self._classify: dict[str, Chain] = {}
         self._of_maps: dict[str, Sized] = {}
         for owner, (one, geometry) in classifiers.items():
             self._classify[owner] = Chain([one], count, driver, device)
-            self._of_maps[owner] = Sized(call, {}, 0)
+            self._of_maps[owner] = Sized(call)
             self._classify[owner].fill(self._of_maps[owner], [geometry])
         #: Where the addresses of tile maps begin: one of each map, then of its hashes, then of its list of tiles.
         self.first_map = count - len(MAP_PARTS) * len(self.maps)
@@ -385,24 +392,30 @@ class Launches:
 
     def _sized(self, call: Call, shapes: Sequence[Geometry], *, resized: bool = False) -> Sized:
         split_counters = max([geometry.sizes.get("split_counters", 0) for geometry in shapes])
-        sized = Sized(call, shapes[0].workspaces, split_counters)
+        sized = Sized(call, *places_of(shapes[0].workspaces), split_counters)
         if self._launch is not None:
             self._launch.fill(sized, [shapes[place] for place in self._launched], resized=resized)
         return sized
 
     def resize(self, call: Call) -> Sized:
-        """The numbers of a forward pass of the kind without tile maps, in which there is something to compute."""
+        """The numbers of a forward pass of the kind without tile maps, in which there is something to compute; the
+        call's tensors may have other rows."""
         capacity = self._capacity
         if self._plain is not None and self._launch is not None:
             kernel, launch = self._kernel, self._kernel.main
             sizes, blocks = plain_sizes(launch, call, capacity, self._driver.multiprocessors(self._device))
-            elements = {one.name: one.elements(sizes) for one in kernel.workspaces}
-            sized = Sized(call, elements, sizes.get("split_counters", 0))
+            factors = self._factors(sizes)
+            places = self._places[factors]
+            if places is None:
+                places = places_of({one.name: one.elements(sizes) for one in kernel.workspaces})
+                self._places.put(factors, places)
+            sized = Sized(call, *places, sizes.get("split_counters", 0))
             cluster = sizes.get("split_cluster", 1)
-            sized.functions.append(launch.entry.launch_on(self._driver, self._device, blocks, cluster))
-            sized.template = self._plain.numbers(sizes, call)
+            sized.functions = [launch.entry.launch_on(self._driver, self._device, blocks, cluster)]
+            sized.numbers = self._plain(sizes)
             sized.rows = self._launch.rows_of(sizes)
             return sized
+        resize_tensors(call)
         if self._kernel.main.grid == SHARES:
             capacity = capacity_for(self._kernel, call, lambda: self._driver, self._device)
         return self._sized(call, geometries(self._kernel, call, {}, capacity=capacity), resized=True)
@@ -422,19 +435,24 @@ class Launches:
     def ready(self, addresses: list[int], sized: Sized) -> Chain | None:
         """Enter the addresses of the counters for a launch on the current stream, and return what enqueues it; None if
         there is nothing to compute."""
+        device = self._device
         if self._counted:
-            addresses[TILE_COUNTER] = counters.address(self._driver.stream(self._device), self._device)
+            addresses[TILE_COUNTER] = counters.address(self._driver.stream(device), device)
         if sized.split_counters:
-            stream = self._driver.stream(self._device)
-            addresses[SPLIT_COUNTERS] = counters.of_splits(sized.split_counters, stream, self._device)
+            addresses[SPLIT_COUNTERS] = counters.of_splits(sized.split_counters, self._driver.stream(device), device)
         return self._launch
 
-    def workspace(self, sized: Sized) -> int:
-        """Address of memory for all workspaces of a call, which the stream keeps; 0 if the caller has to allocate
-        it."""
-        if len(sized.functions) > 1:  # another thread may launch on the stream between these
-            return 0
-        return counters.workspace(4 * sized.words, self._driver.stream(self._device), self._device)
+    def enter_workspaces(self, addresses: list[int], sized: Sized) -> Tensor | None:
+        """Append the addresses of workspaces for a launch on the current stream. Returns their memory, unless the
+        stream keeps it."""
+        device, start, own = self._device, 0, None
+        if len(sized.functions) == 1:  # else another thread may launch on the stream between these
+            start = counters.workspace(4 * sized.words, self._driver.stream(device), device)
+        if not start:
+            own = torch.empty(sized.words, dtype=torch.float32, device=self._torch_device)
+            start = own.data_ptr()
+        addresses += [start + offset for offset in sized.workspaces]
+        return own
 
     def stream(self) -> int:
         """Return the current stream, on which launches are enqueued."""
@@ -453,15 +471,16 @@ class _Block:
     """The parameters of some kernels, which keep their values until the next launch: most are the same then."""
 
     __slots__ = (
-        "_frame", "_moving", "_pointers", "bytes", "divided_by", "divisors", "key", "launches", "scalars", "scales",
+        "_frame", "_numbers", "_pointers", "bytes", "divided_by", "divisors", "key", "launches", "scalars", "scales",
         "sized", "words",
     )  # fmt: skip
 
     def __init__(self, kernels: Sequence[_PackedKernel], moving: int) -> None:
         """``moving``: bytes of the addresses and descriptors of all kernels."""
-        self._frame = frame = Frame(moving + sum(kernel.size for kernel in kernels))
-        self._moving, self.bytes, self.words = moving, frame.bytes, frame.words
-        self.key: tuple[int, ...] = ()  # what the launch before was given
+        numbers = moving + sum(len(kernel.constants) for kernel in kernels)
+        self._frame = frame = Frame(numbers + sum(kernel.size_of_numbers for kernel in kernels))
+        self._numbers, self.bytes, self.words = numbers, frame.bytes, frame.words
+        self.key: tuple[Any, ...] = ()  # what the launch before had descriptors of
         self.sized: Sized | None = None
         self.scales: list[tuple[memoryview[float], int]] = []
         self.scalars: list[tuple[memoryview[Any], int, int]] = []
@@ -477,6 +496,8 @@ class _Block:
             for index, *_ in kernel.descriptors:
                 offsets[index] = described
                 described += DESCRIPTOR_BYTES
+            for index, offset in kernel.of_sizes:
+                offsets[index] = numbers + offset
             self.scales += [(frame.float32, (start + offset) // 4) for offset in kernel.scales]
             self.scalars += [
                 (getattr(frame, writer), (start + offset) // size, position)
@@ -484,17 +505,18 @@ class _Block:
             ]
             self.divisors += [(frame.int32, (start + offset) // 4, divide) for offset, divide in kernel.divisors]
             self._pointers.append(frame.pointers(offsets))
-            start += kernel.size
+            frame.bytes[start : start + len(kernel.constants)] = kernel.constants
+            start += len(kernel.constants)
+            numbers += kernel.size_of_numbers
 
     def resize(self, sized: Sized) -> None:
         """Enter the numbers of a call of other sizes."""
-        self.bytes[self._moving : self._moving + len(sized.template)] = sized.template
+        self.bytes[self._numbers : self._numbers + len(sized.numbers)] = sized.numbers
         made = sized.launches
         if made is None or made[0] is not self:
             launches = [(*function, at) for function, at in zip(sized.functions, self._pointers)]  # noqa: B905
             made = sized.launches = self, launches
-        self.launches = made[1]
-        self.sized, self.divided_by = sized, ()
+        self.launches, self.sized = made[1], sized
 
     def enter(self, scale: float, scalars: Sequence[Any]) -> None:
         """Enter the softmax scale, and the scalars in order of declaration."""
@@ -532,6 +554,12 @@ def _descriptor(
     )  # fmt: skip
     ragged = geometry.call.ragged and not parameter.paged
     return tensor_map, position[of], ("total_k" if of in ("k", "v") else "total_q") if ragged else ""
+
+
+def places_of(elements: Mapping[str, int]) -> tuple[Sequence[int], int]:
+    """Where workspaces of so many ``elements`` begin, in bytes from the start of all, and the words of all."""
+    offsets, words = laid_out(elements)
+    return [4 * offset for offset in offsets.values()], words
 
 
 def laid_out(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -76,7 +76,7 @@ class PreparedCall:
         self._launch: Launches | None = None
         self._maps: MapMaker | None = None
         if kernel is None:
-            self._first = Sized(call, {}, 0)
+            self._first = Sized(call)
             return
         self._like_q = call.q == call.out_view() and call.dtype not in QUANTIZED_DTYPES
         self._launch = launch = Launches(kernel, call, {}, tensor_names, driver, device)
@@ -120,10 +120,12 @@ class PreparedCall:
             addresses[LSE] = lse.data_ptr()
         shared = maps = None  # kept until the launches are enqueued
         if sized.workspaces:
-            shared = self._enter_workspaces(launch, addresses, sized)
+            shared = launch.enter_workspaces(addresses, sized)
         if self._maps is not None:
             maps = self._enter_map(given, addresses, scalars)
-        launch(addresses, scale, scalars, sized)
+        chain = launch.ready(addresses, sized)
+        if chain is not None:
+            chain(addresses, scale, scalars, sized)
         del shared, maps
         return out if lse is None else (out, lse)
 
@@ -137,21 +139,10 @@ class PreparedCall:
         scalars = self.scalars(given.arguments)
         if sized is None:
             sized = self._first
-        kept = self._enter_workspaces(launch, addresses, sized)
+        kept = launch.enter_workspaces(addresses, sized) if sized.workspaces else None
         chain = launch.ready(addresses, sized)
         assert chain is not None, "there is something to compute"
         return Repeatable(chain, addresses, scale, scalars, sized, launch.stream(), kept)
-
-    def _enter_workspaces(self, launch: Launches, addresses: list[int], sized: Sized) -> Tensor | None:
-        """Append the addresses of workspaces; returns their memory, unless the stream keeps it."""
-        if not sized.workspaces:
-            return None
-        start, own = launch.workspace(sized), None
-        if not start:
-            own = torch.empty(sized.words, dtype=torch.float32, device=self._device)
-            start = own.data_ptr()
-        addresses += [start + offset for offset in sized.workspaces]
-        return own
 
     def _enter_map(self, given: Given, addresses: list[int], scalars: Sequence[Number]) -> list[Tensor]:
         """Append the address of the tile map, the caller's or one that is kept or made now, and return it."""

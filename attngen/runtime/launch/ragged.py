@@ -9,7 +9,7 @@ from itertools import product
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.arguments.kinds import Sizes, extents_of, resize
+from attngen.runtime.arguments.kinds import extents_of, resize, sizes_of
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
@@ -40,11 +40,11 @@ class RaggedCalls:
         "_chosen",
         "_driver",
         "_few_rows",
+        "_kept",
         "_kept_variant",
         "_lock",
         "_names",
         "_prepared",
-        "kept",
     )
 
     def __init__(
@@ -63,15 +63,28 @@ class RaggedCalls:
         self._prepared: dict[Kernel, PreparedCall] = {}
         if prepared is not None and prepared.kernel is not None:
             self._prepared[prepared.kernel] = prepared
-        #: The same for sizes that calls had before.
-        self.kept: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(_KEPT_SIZES)
+        #: Calls of sizes that were there before.
+        self._kept: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(_KEPT_SIZES)
         self._lock, self._few_rows = threading.Lock(), few_rows
 
-    def resized(self, sizes: Sizes, given: Given) -> tuple[PreparedCall, Sized] | None:
-        """The prepared call and its numbers for new sizes; None where something about them needs a look."""
+    def ready(self, given: Given) -> tuple[PreparedCall, Sized] | None:
+        """The prepared call and its numbers for a call of the kind, kept for others of the same sizes; None where
+        something about its sizes needs a look."""
+        sizes = sizes_of(given)
+        try:
+            known = self._kept[sizes]
+        except TypeError:  # something that cannot be hashed stands where a length belongs
+            return None
+        if known is None:
+            known = self._resized(given)
+            if known is not None:
+                self._kept.put(sizes, known)
+        return known
+
+    def _resized(self, given: Given) -> tuple[PreparedCall, Sized] | None:
         call = self._call
         with self._lock:
-            if not resize(call, sizes) or (self._few_rows and not splits_keys(call)):
+            if not resize(call, given) or (self._few_rows and not splits_keys(call)):
                 return None
             kernel = self._kernel()
             prepared = self._prepared.get(kernel)
@@ -80,7 +93,6 @@ class RaggedCalls:
             call.page_table = given.page_table
             ready = prepared, prepared.resize(call)
             call.page_table = None
-        self.kept.put(sizes, ready)
         return ready
 
     def _kernel(self) -> Kernel:

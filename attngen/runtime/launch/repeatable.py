@@ -27,7 +27,7 @@ class Repeatable:
         """The arguments of a launch, and memory of its workspaces that is to be ``kept``."""
         self.chain, self.stream, self.kept = chain, stream, kept
         self._block = block = chain.take(sized)
-        block.bytes[: chain.moving], block.key = chain.placed(addresses, sized), ()
+        chain.place(block, addresses, sized)
         block.enter(scale, scalars)
         self._bytes, self._words = block.bytes, block.words
         self._maps = chain.maps_of(_MOVING, sized)

@@ -10,7 +10,7 @@ from math import inf
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device.driver import Driver
-from attngen.runtime.geometry.prediction import Card, lengths, predict
+from attngen.runtime.geometry.prediction import Card, predict
 from attngen.runtime.geometry.sizes import group_of
 from attngen.runtime.kernels.module import Kernel
 
@@ -110,20 +110,24 @@ def _by_time(kernels: Sequence[Kernel], fit: Sequence[Kernel], call: Call | None
 
 
 def typical_sizes(call: Call) -> tuple[int, int, int]:
-    """Sequences of a ragged call, and queries and keys of each, rounded up: keys and sequences to powers of two, keys
-    in pages to powers of four, and queries, which decide how full tiles are, to tiles of their rows.
+    """Sequences of a ragged call, which is not empty, and queries and keys of each, rounded up: keys and sequences to
+    powers of two, keys in pages to powers of four, and queries, which decide how full tiles are, to tiles of rows.
 
     They decide between kernels for all calls that are about alike: lengths of ragged calls never repeat, and the host
     does not know those of each sequence anyway.
     """
-    seqlen_q, seqlen_k = lengths(call)
-    group, many, batch = call.heads // max(call.kv_heads, 1), -(-_MANY_UNITS // call.kv_heads), call.batch
-    bits = (seqlen_k - 1).bit_length()
+    batch, kv_heads, seqlen_k = call.batch, max(call.kv_heads, 1), call.seqlen_k
+    group = call.heads // kv_heads
+    seqlen_q = min(-(-call.total_q // batch), call.seqlen_q)
     if call.page_size:
+        bits = (seqlen_k - 1).bit_length()
         bits += bits % 2
-    tiles = -(-seqlen_q * group // _TILE_ROWS)
-    zeros = max(tiles.bit_length() - 2, 0)
-    queries = -(-(-(-tiles >> zeros) << zeros) * _TILE_ROWS // group)
+    else:
+        bits = (min(-(-call.total_k // batch), seqlen_k) - 1).bit_length()
+    many, tiles = -(-_MANY_UNITS // kv_heads), -(-seqlen_q * group // _TILE_ROWS)
+    if tiles > 3:
+        tiles = rounded(tiles, 2)
+    queries = -(-tiles * _TILE_ROWS // group)
     return 1 << ((many if batch > many else batch) - 1).bit_length(), queries, 1 << bits
 
 
