@@ -14,7 +14,7 @@ from attngen.runtime.arguments.checked import ATTENTION_DTYPES, contiguous_view
 from attngen.runtime.arguments.latent_rows import latent_name
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, scales_of
-from attngen.runtime.helpers.launches import Changes, Grid, HelperLaunches, Operands, Resized
+from attngen.runtime.helpers.launches import Grid, HelperLaunches, Key, Operands, Resized
 from attngen.runtime.helpers.operands import (
     MOST,
     against_rotary,
@@ -34,6 +34,9 @@ _ROWS = {
 
 _Q_OUT = FIELDS.tensors.index("q_out")
 
+#: Numbers in which calls of one kind differ.
+_CHANGING: tuple[Key, ...] = ("tokens", "batch", "seqlen_new", "max_pages", ("page_table", "b"))
+
 
 class PreparedAppend(HelperLaunches):
     """The launch of one kind of call that appends."""
@@ -43,10 +46,10 @@ class PreparedAppend(HelperLaunches):
     def __init__(self, kernel: Kernel, operands: Operands, count: int, rows: int, driver: Driver, device: int) -> None:
         """``count``: rows of all tokens, of which a block moves so many ``rows``. Raises LoadError as its base does."""
         self._rows_of_block = rows
-        super().__init__(kernel, operands, [Grid(kernel.main.entry, -(-count // rows))], driver, device)
+        super().__init__(kernel, operands, [Grid(kernel.main.entry, -(-count // rows))], driver, device, _CHANGING)
 
-    def resize(self, count: int, changes: Changes) -> Resized:
-        """The launch of a call with another number of rows, and other numbers that follow from it."""
+    def resize(self, count: int, changes: Mapping[Key, int]) -> Resized:
+        """The launch of a call with another number of rows, and with all numbers that change between calls."""
         return self.resized(changes, [-(-count // self._rows_of_block)])
 
     def run(self, call: Append, addresses: list[int], resized: Resized | None = None) -> Tensor | None:

@@ -1,9 +1,11 @@
-"""Launches of a helper kernel: sizes and strides are packed once for a kind of call, addresses each time."""
+"""Launches of a helper kernel: sizes and strides are packed once for a kind of call, addresses each time, and numbers
+that change between calls of the kind for each set of sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from struct import Struct
 from typing import Any
 
@@ -12,7 +14,7 @@ from attngen.manifest import Argument
 from attngen.runtime.device.driver import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.kernels.module import Entry, Kernel
-from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, NUMBERS
+from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, NUMBERS, Packer, lay_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,10 @@ class Operands:
     maps: Mapping[str, Callable[[Argument], TensorMap]] = field(default_factory=dict)
 
 
-#: Numbers that differ between calls, by the name of a size, or the tensor and the axis of a stride.
-Changes = Mapping[str | tuple[str, Any], int]
+#: The name of a size, or the tensor and the axis of a stride.
+Key = str | tuple[str, Any]
 
-#: The launches of calls of some sizes: the blocks and the numbers of each.
+#: The launches of calls of some sizes: the blocks of each, and the numbers that change.
 Resized = Sequence[tuple[int, bytes]]
 
 
@@ -49,18 +51,23 @@ class HelperLaunches:
 
     __slots__ = ("_device", "_driver", "_first", "_free", "_launches", "label")
 
-    def __init__(self, kernel: Kernel, operands: Operands, grids: Sequence[Grid], driver: Driver, device: int) -> None:
-        """Raises LoadError if a cubin does not load, or its parameters are others."""
+    def __init__(
+        self, kernel: Kernel, operands: Operands, grids: Sequence[Grid], driver: Driver, device: int,
+        changing: Collection[Key] = (),
+    ) -> None:  # fmt: skip
+        """``changing``: numbers in which calls may differ. Raises LoadError if a cubin does not load, or its parameters
+        are others."""
         self.label = kernel.full_name
         self._driver, self._device = driver, device
-        self._launches = [_PackedLaunch(kernel.direction, operands, grid, driver, device) for grid in grids]
-        self._first: Resized = self.resized({}, [grid.blocks for grid in grids])
+        self._launches = [_PackedLaunch(kernel.direction, operands, grid, driver, device, changing) for grid in grids]
+        numbers = {key: operands.sizes[key] if isinstance(key, str) else operands.strides[key] for key in changing}
+        self._first: Resized = self.resized(numbers, [grid.blocks for grid in grids])
         #: Parameters that no launch is using. Threads take and return them atomically.
         self._free: list[_Block] = []
 
-    def resized(self, changes: Changes, blocks: Sequence[int]) -> Resized:
-        """The launches of a call that differs in these numbers and these blocks from the one that was prepared."""
-        return [(count, one.numbers(changes)) for count, one in zip(blocks, self._launches, strict=True)]
+    def resized(self, changes: Mapping[Key, float], blocks: Sequence[int]) -> Resized:
+        """The launches of a call of so many blocks, with these numbers that change."""
+        return [(count, one.numbers(changes)) for count, one in zip(blocks, self._launches)]  # noqa: B905
 
     def __call__(self, addresses: Sequence[int], resized: Resized | None = None) -> None:
         """Enqueue the launches; ``addresses`` in the order of the tensors, 0 for a tensor that is not given.
@@ -84,20 +91,23 @@ class HelperLaunches:
 class _Block:
     """The parameters of all launches of a call, which keep their values until the next one."""
 
-    __slots__ = ("_functions", "_pointers", "_start", "frames", "launches", "resized")
+    __slots__ = ("_functions", "_pointers", "_starts", "frames", "launches", "resized")
 
     def __init__(self, launches: Sequence[_PackedLaunch]) -> None:
-        self._start = launches[0].addresses.size
         self.frames = [Frame(launch.size) for launch in launches]
+        for launch, frame in zip(launches, self.frames, strict=True):
+            start = launch.addresses.size
+            frame.bytes[start : start + len(launch.constants)] = launch.constants
+        #: Where the numbers of each launch that change begin.
+        self._starts = [launch.addresses.size + len(launch.constants) for launch in launches]
         self._functions = [launch.function for launch in launches]
         self._pointers = [frame.pointers(launch.offsets) for launch, frame in zip(launches, self.frames, strict=True)]
         self.launches: list[Launch] = []
         self.resized: Resized | None = None
 
     def resize(self, resized: Resized) -> None:
-        """Enter the numbers of a call of other sizes; descriptors have to be written again."""
-        for frame, (_, numbers) in zip(self.frames, resized):  # noqa: B905
-            start = self._start
+        """Enter the numbers of a call of other sizes."""
+        for frame, start, (_, numbers) in zip(self.frames, self._starts, resized):  # noqa: B905
             frame.bytes[start : start + len(numbers)] = numbers
         self.launches = [
             (function, blocks, *how, pointers)
@@ -107,11 +117,14 @@ class _Block:
 
 
 class _PackedLaunch:
-    """One launch: its function, its numbers, and where its parameters lie: behind the addresses of all tensors."""
+    """One launch: its function, its numbers, and where its parameters lie: behind the addresses of all tensors, those
+    that change at the end."""
 
-    __slots__ = ("_pack", "_places", "_values", "addresses", "descriptors", "function", "offsets", "size")
+    __slots__ = ("_pack", "_read", "addresses", "constants", "descriptors", "function", "offsets", "size")
 
-    def __init__(self, direction: str, operands: Operands, grid: Grid, driver: Driver, device: int) -> None:
+    def __init__(
+        self, direction: str, operands: Operands, grid: Grid, driver: Driver, device: int, changing: Collection[Key]
+    ) -> None:
         layout, tensors = grid.entry.layout, operands.tensors
         #: What packs the addresses of all tensors.
         self.addresses = Struct(f"{len(tensors)}Q{-8 * len(tensors) % DESCRIPTOR_ALIGNMENT}x")
@@ -129,27 +142,37 @@ class _PackedLaunch:
                 self.descriptors.append((self.offsets[place], tensors.index(of), operands.maps[of](parameter)))
             elif parameter.kind not in NUMBERS:
                 raise LoadError(f"parameter '{parameter.name}': {direction} has no such number")
-        self._pack = grid.entry.packer
-        self._values: list[float] = []
-        self._places: dict[str | tuple[str, Any], int] = {}
-        for parameter in self._pack.numbers:
-            of = parameter.of or ""
-            number = operands.strides.get((of, parameter.axis)) if parameter.kind == "stride" else sizes.get(of)
+        values: list[float] = []
+        for parameter in grid.entry.packer.numbers:
+            key = _key_of(parameter)
+            number = sizes.get(key) if isinstance(key, str) else operands.strides.get(key)
             if number is None:
                 raise LoadError(f"parameter '{parameter.name}': {direction} has no such number")
-            self._places[(of, parameter.axis) if parameter.kind == "stride" else of] = len(self._values)
-            self._values.append(number)
-        self.size = self.addresses.size + self._pack.size
+            values.append(number)
+        self.constants = grid.entry.packer(values)
+        follow = [
+            (i, one) for i, one in enumerate(layout.parameters) if one.kind in NUMBERS and _key_of(one) in changing
+        ]
+        follow.sort(key=lambda one: -one[1].size)
+        apart = lay_out(replace(parameter, offset=-1) for _, parameter in follow)
+        end = self.addresses.size + len(self.constants)
+        for (place, _), offset in zip(follow, apart.offsets, strict=True):
+            self.offsets[place] = end + offset
+        self._pack = Packer(apart)
+        keys = [_key_of(parameter) for parameter in self._pack.numbers]
+        self._read: Callable[[Mapping[Key, float]], Sequence[float]] = (
+            itemgetter(*keys) if len(keys) > 1 else lambda changes: [changes[key] for key in keys]
+        )
+        self.size = end + self._pack.size
         function, _, threads, shared, how = grid.entry.launch_on(driver, device, grid.blocks)
         #: What the driver takes of a launch, without blocks and parameters.
         self.function = function, grid.threads or threads, shared, how
 
-    def numbers(self, changes: Changes) -> bytes:
-        """The block of parameters without addresses, after some changes."""
-        values, places = self._values, self._places
-        if changes:
-            values = values.copy()
-            for name, value in changes.items():
-                if name in places:
-                    values[places[name]] = value
-        return self._pack(values)
+    def numbers(self, changes: Mapping[Key, float]) -> bytes:
+        """The numbers that change, of a call that has these."""
+        return self._pack(self._read(changes))
+
+
+def _key_of(parameter: Argument) -> Key:
+    of = parameter.of or ""
+    return (of, parameter.axis) if parameter.kind == "stride" else of
