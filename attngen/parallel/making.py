@@ -21,7 +21,7 @@ from attngen.parallel.document_tiles import DocumentTiles
 from attngen.parallel.groups import group_of
 from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.one_row import as_one_row, documents
-from attngen.parallel.overlap import forward_by_heads, overlap
+from attngen.parallel.overlap import forward_groups, overlap
 from attngen.parallel.plans import Layer, Plan
 from attngen.parallel.routes import Needs
 from attngen.parallel.segments import is_relative, reads_no_positions
@@ -219,7 +219,7 @@ def _layer(
     return Layer(
         variant.name, source, variant, as_one_row(variant) if one_row else variant, layers, method,
         own, visited, sent, seen, segments, positions, way,
-        way == "none" and forward_by_heads(*weighed, heads_alike=_in_groups(variant)),
+        forward_groups(*weighed, way=way, heads_alike=_in_groups(variant)),
     )  # fmt: skip
 
 

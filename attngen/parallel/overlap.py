@@ -20,6 +20,9 @@ _GROUP = 200e-6
 #: Least seconds of an exchange that is cut into groups of heads.
 _WORTH = 40e-6
 
+#: Seconds that one more group of heads costs a forward pass whose exchange is already cut, and most groups.
+_FURTHER, _MOST_GROUPS = 60e-6, 4
+
 #: Seconds that a forward has to take, so that the host has time to enqueue it in two groups of heads.
 _HOST = 1e-3
 
@@ -31,6 +34,29 @@ _LATENCY = 30e-6
 
 #: Bytes that a GPU copies in a second, read and written.
 _COPIES = 1.2e12
+
+
+def first_group(heads: int, kv_heads: int) -> int:
+    """KV heads that travel first: those of four heads, fewer of which would leave multiprocessors idle, but at most a
+    quarter."""
+    return max(min(-(-4 * kv_heads // max(heads, 1)), kv_heads // 4), 1)
+
+
+def _groups(work: np.ndarray, sent: np.ndarray, cost: Cost) -> tuple[int, float]:
+    """Groups of heads in which keys of a forward pass travel with least time, and the predicted seconds of the rank
+    that takes longest. ``work`` and ``sent``: seconds of each rank's attention, and of its exchange.
+
+    The first group is that of ``first_group``, which hides the second one; without GQA the keys of all other heads
+    would take longer than that, so they travel in several groups, each behind the attention of the one before.
+    """
+    first = first_group(cost.heads, cost.kv_heads) / cost.kv_heads
+    best = 2, np.inf
+    for groups in range(2, _MOST_GROUPS + 1):
+        late = np.maximum(sent * (1 - first) / (groups - 1) - work * first, 0)
+        seconds = float((work + sent * first + late).max()) + _LATENCY + _GROUP + _FURTHER * (groups - 2)
+        if seconds < best[1]:
+            best = groups, seconds
+    return best
 
 
 def local_tiles(visits: Visits, owner: np.ndarray) -> np.ndarray:
@@ -53,9 +79,7 @@ def overlap(
     sent = sending * cost.of_tokens(1.0)
     choices: dict[Overlap, float] = {"none": float((work + np.where(sent > 0, sent + _LATENCY, 0)).max())}
     if heads_alike and cost.kv_heads > 1 and sent.max() > _WORTH:
-        others = (cost.kv_heads - 1) / cost.kv_heads
-        late = np.maximum(sent * others - work * (1 - others), 0)
-        choices["heads"] = float((work + sent * (1 - others) + late).max()) + _LATENCY + _GROUP
+        choices["heads"] = _groups(work, sent, cost)[1]
     if segments and sent.max() > 0:
         alone = local_tiles(visits, owner)
         here = np.bincount(owner, weights=np.where(alone, visits.tiles, 0.0), minlength=ranks) * tile_seconds
@@ -67,18 +91,22 @@ def overlap(
     return best, choices[best]
 
 
-def forward_by_heads(
-    visits: Visits, owner: np.ndarray, sending: np.ndarray, tile: int, cost: Cost, *, heads_alike: bool
-) -> bool:
-    """Whether the forward of a layer that else does not overlap gets the keys of few heads first.
+def forward_groups(
+    visits: Visits, owner: np.ndarray, sending: np.ndarray, tile: int, cost: Cost, *, way: Overlap, heads_alike: bool
+) -> int:
+    """Groups of heads in which keys of a layer's forward pass travel: 1 where it does not overlap by heads.
 
-    Then little of its exchange is waited for. In the backward, whose exchange is none where keys are kept, calls of a
-    few heads would leave multiprocessors idle.
+    A layer that else does not overlap may still get the keys of few heads first in its forward pass. Then little of
+    that exchange is waited for. In the backward, whose exchange is none where keys are kept, calls of a few heads would
+    leave multiprocessors idle.
     """
-    if not heads_alike or cost.kv_heads == 1 or sending.max() * cost.of_tokens(1.0) < 2 * _WORTH:
-        return False
-    work = np.bincount(owner, weights=visits.tiles, minlength=len(sending)).min()
-    return bool(cost.of_tiles(work, tile) / cost.passes > _HOST)
+    work = np.bincount(owner, weights=visits.tiles, minlength=len(sending)) * cost.of_tiles(1.0, tile)
+    sent = sending * cost.of_tokens(1.0)
+    if way == "heads":
+        return _groups(work, sent, cost)[0]
+    if way == "rows" or not heads_alike or cost.kv_heads == 1 or sent.max() < 2 * _WORTH:
+        return 1
+    return 2 if work.min() / cost.passes > _HOST else 1
 
 
 def _tiles_in_parts(alone: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:

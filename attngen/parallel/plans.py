@@ -79,7 +79,7 @@ class Layer:
     in_segments: bool = False
     positions: bool = True  # whether the variant reads any
     overlap: Overlap = "none"
-    forward_by_heads: bool = False  # whether a forward overlaps by heads, though the backward does not overlap
+    forward_groups: int = 1  # groups of heads in which keys of a forward pass travel
     kept: dict[Any, Any] = field(default_factory=dict)  # what calls of one rank and device share
 
     @cached_property
@@ -340,12 +340,12 @@ class Plan:
                 layer.kept["rank_attention"] = by_segments(
                     layer.sent, rank, self.group, layer.source, layer.stated, segments, stages,
                     positions=layer.positions, by_heads=by_heads,
-                    forward_by_heads=layer.forward_by_heads, exchanges=exchanges, keeps=keeps,
+                    forward_groups=layer.forward_groups, exchanges=exchanges, keeps=keeps,
                 )  # fmt: skip
             else:
                 layer.kept["rank_attention"] = by_positions(
                     layer.sent, rank, self.group, self._called(layer), self._local(layer).variant, by_heads=by_heads,
-                    forward_by_heads=layer.forward_by_heads, exchanges=exchanges, keeps=keeps,
+                    forward_groups=layer.forward_groups, exchanges=exchanges, keeps=keeps,
                 )  # fmt: skip
         return layer.kept["rank_attention"]
 

@@ -23,6 +23,7 @@ from attngen.parallel.assembly import Assembly
 from attngen.parallel.direct import MOST_RUNS, DirectTransfer
 from attngen.parallel.exchange import Group
 from attngen.parallel.gathers import Gather, Rows, copy, in_pieces, of_each, side_by_side, widths_of
+from attngen.parallel.overlap import first_group
 from attngen.parallel.routes import Needs
 from attngen.parallel.segments import Segments
 from attngen.parallel.stages import HeadGroup, Options, Selection, Stage
@@ -52,7 +53,7 @@ class RankAttention:
     local: Stage | None = None
     local_keys: tuple[int, int] = (0, 0)
     by_heads: bool = False
-    forward_by_heads: bool = False  # whether keys of a forward travel in two groups of heads
+    forward_groups: int = 1  # groups of heads in which keys of a forward pass travel
     direct: DirectTransfer | None = None  # how keys travel by heads, if not by a collective
     exchanges: bool = True  # whether any rank sends anything
     keeps: bool = False  # whether the backward gets the keys of the forward, on all ranks
@@ -112,7 +113,7 @@ class RankAttention:
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k and v, and of the tensors ``asked``, in float32."""
         heads, kv_heads = q.shape[2], k.shape[2]
-        first = _first_group(heads, kv_heads)
+        first = first_group(heads, kv_heads)
         head_groups = _head_groups(heads, kv_heads, (first, -1, first) if self.by_heads else (-1,))
         # Keys travel in two collectives, also for three groups of gradients: behind a third one, which may still wait
         # for other ranks, the first collective of gradients would start only after the next kernel.
@@ -187,14 +188,16 @@ class RankAttention:
 
     def _key_groups(self, heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
         """The heads whose keys travel together in a backward."""
-        return _head_groups(heads, kv_heads, (_first_group(heads, kv_heads), -1) if self.by_heads else (-1,))
+        return _head_groups(heads, kv_heads, (first_group(heads, kv_heads), -1) if self.by_heads else (-1,))
 
     def _forward_groups(self, heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
         """The heads whose keys travel together in a forward, in the first group those of a backward's."""
-        first = _first_group(heads, kv_heads)
-        if not (self.by_heads or self.forward_by_heads):
+        if self.forward_groups == 1:
             return _head_groups(heads, kv_heads, (-1,))
-        return _head_groups(heads, kv_heads, (first, -1))
+        first = first_group(heads, kv_heads)
+        later = max(min(self.forward_groups - 1, kv_heads - first), 1)
+        ends = [(kv_heads - first) * n // later for n in range(later + 1)]
+        return _head_groups(heads, kv_heads, (first, *(b - a for a, b in pairwise(ends[:-1])), -1))
 
     def _exchanged(self, k: Tensor, v: Tensor, key_groups: Sequence[HeadGroup]) -> list[_Keys]:
         """The keys of each group of heads, whose exchanges are started."""
@@ -332,12 +335,6 @@ def _all(heads: int, kv_heads: int) -> HeadGroup:
     return HeadGroup((0, heads), (0, kv_heads))
 
 
-def _first_group(heads: int, kv_heads: int) -> int:
-    """KV heads that travel first: those of four heads, fewer of which would leave multiprocessors idle, but at most a
-    quarter."""
-    return max(min(-(-4 * kv_heads // max(heads, 1)), kv_heads // 4), 1)
-
-
 @lru_cache(maxsize=256)
 def _head_groups(heads: int, kv_heads: int, sizes: tuple[int, ...]) -> tuple[HeadGroup, ...]:
     """Groups of KV heads with their query heads; of the sizes −1 is what is left, and groups of none are left out."""
@@ -362,7 +359,7 @@ def _split(keys: Tensor, k: Tensor, v: Tensor, head_group: HeadGroup) -> tuple[T
 
 def by_segments(
     needs: Needs, rank: int, group: Group, source: Any, variant: Variant, segments: Segments,
-    stages: tuple[Segments, Segments] | None, *, positions: bool, by_heads: bool, forward_by_heads: bool,
+    stages: tuple[Segments, Segments] | None, *, positions: bool, by_heads: bool, forward_groups: int,
     exchanges: bool, keeps: bool,
 ) -> RankAttention:  # fmt: skip
     """The calls of a rank whose rows are segments. ``stages`` are those whose keys all lie on the rank, and the others,
@@ -402,7 +399,7 @@ def by_segments(
         forwards = _forwards(remote_stage, 0, assembly.rows, held, alone if bool(fresh.all()) else ())
     return RankAttention(
         group, transfer, assembly, remote_stage, local_stage, local_keys, by_heads=by_heads,
-        forward_by_heads=forward_by_heads, direct=direct, exchanges=exchanges, keeps=keeps,
+        forward_groups=forward_groups, direct=direct, exchanges=exchanges, keeps=keeps,
         forwards=forwards, local_forwards=local_forwards,
     )  # fmt: skip
 
@@ -440,7 +437,7 @@ def _forwards(
 
 
 def by_positions(
-    needs: Needs, rank: int, group: Group, source: Any, variant: Variant, *, by_heads: bool, forward_by_heads: bool,
+    needs: Needs, rank: int, group: Group, source: Any, variant: Variant, *, by_heads: bool, forward_groups: int,
     exchanges: bool, keeps: bool,
 ) -> RankAttention:  # fmt: skip
     """The calls of a rank whose rows are one call of a variant that reads their positions."""
@@ -450,7 +447,7 @@ def by_positions(
     direct = DirectTransfer.of(needs, rank, transfer, assembly) if by_heads and not transfer.gathers else None
     stage = Stage(Selection(np.arange(held), held), source, variant) if held else None
     return RankAttention(
-        group, transfer, assembly, stage, by_heads=by_heads, forward_by_heads=forward_by_heads, direct=direct,
+        group, transfer, assembly, stage, by_heads=by_heads, forward_groups=forward_groups, direct=direct,
         exchanges=exchanges, keeps=keeps, forwards=_forwards(stage, 0, assembly.rows, held),
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -51,7 +52,7 @@ def run(rank: int, world: int, meeting: str, part: str) -> None:
                 check(case, (EVEN, RAGGED)[n // 2 % 2], method, (None, 1, 3)[n // 4 % 3], slow=n // 3 % 2 == 0)
         for other in (_few_tokens, _own_tokens, _dropped, _decode, _refused_together, _refused_alone):
             other(rank, world)
-        of_two, of_four = (_whole_again, _several, _compiled), (_in_context, _sharded_parameters)
+        of_two, of_four = (_whole_again, _several, _in_many_groups, _compiled), (_in_context, _sharded_parameters)
         for other in of_two if world == 2 else of_four:
             other(rank, world)
         _lost(rank, world)
@@ -138,6 +139,24 @@ def _several(rank: int, world: int) -> None:
         out = plan.attention(*map(plan.shard, whole), variant=name)
         compare(out, plan.shard(attngen.attention(*whole, variant=name, **values)), name)
     assert plan is attngen.parallel.plan({"causal": 2, "sliding_window": 6}, EVEN, tile=TILE, window=20)
+
+
+def _in_many_groups(rank: int, world: int) -> None:
+    """Keys of a forward pass travel in more than two groups of heads where the first of them hide too little."""
+    plan = attngen.parallel.plan(
+        "causal", EVEN, tile=TILE, chunks=2, cost=replace(SLOW, heads=8, kv_heads=8, gigabytes=1e-8)
+    )
+    assert plan.layers[0].forward_groups == 4
+    generator = torch.Generator().manual_seed(3)
+    *whole, weight = (torch.randn(1, EVEN, 8, HEAD_DIM, generator=generator) for _ in range(4))
+    leaves = [x.requires_grad_() for x in whole]
+    out = attngen.attention(leaves[0], leaves[1], leaves[2], variant="causal")
+    parts = [plan.shard(x.detach()).requires_grad_() for x in whole]
+    ours = plan.attention(parts[0], parts[1], parts[2])
+    compare(ours, plan.shard(out), "in many groups of heads")
+    wanted = torch.autograd.grad(out, leaves, weight)
+    for name, one, other in zip("qkv", torch.autograd.grad(ours, parts, plan.shard(weight)), wanted, strict=True):
+        compare(one, plan.shard(other), f"in many groups of heads: d{name}")
 
 
 def _refused_together(rank: int, world: int) -> None:

@@ -122,6 +122,15 @@ def test_causal_is_balanced_and_a_window_sends_little() -> None:
         assert sum(shares.received) <= 1.15 * sum(shares.least)
 
 
+def test_keys_of_many_heads_travel_in_more_groups() -> None:
+    """Attention of four heads hides the keys of the others under GQA, and too few of 28 without it."""
+    groups = [
+        attngen.parallel.plan("causal", 65536, 4, cost=Cost(32, kv_heads)).layers[0].forward_groups
+        for kv_heads in (8, 32)
+    ]
+    assert groups == [2, 3]
+
+
 def test_first_rows_of_a_window_are_shared_out_where_that_is_worth_a_run() -> None:
     plan = attngen.parallel.plan("sliding_window", 65536, 2, window=4096)
     (shares,) = plan.explain().variants
