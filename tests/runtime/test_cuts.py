@@ -15,7 +15,16 @@ from attngen.plan.model import Plan
 from attngen.render import render
 from attngen.runtime.arguments.checked import Packing
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.geometry.cuts import MOST_PARTS, NONE, Cut, best_cut, best_first_cut, best_query_cut, long_rows_cut
+from attngen.runtime.geometry.cuts import (
+    MOST_PARTS,
+    NONE,
+    Cut,
+    best_cut,
+    best_cut_of_pair,
+    best_first_cut,
+    best_query_cut,
+    long_rows_cut,
+)
 from attngen.runtime.geometry.sizes import Geometry, geometries, workspace_sizes
 from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Kernel
@@ -342,3 +351,16 @@ def test_every_step_of_a_tile_belongs_to_a_part(rows: int, parts: int, units: in
     assert of_parts == [
         (unit * rows + tile, part, unit, tile) for unit in range(units) for tile in range(rows) for part in range(parts)
     ]
+
+
+def test_two_packed_sequences_are_cut_where_the_longer_one_comes_last() -> None:
+    """The host knows both lengths: the rows and keys that a rank has of a causal mask are two segments."""
+    steps = [(8192, 8192), (8192, 65536)]
+    first, second = (
+        tuple(-(-(rows - max(key - (keys - rows), 0)) // 64) for key in range(0, keys, 128)) for rows, keys in steps
+    )
+    assert best_cut_of_pair(first, second, 4, 1, 1, BLOCKS) == Cut(132, 4)
+    assert best_cut_of_pair(first, second, 4, 30, 1, BLOCKS) == NONE  # so many tiles that the last ones do not matter
+    packed = kernel(layout="varlen")
+    assert cut_of(packed, 2, 0, 32, 8, lengths=[500, 4000]) != NONE
+    assert cut_of(packed, 3, 0, 32, 8, lengths=[500, 500, 4000]) == NONE

@@ -9,7 +9,7 @@ steps more. What blocks do is played through here with steps as the unit of time
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapreplace
 from typing import Any
@@ -48,6 +48,9 @@ _GAIN = 0.01
 #: Of the steps that a mask may have, what is taken to be there if data decide: one part of so many.
 _OF_DATA = 4
 
+#: The same of two packed sequences, whose longest tiles come last.
+_MANY_OF_PAIR = 40
+
 #: Of the tokens that packed sequences would have if all were as long as the longest one: fewer, and they differ.
 _ALIKE = 0.9
 
@@ -69,6 +72,20 @@ def alike(call: Call) -> bool:
         return True
     most_q, most_k = call.batch * call.seqlen_q, call.batch * call.seqlen_k
     return _ALIKE * most_q <= call.total_q and _ALIKE * most_k <= call.total_k
+
+
+def pair_of(call: Call) -> tuple[Call, Call] | None:
+    """Each of two packed sequences as a call of its own, or None for other calls.
+
+    Their lengths follow from the longest ones and the sums. The second sequence is taken to be the longer one, as of
+    the two segments of a causal mask that a rank has.
+    """
+    if not call.ragged or call.batch != 2 or call.page_table is not None:
+        return None
+    rest = call.total_q - call.seqlen_q, call.total_k - call.seqlen_k
+    if not (0 <= rest[0] <= call.seqlen_q and 0 <= rest[1] <= call.seqlen_k):
+        return None
+    return replace(call, batch=1, seqlen_q=rest[0], seqlen_k=rest[1]), replace(call, batch=1)
 
 
 def steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
@@ -93,9 +110,9 @@ def steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
     return tuple(-(-min(steps, every) // of) for steps in seen)
 
 
-def may_pay(tiles: int, blocks: int) -> bool:
+def may_pay(tiles: int, blocks: int, many: int = _MANY) -> bool:
     """Whether tiles are few enough that the last ones matter, and blocks can share them."""
-    return blocks > 1 and 0 < tiles <= _MANY * blocks
+    return blocks > 1 and 0 < tiles <= many * blocks
 
 
 @lru_cache(maxsize=256)  # lengths differ more often than numbers of tiles
@@ -105,18 +122,44 @@ def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, block
     Each of ``units`` (KV heads of all sequences) has tiles of these ``steps`` for each of ``group`` query heads;
     ``section`` units run side by side on ``blocks`` blocks.
     """
-    count = len(steps) * units
-    if not may_pay(count, blocks):
+    if not may_pay(len(steps) * units, blocks):
         return NONE
-    times = [group * seen for begin in range(0, units, section) for seen in steps
+    times = [group * seen + _TILE for begin in range(0, units, section) for seen in steps
              for _ in range(min(section, units - begin))]  # fmt: skip
-    sizes = {count, count % blocks, count % blocks + blocks, blocks // 2, blocks, 3 * blocks // 2}
+    return _best_of_last(times, blocks)
+
+
+@lru_cache(maxsize=256)
+def best_cut_of_pair(
+    first: tuple[int, ...], second: tuple[int, ...], group: int, kv_heads: int, section: int, blocks: int
+) -> Cut:
+    """The same of two packed sequences, whose tiles of keys take these steps; blocks pass over tiles that the shorter
+    one does not have."""
+    if not may_pay((len(first) + len(second)) * kv_heads, blocks, _MANY_OF_PAIR):
+        return NONE
+    count = max(len(first), len(second))
+    # Of the longest sequence, the first keys come first; a shorter one has no tiles behind its last keys.
+    lines = [[group * seen + _TILE for seen in steps] + [0.0] * (count - len(steps)) for steps in (first, second)]
+    times = [
+        lines[unit // kv_heads][tile]
+        for begin in range(0, 2 * kv_heads, section)
+        for tile in range(count)
+        for unit in range(begin, min(begin + section, 2 * kv_heads))
+    ]
+    return _best_of_last(times, blocks)
+
+
+def _best_of_last(times: Sequence[float], blocks: int) -> Cut:
+    """Which of the last tiles to cut: tiles take these ``times``, in the order in which blocks take them."""
+    count, rest = len(times), sum(time > 0 for time in times) % blocks
+    sizes = {count, rest, rest + blocks, blocks // 2, blocks, 3 * blocks // 2}
     free = [0.0] * blocks  # when each block is done with what it has taken
     starts = {}
     for at, time in enumerate(times):
         if count - at in sizes:
             starts[count - at] = free[:]
-        heapreplace(free, free[0] + time + _TILE)
+        if time:
+            heapreplace(free, free[0] + time)
     best, ended = NONE, (1 - _GAIN) * max(free)
     if ended <= sum(free) / blocks:
         return NONE
@@ -179,11 +222,13 @@ def _end_of_lines(lines: Sequence[float], widths: Sequence[int], blocks: int) ->
     return max(free)
 
 
-def _end(free: list[float], times: Iterable[int], parts: int) -> float:
+def _end(free: list[float], times: Iterable[float], parts: int) -> float:
     """Time at which all blocks are done: they become ``free`` at these times, and then take cut tiles of ``times``."""
     free = free[:]
     for time in times:
-        part = time / parts + _PART + _READ * parts
+        if not time:
+            continue
+        part = (time - _TILE) / parts + _PART + _READ * parts
         for _ in range(parts):
             heapreplace(free, free[0] + part)
     return max(free)
