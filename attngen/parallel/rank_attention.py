@@ -130,8 +130,9 @@ class RankAttention:
         last = self.local is not None and (self.local.rows.whole or self.local.covers_others)
         whole = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
         used: list[Any] = []  # tensors that the stream of copies reads live until the end
-        # Copies and sums are enqueued after the next kernel, so that they run while its last blocks do.
-        later: Callable[[], None] = _nothing
+        # Copies and sums are enqueued after the next kernel, so that they run while its last blocks do, and after what
+        # that one's gradients are sent from: the collective goes first.
+        later: Callable[[Any], None] = _nothing
         with Streams(q.device) as streams:
             with streams.copying():
                 for each in sent:
@@ -158,13 +159,15 @@ class RankAttention:
                     head_group.add(self.remote.variant, own, d_own)
                 else:
                     dk, dv = torch.zeros_like(head_k), torch.zeros_like(head_v)
-                later()
                 pending = self.transfer.start_back(self.assembly.back(dk, dv), self.group)
                 used.append((d_remote, dk, dv, pending))
                 put = None if last or dq is None or d_remote is None else (head_group.of(dq), d_remote)
-                later = partial(self._copy_and_add, streams, streams.event(), put, whole, head_group, dk, dv, pending)
-                if self.exchanges and (head_group is not head_groups[-1] or self.local is not None):
-                    head_start(q.device)
+                follows = later is not _nothing or head_group is not head_groups[-1] or self.local is not None
+                if self.exchanges and follows:
+                    head_start(q.device)  # for the collective, before sums and the next kernel
+                started = streams.event()
+                later(started)
+                later = partial(self._copy_and_add, streams, put, whole, head_group, dk, dv, pending)
             if self.local is not None:
                 own_k, own_v = (x.narrow(1, *self.local_keys) for x in (k, v))
                 every = _all(heads, kv_heads)
@@ -173,7 +176,7 @@ class RankAttention:
                     None if self.local.rows.whole else dq,
                 )  # fmt: skip
                 every.add(self.local.variant, own, d_own)
-                later()
+                later(started)
                 whole = self._of_own_rows(whole, d_keys)
                 self._add_gradients(whole, head_group, dk, dv, pending)
                 if self.local.rows.whole:
@@ -183,7 +186,7 @@ class RankAttention:
                 if last and dq is not None and d_remote is not None and self.remote is not None:
                     self.remote.rows.put(dq, d_remote, 1)
             else:
-                later()
+                later(started)
         return d_remote if dq is None else dq, whole[0], whole[1], own
 
     def _key_groups(self, heads: int, kv_heads: int) -> tuple[HeadGroup, ...]:
@@ -213,10 +216,11 @@ class RankAttention:
         return keys
 
     def _copy_and_add(
-        self, streams: Streams, after: Any, put: tuple[Tensor, Tensor] | None, whole: Sequence[Tensor],
-        head_group: HeadGroup, dk: Tensor, dv: Tensor, pending: PendingTransfer,
+        self, streams: Streams, put: tuple[Tensor, Tensor] | None, whole: Sequence[Tensor], head_group: HeadGroup,
+        dk: Tensor, dv: Tensor, pending: PendingTransfer, after: Any,
     ) -> None:  # fmt: skip
-        """Copy the gradients of rows of ``remote`` to their places, and without ``local`` add up those of keys."""
+        """Copy the gradients of rows of ``remote`` to their places, and without ``local`` add up those of keys, after
+        an event."""
         with streams.copying(after):
             if put is not None and self.remote is not None:
                 self.remote.rows.put(*put, 1)
@@ -323,7 +327,7 @@ class _Keys:
         return k, v
 
 
-def _nothing() -> None:
+def _nothing(after: Any) -> None:
     pass
 
 

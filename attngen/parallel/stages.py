@@ -20,7 +20,7 @@ from attngen.parallel.gathers import Gather, Rows, copy
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.autograd.derivatives import reference_gradients
-from attngen.runtime.autograd.training import differentiate
+from attngen.runtime.autograd.training import differentiate, usable
 from attngen.runtime.calls.dispatch import run
 
 
@@ -240,8 +240,8 @@ class Stage:
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of the rows of q, of k and of v, all (batch, …, heads, head_dim), and of the tensors ``asked``.
 
-        That of q is a view of ``into``, which has all rows and heads, if these rows and heads are contiguous there and
-        a kernel computes it.
+        That of q is a view of ``into``, which has all rows and heads, if these rows are one run and a kernel computes
+        it.
         """
         batch = q.shape[0]
         given = self._given(self._packed(group.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), group, values,
@@ -253,8 +253,10 @@ class Stage:
         sums, dsums = (None if x is None else self._sums(x.narrow(1, *group.heads)) for x in (lse, dlse))
         assert o is not None
         assert sums is not None
-        place = None if into is None else self.rows.view(group.of(into), 1)
-        place = self._packed(place) if place is not None and place.is_contiguous() else None
+        rows = None if into is None else self.rows.view(group.of(into), 1)
+        place = None if rows is None else self._packed(rows)
+        if rows is not None and place is not None and (place.data_ptr() != rows.data_ptr() or not usable(place)):
+            place = None  # a copy: rows of several sequences do not lie together
         dq, dk, dv, own = local_gradients(given, o, sums, do, dsums, asked, place)
         dq, dk, dv = (self._dense(x, batch) for x in (dq, dk, dv))
         return dq, dk, dv, own

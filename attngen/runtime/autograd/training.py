@@ -128,9 +128,9 @@ def differentiate(
     """Return dq, dk, dv and the gradients of the variant's declared tensors; ``asked`` names those that are needed.
 
     ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. A kernel stores
-    dq in the contiguous tensor ``dq``, if one is given. Raises
-    NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
-    CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
+    dq in the tensor ``dq``, if one is given, whose rows begin at multiples of 16 bytes. Raises NoKernelError, which
+    lists every candidate and its reason, if no backward is built that takes the call, and CallError for a gradient that
+    the spec does not declare or that is not deterministic where that is asked for.
     """
     q, k, v, variant = given.q, given.k, given.v, given.variant
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()  # a sign that is not in memory yet
@@ -150,6 +150,7 @@ def differentiate(
         v.shape, v.stride(), addresses[2] & 15,
         out.stride(), addresses[OUT] & 15,
         dout.stride(), addresses[DOUT] & 15,
+        None if dq is None else dq.stride(),
     ]  # fmt: skip
     note_others(key, addresses, given)
     identity = tuple(key)
@@ -166,7 +167,7 @@ def differentiate(
         )  # fmt: skip
         if gets_copies(request, resolved.kernels, drivers.current()):
             return differentiate(with_copies(given), out, lse, dout, dlse, asked, dq)
-        prepared = _prepare(request, resolved, given, names, out, dout, dlse is not None, unordered)
+        prepared = _prepare(request, resolved, given, names, out, dout, dq, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
@@ -198,6 +199,7 @@ def _prepare(
     names: Sequence[str],
     out: Tensor,
     dout: Tensor,
+    dq: Tensor | None,
     dlse: bool,
     unordered: str | None,
 ) -> PreparedBackward:
@@ -217,17 +219,18 @@ def _prepare(
     kept = variant if isinstance(variant, Variant) else None
     return PreparedBackward(
         kernel, call, names, view(out.shape, out.stride(), call.order),
-        view(dout.shape, dout.stride(), call.order) if _usable(dout) else None, driver, request.device, dlse=dlse,
+        view(dout.shape, dout.stride(), call.order) if usable(dout) else None, driver, request.device,
+        dq=None if dq is None else view(dq.shape, dq.stride(), call.order), dlse=dlse,
         unordered=unordered, kept=kept,
     )  # fmt: skip
 
 
-def _usable(dout: Tensor) -> bool:
-    """Whether kernels take a gradient as it is: what autograd hands over may be expanded or start anywhere."""
-    size = dout.element_size()
-    stepped = [stride for extent, stride in zip(dout.shape[:-1], dout.stride()[:-1], strict=True) if extent > 1]
-    usable = all(stride and stride * size % 16 == 0 for stride in stepped) and dout.data_ptr() % 16 == 0
-    return usable and dout.stride(-1) == 1
+def usable(gradient: Tensor) -> bool:
+    """Whether kernels read or write a gradient as it is: what autograd hands over may be expanded or start anywhere."""
+    size = gradient.element_size()
+    stepped = [stride for extent, stride in zip(gradient.shape[:-1], gradient.stride()[:-1], strict=True) if extent > 1]
+    aligned = all(stride and stride * size % 16 == 0 for stride in stepped) and gradient.data_ptr() % 16 == 0
+    return aligned and gradient.stride(-1) == 1
 
 
 def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:

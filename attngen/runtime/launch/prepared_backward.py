@@ -49,6 +49,7 @@ class PreparedBackward:
         driver: Driver,
         device: int,
         *,
+        dq: View | None = None,
         dlse: bool,
         unordered: str | None = None,
         kept: Variant | None = None,
@@ -56,9 +57,9 @@ class PreparedBackward:
         """Prepare the backward of ``call`` on ``kernel``. Raises LoadError if a cubin does not load.
 
         ``tensor_names``: the call's own tensors in the order in which it lists their addresses. ``dout`` is None if it
-        has to be copied first. ``dlse``: whether the log-sum-exp has a gradient. ``unordered``: the warning that a
-        gradient has no fixed order, where torch wants to be told. ``kept``: what the cache's key refers to by identity,
-        which must therefore stay alive.
+        has to be copied first. ``dq``: the view of the caller's tensor for dq, if there is one. ``dlse``: whether the
+        log-sum-exp has a gradient. ``unordered``: the warning that a gradient has no fixed order, where torch wants to
+        be told. ``kept``: what the cache's key refers to by identity, which must therefore stay alive.
         """
         self._kept, self.unordered = kept, unordered
         self._v_of_key = kernel.v_of_key
@@ -68,6 +69,7 @@ class PreparedBackward:
         made = {name: contiguous_view(shape, call.order) for name, shape in shapes.items()}
         self._contiguous_dout = dout is None
         views = {"out": out, "dout": contiguous_view(call.out_shape(), call.order) if dout is None else dout, **made}
+        views["dq"] = made["dq"] if dq is None else dq
         stored = stored_gradients(kernel, call)
         absent = {"dlse": not dlse, **dict.fromkeys(present_gradients(stored), False)}
         self._launch = Launches(kernel, call, views, tensor_names, driver, device, absent=absent)
@@ -91,8 +93,7 @@ class PreparedBackward:
         """Enqueue the backward on the current stream and return its results.
 
         ``addresses`` as the launch takes them: those of what is allocated here are 0, and what follows those of the
-        variant's tensors is missing. ``dq`` is where the gradient of q is stored, contiguous, if not in a tensor of its
-        own.
+        variant's tensors is missing. ``dq`` is where the gradient of q is stored, if not in a tensor of its own.
         """
         q, k, v, arguments, scale = given.q, given.k, given.v, given.arguments, given.softmax_scale
         scale = self._scale if scale is None else softmax_scale_of(scale)
