@@ -32,8 +32,9 @@ _RUN = 60e-6
 #: A finer cut has to be better by this share.
 _GAIN = 0.99
 
-#: No cut is tried if packed documents take at most so many times as long as equal work without an exchange.
-ENOUGH = 1.3
+#: No cut is tried if packed documents take at most so many times as long as equal work without an exchange, and the
+#: rank that has most work has at most so many times the mean.
+_ENOUGH, _EVEN = 1.3, 1.05
 
 #: The search ends after so many finer cuts in a row that are no better than the best one so far.
 _WORSE = 3
@@ -91,8 +92,8 @@ def assign(
     fair = cost.of_tiles(sums[-1] / ranks, tile)  # no cut takes less
     packed = _packed(each, tiles, ranks) if chunks is None and ranks > 1 and not whole else None
     if packed is not None:
-        of_packed = Assignment(packed, _overlapped(each, packed, ranks, tile, cost), runs_of_a_rank(packed, ranks))
-        if of_packed.seconds <= ENOUGH * fair:
+        of_packed = Assignment(packed, overlapped(each, packed, ranks, tile, cost), runs_of_a_rank(packed, ranks))
+        if is_enough(each, of_packed, ranks, tile, cost):
             return of_packed
     most = max(tiles // ranks, 1)
     tried = [chunks] if chunks is not None else [n for n in CHUNKS if n <= most]
@@ -114,15 +115,22 @@ def assign(
         if number == 2 and chunks is None and not whole:
             owner = _from_both_ends(sums, ranks)
             computing = cost.of_tiles(_computing(each, owner, ranks), tile)
-            seconds = _overlapped(each, owner, ranks, tile, cost) + _RUN * sum(one.layers for one in each)
-            if seconds < _overlapped(each, best.owner, ranks, tile, cost) * _GAIN:
+            seconds = overlapped(each, owner, ranks, tile, cost) + _RUN * sum(one.layers for one in each)
+            if seconds < overlapped(each, best.owner, ranks, tile, cost) * _GAIN:
                 best, worse = Assignment(owner, seconds, number), 0
                 if computing <= _BALANCED * fair:
                     break
     assert best is not None
-    if packed is not None and of_packed.seconds < _overlapped(each, best.owner, ranks, tile, cost):
+    if packed is not None and of_packed.seconds < overlapped(each, best.owner, ranks, tile, cost):
         return of_packed
     return best
+
+
+def is_enough(each: Sequence[VariantLoad], packed: Assignment, ranks: int, tile: int, cost: Cost) -> bool:
+    """Whether documents are packed into ranks so well that no other way to deal them need be tried."""
+    mean = sum(float(one.visits.tiles.sum()) * one.layers for one in each) / ranks
+    even = _computing(each, packed.owner, ranks) <= _EVEN * mean
+    return even and packed.seconds <= _ENOUGH * cost.of_tiles(mean, tile)
 
 
 def runs_of_a_rank(owner: np.ndarray, ranks: int) -> int:
@@ -130,7 +138,7 @@ def runs_of_a_rank(owner: np.ndarray, ranks: int) -> int:
     return -(-int(np.count_nonzero(np.diff(owner)) + 1) // ranks)
 
 
-def _overlapped(each: Sequence[VariantLoad], owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
+def overlapped(each: Sequence[VariantLoad], owner: np.ndarray, ranks: int, tile: int, cost: Cost) -> float:
     """Predicted seconds of all variants, if each overlaps as is best for it."""
     return sum(
         one.layers

@@ -15,7 +15,7 @@ from attngen.errors import CallError, suggest
 from attngen.lang.ir import Type
 from attngen.lang.runs import TILE
 from attngen.lang.variant import Variant
-from attngen.parallel.balance import ENOUGH, Assignment, VariantLoad, assign, runs_of_a_rank
+from attngen.parallel.balance import Assignment, VariantLoad, assign, is_enough, overlapped, runs_of_a_rank
 from attngen.parallel.cost import Cost
 from attngen.parallel.document_tiles import DocumentTiles
 from attngen.parallel.groups import group_of
@@ -93,21 +93,22 @@ def plan(
     if known is not None:
         _plans.move_to_end(key)
         return known[1]
-    packed = None
+    packed, enough = None, False
     segments = all(_over_segments(each, values) and not each.dropout for _, each, _ in stated)
     if offsets is not None and segments and ranks > 1 and chunks is None and method in ("auto", "exchange"):
-        packed = _packed(offsets, wanted or TILES[0], ranks, cost, values, tensors, stated)
-    if packed is not None:
-        assignment, sharding, counted = packed
-        tile = sharding.tile
-    else:
+        packed, enough = _packed(offsets, wanted or TILES[0], ranks, cost, values, tensors, stated)
+    if not enough:
         counted = [_counted(each, sizes, cost, values, tensors, None) for _, each, _ in stated]
+        loads = _loads(counted, stated, values)
         assignment = assign(
-            [VariantLoad(counts[0], layers, _over_segments(each, values), _in_groups(each))
-             for counts, (_, each, layers) in zip(counted, stated, strict=True)], -(-seqlen // tile), ranks, tile, cost,
-            chunks=1 if method == "heads" and chunks is None else chunks, whole=method == "gather",
+            loads, -(-seqlen // tile), ranks, tile, cost, chunks=1 if method == "heads" and chunks is None else chunks,
+            whole=method == "gather",
         )  # fmt: skip
         sharding = Sharding(assignment.owner, ranks, seqlen, tile)
+        enough = packed is not None and packed[0].seconds <= overlapped(loads, assignment.owner, ranks, tile, cost)
+    if packed is not None and enough:
+        assignment, sharding, counted = packed
+        tile = sharding.tile
     made = Plan(
         seqlen, ranks, rank, group, tile, assignment.chunks, cost,
         tuple(
@@ -147,12 +148,12 @@ def also(made: Plan, variant: str | Variant, values: Mapping[str, Any]) -> Plan:
 def _packed(
     offsets: tuple[int, ...], tile: int, ranks: int, cost: Cost, values: Mapping[str, Any], tensors: Sequence[Tensor],
     stated: Sequence[tuple[Any, Variant, float]],
-) -> tuple[Assignment, Sharding, list[_Counted]] | None:  # fmt: skip
-    """Whole documents packed into ranks, in tiles of one document each; None where there are too few or too short
-    ones, or equal runs may be better."""
+) -> tuple[tuple[Assignment, Sharding, list[_Counted]] | None, bool]:  # fmt: skip
+    """Whole documents packed into ranks, in tiles of one document each, and whether no other way need be tried; None
+    where there are too few or too short ones."""
     documents = DocumentTiles.of(offsets, tile)
     if documents is None:
-        return None
+        return None, False
     sizes = documents.seqlen, offsets, tile, cost, _identities(values)
     alone = [_counted_alone(each, sizes, cost, values, tensors) for _, each, _ in stated]
     positions = [not reads_no_positions(each) for _, each, _ in stated]
@@ -171,9 +172,19 @@ def _packed(
         received = Needs.of(sharding, visited.needs(owner, ranks)).received
         way = overlap(visited, owner, received, tile, cost, segments=True, heads_alike=_in_groups(each))
         seconds += layers * way[1]
-    if seconds > ENOUGH * cost.of_tiles(float(work.sum()) / ranks, tile):
-        return None
-    return Assignment(owner, seconds, runs_of_a_rank(owner, ranks)), sharding, counted
+    assignment = Assignment(owner, seconds, runs_of_a_rank(owner, ranks))
+    enough = is_enough(_loads(counted, stated, values), assignment, ranks, tile, cost)
+    return (assignment, sharding, counted), enough
+
+
+def _loads(
+    counted: Sequence[_Counted], stated: Sequence[tuple[Any, Variant, float]], values: Mapping[str, Any]
+) -> list[VariantLoad]:
+    """What each variant of a plan weighs."""
+    return [
+        VariantLoad(visited, layers, _over_segments(each, values), _in_groups(each))
+        for (visited, _), (_, each, layers) in zip(counted, stated, strict=True)
+    ]
 
 
 def _stated(

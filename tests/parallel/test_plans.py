@@ -157,6 +157,14 @@ def test_documents_are_packed_whole_but_for_few() -> None:
     assert attngen.parallel.plan("packed_documents", 65536, 4, doc=ids).explain().variants[0].balance < 1.02
 
 
+@pytest.mark.parametrize(("seqlen", "ranks", "first"), [(65536, 8, 40000), (131072, 32, 100000)])
+def test_long_documents_are_not_packed_where_another_way_is_faster(seqlen: int, ranks: int, first: int) -> None:
+    """Packed into so many ranks, two long documents are uneven, which equal chunks are not."""
+    plan = attngen.parallel.plan("causal", seqlen, ranks, cu_seqlens=[0, first, seqlen])
+    assert plan.sharding.begins is None
+    assert plan.explain().variants[0].balance < 1.08
+
+
 def test_each_document_has_tiles_of_its_own() -> None:
     """All ranks have as many rows, and tiles visit all keys that their rows see, wherever documents are cut."""
     random, packed = np.random.default_rng(3), 0
