@@ -107,7 +107,7 @@ def _problem(q: Any, k: Any, v: Any, position: Any, begin: Any, stated: Variant,
     if stated.dropout:
         return f"{stated.name} has dropout, which decode does not take"
     if not stated.sink_in_lse:
-        return f"{stated.name} leaves its sink out of the log-sum-exp, by which results of ranks are merged"
+        return f"{stated.name} leaves its sink out of the log-sum-exp, by which the results of ranks are merged"
     try:
         refuse_unknown({stated.name: stated}, values)
     except CallError as error:

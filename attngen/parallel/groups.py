@@ -13,7 +13,7 @@ def group_of(group: Any) -> tuple[Any, int, int | None]:
     """The process group, its size, and the rank of this process in it."""
     if isinstance(group, int) and not isinstance(group, bool):
         if group < 1:
-            raise CallError(f"a plan is of 1 rank or more, got {group}")
+            raise CallError(f"a plan needs at least 1 rank, got {group}")
         return None, group, None
     if not dist.is_available() or not dist.is_initialized():
         raise CallError(

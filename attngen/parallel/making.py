@@ -208,7 +208,7 @@ def _layer(
     if variant.dropout:
         _check_dropout(variant, sharding, method, offsets)
     if not variant.sink_in_lse:
-        raise CallError(f"{variant.name} leaves its sink out of the log-sum-exp, by which results of ranks are merged")
+        raise CallError(f"{variant.name} leaves its sink out of the log-sum-exp, by which the results of ranks are merged")
     if method == "heads" and not heads_are_alike(variant):
         raise CallError(
             f"method heads: {variant.name} reads the number of a head, or of all of them, other than to index tensors "
@@ -246,7 +246,7 @@ def _check_dropout(variant: Variant, sharding: Sharding, method: str, offsets: t
         else None
     )
     if reason is not None:
-        raise CallError(f"{variant.name} has dropout, which does not go with {reason}")
+        raise CallError(f"{variant.name} has dropout, which cannot be combined with {reason}")
 
 
 def _over_segments(variant: Variant, values: Mapping[str, Any]) -> bool:
@@ -359,7 +359,7 @@ def _offsets(cu_seqlens: Any, seqlen: Any) -> tuple[int, ...] | None:
         return None
     numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, (Tensor, np.ndarray)) else list(cu_seqlens)
     if len(numbers) < 2 or not all(type(n) is int for n in numbers):
-        raise CallError("cu_seqlens must hold integers, one more than documents")
+        raise CallError("cu_seqlens must be a list or 1-D tensor of integers, one more than there are documents")
     falls = [i for i, (a, b) in enumerate(pairwise(numbers)) if b < a]
     if numbers[0] != 0 or falls or numbers[-1] != seqlen:
         raise CallError(

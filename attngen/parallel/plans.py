@@ -392,8 +392,8 @@ class Plan:
     def _in_group(self) -> int:
         if self.rank is None:
             raise CallError(
-                "this plan is of a number of ranks, and nothing can be exchanged; allowed: a plan of a DeviceMesh, or "
-                "of a group of torch.distributed"
+                "this plan was made for a number of ranks, which cannot exchange anything; allowed: a plan for a "
+                "DeviceMesh or a process group"
             )
         return self.rank
 
@@ -578,10 +578,10 @@ class Plan:
         if not q.dtype == k.dtype == v.dtype:
             raise CallError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
         if q.dtype not in _DTYPES:
-            raise CallError(f"plans take no {q.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
+            raise CallError(f"plans do not take {q.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
         for name, instead in _INSTEAD.items():
             if name in values:
-                raise CallError(f"plans take no {name}; allowed: {instead}")
+                raise CallError(f"plans do not take {name}; allowed: {instead}")
         if values:
             refuse_unknown({layer.name: layer.variant}, values)
         for name, value in values.items():

@@ -180,7 +180,7 @@ def _refused_together(rank: int, world: int) -> None:
     assert plan.attention(q, q, q).shape == q.shape
     three = torch.zeros(1, EVEN // world, 3, HEAD_DIM)
     plan = attngen.parallel.plan("full", EVEN, tile=TILE, method="heads")
-    refused("method heads: 3 heads and 3 KV heads are no multiples of", plan, three, three, three)
+    refused("method heads: 3 heads and 3 KV heads are not multiples of", plan, three, three, three)
 
 
 def _refused_alone(rank: int, world: int) -> None:
@@ -191,9 +191,9 @@ def _refused_alone(rank: int, world: int) -> None:
         plan.attention(q, q, q, window=21)
     with pytest.raises(CallError, match="layout must be bshd or bhsd, got 'thd'"):
         plan.attention(q, q, q, layout="thd")
-    with pytest.raises(CallError, match="plans take no seqused_k; allowed: a mask that reads lengths"):
+    with pytest.raises(CallError, match="plans do not take seqused_k; allowed: a mask that reads lengths"):
         plan.attention(q, q, q, seqused_k=torch.ones(1, dtype=torch.int32))
-    with pytest.raises(CallError, match="plans take no torch.float8_e4m3fn; allowed: torch.bfloat16"):
+    with pytest.raises(CallError, match="plans do not take torch.float8_e4m3fn; allowed: torch.bfloat16"):
         plan.attention(*[q.to(torch.float8_e4m3fn)] * 3)
     with pytest.raises(CallError, match=rf"allowed along axis 1: the {EVEN // world} tokens of rank {rank}"):
         plan.unshard(q[:, 1:])
