@@ -33,7 +33,8 @@ def against(heads: int, kv_heads: int, ranks: int) -> str | None:
     """What is against giving each rank as many heads, or None."""
     if heads % ranks == 0 and kv_heads % ranks == 0:
         return None
-    return f"{heads} heads and {kv_heads} KV heads are not multiples of the number of ranks, {ranks}; allowed: method='exchange'"
+    numbers = f"{heads} heads and {kv_heads} KV heads"
+    return f"{numbers} are not multiples of the number of ranks, {ranks}; allowed: method='exchange'"
 
 
 @dataclass(frozen=True, eq=False)

@@ -208,7 +208,9 @@ def _layer(
     if variant.dropout:
         _check_dropout(variant, sharding, method, offsets)
     if not variant.sink_in_lse:
-        raise CallError(f"{variant.name} leaves its sink out of the log-sum-exp, by which the results of ranks are merged")
+        raise CallError(
+            f"{variant.name} leaves its sink out of the log-sum-exp, by which the results of ranks are merged"
+        )
     if method == "heads" and not heads_are_alike(variant):
         raise CallError(
             f"method heads: {variant.name} reads the number of a head, or of all of them, other than to index tensors "

@@ -154,7 +154,7 @@ class RankAttention:
                 if self.remote is not None:
                     d_remote, dk, dv, d_own = self.remote.backward(
                         q, head_k, head_v, out, lse, dout, dlse, head_group, values, asked, options,
-                        None if last else dq,
+                        (None if last else dq, None, None),
                     )  # fmt: skip
                     head_group.add(self.remote.variant, own, d_own)
                 else:
@@ -169,11 +169,11 @@ class RankAttention:
                 later(started)
                 later = partial(self._copy_and_add, streams, put, whole, head_group, dk, dv, pending)
             if self.local is not None:
-                own_k, own_v = (x.narrow(1, *self.local_keys) for x in (k, v))
+                own_k, own_v, *places = (x.narrow(1, *self.local_keys) for x in (k, v, *whole))
                 every = _all(heads, kv_heads)
                 d_local, *d_keys, d_own = self.local.backward(
                     q, own_k, own_v, out, lse, dout, dlse, every, values, asked, options,
-                    None if self.local.rows.whole else dq,
+                    (None if self.local.rows.whole else dq, *places),
                 )  # fmt: skip
                 every.add(self.local.variant, own, d_own)
                 later(started)
@@ -249,7 +249,9 @@ class RankAttention:
             return list(gradients)
         for x, gradient in zip(whole, gradients, strict=True):
             x.narrow(1, 0, begin).zero_()
-            copy(x.narrow(1, begin, count), gradient)
+            place = x.narrow(1, begin, count)
+            if place.data_ptr() != gradient.data_ptr():
+                copy(place, gradient)
             x.narrow(1, begin + count, self.transfer.held - begin - count).zero_()
         return whole
 

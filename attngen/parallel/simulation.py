@@ -85,7 +85,8 @@ def simulate(
     slow = links.inside if ranks <= links.node else links.between
     cost = replace(cost if cost is not None else Cost(), tflops=links.forward, gigabytes=slow)
     if method == "heads" and (cost.heads % ranks or cost.kv_heads % ranks):
-        raise CallError(f"{cost.heads} heads and {cost.kv_heads} KV heads are not multiples of the number of ranks, {ranks}")
+        numbers = f"{cost.heads} heads and {cost.kv_heads} KV heads"
+        raise CallError(f"{numbers} are not multiples of the number of ranks, {ranks}")
     made = plan(variant, ranks * tokens, ranks, method=method, cu_seqlens=cu_seqlens, cost=cost, **values)
     layer = made.layers[0]
     pairs = _visible_share(layer) * float(layer.visits.tiles.sum()) * made.tile**2

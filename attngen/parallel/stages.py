@@ -19,9 +19,11 @@ from attngen.lang.variant import Variant
 from attngen.parallel.gathers import Gather, Rows, copy
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.given import Given, make
+from attngen.runtime.arguments.lengths import note_lengths
 from attngen.runtime.autograd.derivatives import reference_gradients
 from attngen.runtime.autograd.training import differentiate, usable
 from attngen.runtime.calls.dispatch import run
+from attngen.runtime.launch.prepared_backward import NOWHERE, Places
 
 
 class Options(NamedTuple):
@@ -108,12 +110,12 @@ def given_of(
 
 def local_gradients(
     given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[str],
-    dq: Tensor | None = None,
+    into: Places = NOWHERE,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Gradients of q, k, v and of the tensors ``asked``, by a kernel, which stores that of q in ``dq`` if given, or by
-    the reference."""
+    """Gradients of q, k, v and of the tensors ``asked``, by a kernel, which stores the former ``into`` the tensors that
+    are given, or by the reference."""
     if torch_state.on_gpu(given.q) and given.backend != "reference":
-        *of_operands, every = differentiate(given, out, lse, dout, dlse, tuple(asked), dq)
+        *of_operands, every = differentiate(given, out, lse, dout, dlse, tuple(asked), into)
         return *of_operands, {name: every[name] for name in asked}
     dq, dk, dv, *own = reference_gradients(run, given, dout, dlse, asked)
     return dq, dk, dv, dict(zip(asked, own, strict=True))
@@ -236,12 +238,12 @@ class Stage:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-        group: HeadGroup, values: Mapping[str, Any], asked: Sequence[str], options: Options, into: Tensor | None = None,
+        group: HeadGroup, values: Mapping[str, Any], asked: Sequence[str], options: Options, into: Places = NOWHERE,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of the rows of q, of k and of v, all (batch, …, heads, head_dim), and of the tensors ``asked``.
 
-        That of q is a view of ``into``, which has all rows and heads, if these rows are one run and a kernel computes
-        it.
+        They are views of ``into``, where a kernel can store them there: of q this is a tensor of all rows and heads, of
+        which the rows have to be one run, and of k and v one of these keys.
         """
         batch = q.shape[0]
         given = self._given(self._packed(group.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), group, values,
@@ -253,11 +255,9 @@ class Stage:
         sums, dsums = (None if x is None else self._sums(x.narrow(1, *group.heads)) for x in (lse, dlse))
         assert o is not None
         assert sums is not None
-        rows = None if into is None else self.rows.view(group.of(into), 1)
-        place = None if rows is None else self._packed(rows)
-        if rows is not None and place is not None and (place.data_ptr() != rows.data_ptr() or not usable(place)):
-            place = None  # a copy: rows of several sequences do not lie together
-        dq, dk, dv, own = local_gradients(given, o, sums, do, dsums, asked, place)
+        of_q = None if into[0] is None else self.rows.view(group.of(into[0]), 1)
+        places = self._place(of_q), self._place(into[1]), self._place(into[2])
+        dq, dk, dv, own = local_gradients(given, o, sums, do, dsums, asked, places)
         dq, dk, dv = (self._dense(x, batch) for x in (dq, dk, dv))
         return dq, dk, dv, own
 
@@ -276,12 +276,20 @@ class Stage:
                 torch.from_numpy(np.concatenate([[0], np.cumsum(np.tile(lengths, batch))]).astype(np.int32)).to(device)
                 for lengths in self.lengths
             )
+            note_lengths(cu_k, tuple(zip(*(np.tile(lengths, batch).tolist() for lengths in self.lengths), strict=True)))
             longest_q, longest_k = (max(int(lengths.max()), 1) for lengths in self.lengths)
             self._offsets[batch, device] = cu_q, cu_k, longest_q, longest_k
         return self._offsets[batch, device]
 
     def _packed(self, x: Tensor) -> Tensor:
         return x if self.lengths is None else x.flatten(0, 1)
+
+    def _place(self, x: Tensor | None) -> Tensor | None:
+        """Where a kernel stores a gradient, if it can: rows of several packed sequences have to lie together."""
+        if x is None:
+            return None
+        packed = self._packed(x)
+        return packed if packed.data_ptr() == x.data_ptr() and usable(packed) else None
 
     def _dense(self, x: Tensor, batch: int) -> Tensor:
         return x if self.lengths is None else x.unflatten(0, (batch, -1))

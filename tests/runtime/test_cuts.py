@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from heapq import heapreplace
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,13 @@ from attngen.runtime.geometry.cuts import (
     NONE,
     Cut,
     best_cut,
-    best_cut_of_pair,
+    best_cut_of_each,
     best_first_cut,
     best_query_cut,
     long_rows_cut,
 )
 from attngen.runtime.geometry.sizes import Geometry, geometries, workspace_sizes
+from attngen.runtime.geometry.sizes import cut_of as call_cut
 from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Kernel
 from attngen.schema import expand, load_spec_text
@@ -353,14 +355,23 @@ def test_every_step_of_a_tile_belongs_to_a_part(rows: int, parts: int, units: in
     ]
 
 
-def test_two_packed_sequences_are_cut_where_the_longer_one_comes_last() -> None:
-    """The host knows both lengths: the rows and keys that a rank has of a causal mask are two segments."""
-    steps = [(8192, 8192), (8192, 65536)]
-    first, second = (
-        tuple(-(-(rows - max(key - (keys - rows), 0)) // 64) for key in range(0, keys, 128)) for rows, keys in steps
+def test_packed_sequences_of_known_lengths_are_cut() -> None:
+    """The rows and keys that a rank has of a causal mask are two segments, the longer one last."""
+    each = tuple(
+        tuple(-(-(rows - max(key - (keys - rows), 0)) // 64) for key in range(0, keys, 128))
+        for rows, keys in ((8192, 8192), (8192, 65536))
     )
-    assert best_cut_of_pair(first, second, 4, 1, 1, BLOCKS) == Cut(132, 4)
-    assert best_cut_of_pair(first, second, 4, 30, 1, BLOCKS) == NONE  # so many tiles that the last ones do not matter
+    assert best_cut_of_each(each, 4, 1, 1, BLOCKS) == Cut(132, 4)
+    assert best_cut_of_each(each, 4, 30, 1, BLOCKS) == NONE  # so many tiles that the last ones do not matter
+    # Behind the last tile of a short sequence there are places without one, which count, too.
+    assert best_cut_of_each(((9,) * 300, (9,)), 4, 1, 1, BLOCKS) == NONE
+    assert best_cut_of_each(((), (512,) * 140), 1, 1, 1, BLOCKS) != NONE
+
+
+def test_the_host_knows_the_lengths_of_two_sequences_or_is_told() -> None:
     packed = kernel(layout="varlen")
     assert cut_of(packed, 2, 0, 32, 8, lengths=[500, 4000]) != NONE
     assert cut_of(packed, 3, 0, 32, 8, lengths=[500, 500, 4000]) == NONE
+    of = geometry(packed, 3, 0, 32, 8, lengths=[500, 500, 4000])
+    call = replace(of.call, lengths=((500, 500), (500, 500), (4000, 4000)))
+    assert call_cut(of.launch, call, of.sizes["section"], Capacity(BLOCKS)) != NONE

@@ -124,6 +124,7 @@ class Call:
     seqlen_k: int = 0
     total_q: int = 0
     total_k: int = 0
+    lengths: tuple[tuple[int, int], ...] = ()  # rows and keys of each packed sequence, where the host knows them
     scale: float = 1.0
     return_lse: bool = False
     cu_seqlens_q: torch.Tensor | None = None

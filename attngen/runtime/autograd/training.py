@@ -20,13 +20,14 @@ from attngen.runtime.arguments.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BA
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, view
 from attngen.runtime.arguments.given import OTHERS, TENSORS, Given, keyed_of, make, settings_of
 from attngen.runtime.arguments.keys import note_others
+from attngen.runtime.arguments.lengths import lengths_of
 from attngen.runtime.autograd.transforms import Recorded, gradients
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.expanded import gets_copies, with_copies
 from attngen.runtime.launch.gradients import differentiable, gradient_shapes
 from attngen.runtime.launch.prepared import PREPARED_CALLS
-from attngen.runtime.launch.prepared_backward import Gradients, PreparedBackward
+from attngen.runtime.launch.prepared_backward import NOWHERE, Gradients, Places, PreparedBackward
 from attngen.runtime.reference.sinks import add_gradients
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call, find
@@ -123,14 +124,14 @@ def _never(given: Given) -> Any:
 
 def differentiate(
     given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: tuple[str, ...],
-    dq: Tensor | None = None,
+    into: Places = NOWHERE,
 ) -> Gradients:  # fmt: skip
     """Return dq, dk, dv and the gradients of the variant's declared tensors; ``asked`` names those that are needed.
 
     ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. A kernel stores
-    dq in the tensor ``dq``, if one is given, whose rows begin at multiples of 16 bytes. Raises NoKernelError, which
-    lists every candidate and its reason, if no backward is built that takes the call, and CallError for a gradient that
-    the spec does not declare or that is not deterministic where that is asked for.
+    dq, dk and dv ``into`` the tensors that are given for them, whose rows begin at multiples of 16 bytes (``usable``).
+    Raises NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
+    CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
     """
     q, k, v, variant = given.q, given.k, given.v, given.variant
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()  # a sign that is not in memory yet
@@ -140,6 +141,7 @@ def differentiate(
     addresses[OUT], addresses[LSE], addresses[DOUT] = out.data_ptr(), lse.data_ptr(), dout.data_ptr()
     if dlse is not None:
         addresses[DLSE] = dlse.data_ptr()
+    lengths = lengths_of(given.cu_seqlens_k)
     # The cache's key: everything that checks, selection and the packed templates depend on. The forward saw to it that
     # all tensors are on one device, and q, k and v of one dtype; the shape of out and dout follows from theirs.
     key: list[Any] = [
@@ -150,13 +152,15 @@ def differentiate(
         v.shape, v.stride(), addresses[2] & 15,
         out.stride(), addresses[OUT] & 15,
         dout.stride(), addresses[DOUT] & 15,
-        None if dq is None else dq.stride(),
+        *[None if place is None else place.stride() for place in into],
+        lengths,
     ]  # fmt: skip
     note_others(key, addresses, given)
     identity = tuple(key)
     prepared = _PREPARED[identity]
     if prepared is None:
         call, resolved = bind_call(given._replace(return_lse=True, out=None))
+        call.lengths = lengths
         unordered = _unordered(call, asked, determinism)
         if call.empty:
             return _nothing(call, lse, dlse)
@@ -166,12 +170,12 @@ def differentiate(
             deterministic=determinism == 2,
         )  # fmt: skip
         if gets_copies(request, resolved.kernels, drivers.current()):
-            return differentiate(with_copies(given), out, lse, dout, dlse, asked, dq)
-        prepared = _prepare(request, resolved, given, names, out, dout, dq, dlse is not None, unordered)
+            return differentiate(with_copies(given), out, lse, dout, dlse, asked, into)
+        prepared = _prepare(request, resolved, given, names, out, dout, into, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
-    return prepared(given, lse, dout, addresses, dq)
+    return prepared(given, lse, dout, addresses, into)
 
 
 def asks_for_determinism() -> int:
@@ -199,7 +203,7 @@ def _prepare(
     names: Sequence[str],
     out: Tensor,
     dout: Tensor,
-    dq: Tensor | None,
+    into: Places,
     dlse: bool,
     unordered: str | None,
 ) -> PreparedBackward:
@@ -220,7 +224,7 @@ def _prepare(
     return PreparedBackward(
         kernel, call, names, view(out.shape, out.stride(), call.order),
         view(dout.shape, dout.stride(), call.order) if usable(dout) else None, driver, request.device,
-        dq=None if dq is None else view(dq.shape, dq.stride(), call.order), dlse=dlse,
+        into=[None if place is None else view(place.shape, place.stride(), call.order) for place in into], dlse=dlse,
         unordered=unordered, kept=kept,
     )  # fmt: skip
 

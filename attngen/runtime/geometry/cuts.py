@@ -48,8 +48,8 @@ _GAIN = 0.01
 #: Of the steps that a mask may have, what is taken to be there if data decide: one part of so many.
 _OF_DATA = 4
 
-#: The same of two packed sequences, whose longest tiles come last.
-_MANY_OF_PAIR = 40
+#: The same of packed sequences of different lengths, the longest tiles of which may come last.
+_MANY_OF_SEQUENCES = 40
 
 #: Of the tokens that packed sequences would have if all were as long as the longest one: fewer, and they differ.
 _ALIKE = 0.9
@@ -74,17 +74,18 @@ def alike(call: Call) -> bool:
     return _ALIKE * most_q <= call.total_q and _ALIKE * most_k <= call.total_k
 
 
-def pair_of(call: Call) -> tuple[Call, Call] | None:
-    """Each of two packed sequences as a call of its own, or None for other calls.
+def sequences_of(call: Call) -> tuple[Call, ...]:
+    """Packed sequences of different lengths as calls of their own; none where the host does not know the lengths.
 
-    Their lengths follow from the longest ones and the sums. The second sequence is taken to be the longer one, as of
-    the two segments of a causal mask that a rank has.
+    Those of two sequences follow from the longest ones and the sums: then the second one is taken to be the longer one.
     """
+    if call.lengths:
+        return tuple(replace(call, batch=1, seqlen_q=rows, seqlen_k=keys) for rows, keys in call.lengths)
     if not call.ragged or call.batch != 2 or call.page_table is not None:
-        return None
+        return ()
     rest = call.total_q - call.seqlen_q, call.total_k - call.seqlen_k
     if not (0 <= rest[0] <= call.seqlen_q and 0 <= rest[1] <= call.seqlen_k):
-        return None
+        return ()
     return replace(call, batch=1, seqlen_q=rest[0], seqlen_k=rest[1]), replace(call, batch=1)
 
 
@@ -126,46 +127,45 @@ def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, block
         return NONE
     times = [group * seen + _TILE for begin in range(0, units, section) for seen in steps
              for _ in range(min(section, units - begin))]  # fmt: skip
-    return _best_of_last(times, blocks)
+    return _best_of_last(times, range(len(times)), len(times), blocks)
 
 
 @lru_cache(maxsize=256)
-def best_cut_of_pair(
-    first: tuple[int, ...], second: tuple[int, ...], group: int, kv_heads: int, section: int, blocks: int
-) -> Cut:
-    """The same of two packed sequences, whose tiles of keys take these steps; blocks pass over tiles that the shorter
-    one does not have."""
-    if not may_pay((len(first) + len(second)) * kv_heads, blocks, _MANY_OF_PAIR):
+def best_cut_of_each(each: tuple[tuple[int, ...], ...], group: int, kv_heads: int, section: int, blocks: int) -> Cut:
+    """The same of packed sequences, of which each has tiles of so many steps. Blocks pass over the tiles that a
+    sequence has fewer than the longest one; where some of these are cut, they count as tiles."""
+    if not may_pay(sum(map(len, each)) * kv_heads, blocks, _MANY_OF_SEQUENCES):
         return NONE
-    count = max(len(first), len(second))
-    # Of the longest sequence, the first keys come first; a shorter one has no tiles behind its last keys.
-    lines = [[group * seen + _TILE for seen in steps] + [0.0] * (count - len(steps)) for steps in (first, second)]
-    times = [
-        lines[unit // kv_heads][tile]
-        for begin in range(0, 2 * kv_heads, section)
-        for tile in range(count)
-        for unit in range(begin, min(begin + section, 2 * kv_heads))
-    ]
-    return _best_of_last(times, blocks)
+    units, most = len(each) * kv_heads, max(map(len, each))
+    times, places = list[float](), list[int]()
+    for begin in range(0, units, section):
+        side = [each[unit // kv_heads] for unit in range(begin, min(begin + section, units))]
+        for tile in range(max(map(len, side))):
+            for unit, steps in enumerate(side):
+                if tile < len(steps):
+                    times.append(group * steps[tile] + _TILE)
+                    places.append(begin * most + tile * len(side) + unit)
+    return _best_of_last(times, places, units * most, blocks)
 
 
-def _best_of_last(times: Sequence[float], blocks: int) -> Cut:
-    """Which of the last tiles to cut: tiles take these ``times``, in the order in which blocks take them."""
-    count, rest = len(times), sum(time > 0 for time in times) % blocks
-    sizes = {count, rest, rest + blocks, blocks // 2, blocks, 3 * blocks // 2}
+def _best_of_last(times: Sequence[float], places: Sequence[int], count: int, blocks: int) -> Cut:
+    """Which of the last tiles to cut: tiles take these ``times``, in the order in which blocks take them, and have
+    these ``places`` among all ``count``."""
+    real = len(times)
+    sizes = {real, real % blocks, real % blocks + blocks, blocks // 2, blocks, 3 * blocks // 2}
     free = [0.0] * blocks  # when each block is done with what it has taken
     starts = {}
     for at, time in enumerate(times):
-        if count - at in sizes:
-            starts[count - at] = free[:]
-        if time:
-            heapreplace(free, free[0] + time)
+        if real - at in sizes:
+            starts[at] = free[:]
+        heapreplace(free, free[0] + time)
     best, ended = NONE, (1 - _GAIN) * max(free)
     if ended <= sum(free) / blocks:
         return NONE
-    for tiles, before in starts.items():
+    for at, before in starts.items():
+        tiles = count - places[at]
         for parts in range(2, min(MOST_PARTS, _ITEMS * blocks // tiles) + 1):
-            end = _end(before, times[count - tiles :], parts)
+            end = _end(before, times[at:], parts)
             if end < ended:
                 best, ended = Cut(tiles, parts), end
     return best
@@ -226,8 +226,6 @@ def _end(free: list[float], times: Iterable[float], parts: int) -> float:
     """Time at which all blocks are done: they become ``free`` at these times, and then take cut tiles of ``times``."""
     free = free[:]
     for time in times:
-        if not time:
-            continue
         part = (time - _TILE) / parts + _PART + _READ * parts
         for _ in range(parts):
             heapreplace(free, free[0] + part)

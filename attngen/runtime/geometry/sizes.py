@@ -21,12 +21,12 @@ from attngen.runtime.geometry.cuts import (
     Cut,
     alike,
     best_cut,
-    best_cut_of_pair,
+    best_cut_of_each,
     best_first_cut,
     best_query_cut,
     long_rows_cut,
     may_pay,
-    pair_of,
+    sequences_of,
     steps_of,
 )
 from attngen.runtime.geometry.orders import Order, order_of, steps_of_queries
@@ -161,17 +161,17 @@ def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
     """KV tiles that a backward cuts into parts, or query tiles of a forward, where blocks of the call then end more
     evenly.
 
-    None where more than two packed sequences differ in length, since the host does not know where they end.
+    None where packed sequences differ in length and the host does not know by how much.
     """
     units = call.batch * call.kv_heads
     if capacity.blocks < 2:
         return NONE
     if not alike(call):
-        pair = pair_of(call) if launch.by_keys and not launch.cuts_first and launch.tile_map is None else None
-        if pair is None:
+        sequences = sequences_of(call) if launch.by_keys and not launch.cuts_first and launch.tile_map is None else ()
+        if not sequences:
             return NONE
-        first, second = (steps_of(launch, each) for each in pair)
-        return best_cut_of_pair(first, second, group_of(call), call.kv_heads, section, capacity.blocks)
+        each = tuple(steps_of(launch, one) for one in sequences)
+        return best_cut_of_each(each, group_of(call), call.kv_heads, section, capacity.blocks)
     if not launch.by_keys and launch.tile_map is not None:
         tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
         return long_rows_cut(*tiles, call.batch * call.heads, capacity.blocks)

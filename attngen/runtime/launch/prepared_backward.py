@@ -27,6 +27,10 @@ from attngen.runtime.reference.sinks import add_gradients, learned
 #: dq, dk and dv; gradients of the variant's own tensors by name.
 Gradients = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
+#: Where the caller wants dq, dk and dv, None for a tensor of its own.
+Places = tuple[Tensor | None, Tensor | None, Tensor | None]
+NOWHERE: Places = (None, None, None)
+
 _FLOAT32 = 4
 
 
@@ -49,7 +53,7 @@ class PreparedBackward:
         driver: Driver,
         device: int,
         *,
-        dq: View | None = None,
+        into: Sequence[View | None] = NOWHERE,
         dlse: bool,
         unordered: str | None = None,
         kept: Variant | None = None,
@@ -57,9 +61,9 @@ class PreparedBackward:
         """Prepare the backward of ``call`` on ``kernel``. Raises LoadError if a cubin does not load.
 
         ``tensor_names``: the call's own tensors in the order in which it lists their addresses. ``dout`` is None if it
-        has to be copied first. ``dq``: the view of the caller's tensor for dq, if there is one. ``dlse``: whether the
-        log-sum-exp has a gradient. ``unordered``: the warning that a gradient has no fixed order, where torch wants to
-        be told. ``kept``: what the cache's key refers to by identity, which must therefore stay alive.
+        has to be copied first. ``into``: views of the caller's tensors for dq, dk and dv, if there are any. ``dlse``:
+        whether the log-sum-exp has a gradient. ``unordered``: the warning that a gradient has no fixed order, where
+        torch wants to be told. ``kept``: what the cache's key refers to by identity, which must therefore stay alive.
         """
         self._kept, self.unordered = kept, unordered
         self._v_of_key = kernel.v_of_key
@@ -69,7 +73,7 @@ class PreparedBackward:
         made = {name: contiguous_view(shape, call.order) for name, shape in shapes.items()}
         self._contiguous_dout = dout is None
         views = {"out": out, "dout": contiguous_view(call.out_shape(), call.order) if dout is None else dout, **made}
-        views["dq"] = made["dq"] if dq is None else dq
+        views |= {name: place for name, place in zip(("dq", "dk", "dv"), into, strict=True) if place is not None}
         stored = stored_gradients(kernel, call)
         absent = {"dlse": not dlse, **dict.fromkeys(present_gradients(stored), False)}
         self._launch = Launches(kernel, call, views, tensor_names, driver, device, absent=absent)
@@ -88,12 +92,12 @@ class PreparedBackward:
         self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])
 
     def __call__(
-        self, given: Given, lse: Tensor, dout: Tensor, addresses: list[int], dq: Tensor | None = None
+        self, given: Given, lse: Tensor, dout: Tensor, addresses: list[int], into: Places = NOWHERE
     ) -> Gradients:
         """Enqueue the backward on the current stream and return its results.
 
         ``addresses`` as the launch takes them: those of what is allocated here are 0, and what follows those of the
-        variant's tensors is missing. ``dq`` is where the gradient of q is stored, if not in a tensor of its own.
+        variant's tensors is missing. Gradients of q, k and v are stored ``into`` these tensors, if not in new ones.
         """
         q, k, v, arguments, scale = given.q, given.k, given.v, given.arguments, given.softmax_scale
         scale = self._scale if scale is None else softmax_scale_of(scale)
@@ -102,10 +106,13 @@ class PreparedBackward:
             dout = dout.clone(memory_format=torch.contiguous_format)
             addresses[DOUT] = dout.data_ptr()
         like_q, like_k, like_v = self._like
+        dq, dk, dv = into
         if dq is None:
             dq = torch.empty_like(q) if like_q else self._empty(0, q)
-        dk = torch.empty_like(k) if like_k else self._empty(1, k)
-        dv = torch.empty_like(v) if like_v else self._empty(2, v)
+        if dk is None:
+            dk = torch.empty_like(k) if like_k else self._empty(1, k)
+        if dv is None:
+            dv = torch.empty_like(v) if like_v else self._empty(2, v)
         if self._v_of_key:  # dk has the gradient of both
             dv.zero_()
         addresses[DQ], addresses[DK], addresses[DV] = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
