@@ -27,15 +27,15 @@ constexpr int kStages = 2;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 static_assert(kRowBlocks == 1 && kBoxBytes == 128 && kColumnsV % 64 == 0);
-constexpr int kHeldColumns = kColumnsQk - 64;  // of Q, in registers
+constexpr int kHeldColumns = kColumnsQk - 128;  // of Q, in registers
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
 static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
-constexpr uint32_t kQ = 40960;  // 32768 B: Q
+constexpr uint32_t kQ = 49152;  // 32768 B: Q
 constexpr uint32_t kRing = 0;  // 65536 B: tiles of K and V in turn
-constexpr uint32_t kP = 73728;  // 8192 B: P of a tile, warp after warp, as their lanes hold it
-constexpr uint32_t kFactors = 81920;  // 1024 B: two rows' factors of each lane
+constexpr uint32_t kP = 81920;  // 8192 B: P of a tile, warp after warp, as their lanes hold it
+constexpr uint32_t kFactors = 90112;  // 1024 B: two rows' factors of each lane
 constexpr uint32_t kStageBytes = 32768;
 
 // KV tiles of which some of the rows see some key, and those of which every row sees every key.

@@ -55,16 +55,6 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + address);
 }
 
-// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
-template <int kRows, int kColumns, int kColumn = 0>
-__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
-  if constexpr (kColumn < kColumns) {
-    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
-        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
-    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
-  }
-}
-
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
@@ -82,7 +72,11 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
+#pragma unroll
+    for (int column = 0; column < kColumns; column += kBoxColumns) {
+      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
+      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
+    }
   }
 }
 
@@ -290,41 +284,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d256
         }
       }
     };
-    multiply_k(stage, copy_beside_k);
-    finish_logits();
-    float maxima[kRowBlocks][2];
-    bool raises = false;
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block) {
-      auto &row_max = row_maxima[block], &maximum = maxima[block];
-      find_maximum(s[block], scale_log2e, maximum);
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        if (maximum[row] <= row_max[row] + kRaiseAbove) maximum[row] = row_max[row];
-        raises = raises || maximum[row] > row_max[row];
-      }
-    }
-    if (__any_sync(~0u, raises)) {
+    if (__any_sync(~0u, listed[0] >= 0)) {  // always: a branch keeps other work before it
+      multiply_k(stage, copy_beside_k);
+      finish_logits();
+      float maxima[kRowBlocks][2];
+      bool raises = false;
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) {
-        float alpha[2];
-        raise_row_max(maxima[block], row_maxima[block], alpha);
-        rescale(acc[block], alpha);
-        publish_factors(alpha);
-        row_sums[block][0] *= alpha[0];
-        row_sums[block][1] *= alpha[1];
+        auto &row_max = row_maxima[block], &maximum = maxima[block];
+        find_maximum(s[block], scale_log2e, maximum);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          if (maximum[row] <= row_max[row] + kRaiseAbove) maximum[row] = row_max[row];
+          raises = raises || maximum[row] > row_max[row];
+        }
       }
-    } else {
-      publish_factors({1.0f, 1.0f});
-    }
+      if (__any_sync(~0u, raises)) {
 #pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block) {
-      exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
-    }
+        for (int block = 0; block < kRowBlocks; ++block) {
+          float alpha[2];
+          raise_row_max(maxima[block], row_maxima[block], alpha);
+          rescale(acc[block], alpha);
+          publish_factors(alpha);
+          row_sums[block][0] *= alpha[0];
+          row_sums[block][1] *= alpha[1];
+        }
+      } else {
+        publish_factors({1.0f, 1.0f});
+      }
 #pragma unroll
-    for (int key = 0; key < kBlockN; key += kMmaK) {
-      const uint32_t* const own = p[0] + key / 4;
-      shared_at<uint4>(kP + (warp * (kBlockN / kMmaK) + key / kMmaK) * 512 + 16 * lane) = {own[0], own[1], own[2], own[3]};
+      for (int block = 0; block < kRowBlocks; ++block) {
+        exponentiate<Element>(s[block], scale_log2e, row_maxima[block], p[block], row_sums[block]);
+      }
+#pragma unroll
+      for (int key = 0; key < kBlockN; key += kMmaK) {
+        const uint32_t* const own = p[0] + key / 4;
+        shared_at<uint4>(kP + (warp * (kBlockN / kMmaK) + key / kMmaK) * 512 + 16 * lane) = {own[0], own[1], own[2], own[3]};
+      }
     }
     finish_copies();
     stage = next_stage(stage);

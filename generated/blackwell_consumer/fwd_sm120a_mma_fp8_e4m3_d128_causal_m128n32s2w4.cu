@@ -184,9 +184,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm120a_mma_fp8_e4m
   float row_maxima[kRowBlocks][2], row_sums[kRowBlocks][2] = {};
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
-  // Issues the part of some copies that stands at a place among products: in the first quarter of these.
+  // Issues the part of some copies that stands at a place among products: in the first quarter of these, two copies of a lane
+  // together, since the compiler puts three empty loads before each part.
   const auto copy_at = [](int place, int places, const auto& copy) {
-    if (4 * place < places) copy(place, (places + 3) / 4);
+    const int quarter = (places + 3) / 4, parts = max(quarter / 2, 1);
+    if (place % 2 == min(quarter, 2) - 1 && place / 2 < parts) copy(place / 2, parts);
   };
   // S = Q K^T, and copies among the products
   const auto multiply_k = [&](uint32_t tile, const auto& copy) {

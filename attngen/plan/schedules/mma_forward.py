@@ -19,7 +19,7 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Plan, Region
 from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule, plans_of
-from attngen.plan.schedules.forward_memory import is_paged, widest_box, widths
+from attngen.plan.schedules.forward_memory import BOX_BYTES, is_paged, widest_box, widths
 from attngen.plan.schedules.forward_softmax import softmax_of
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.hopper_fp8 import PROBABILITIES as PROBABILITIES_OF_8_BITS
@@ -58,15 +58,18 @@ _PAIRED_COLUMNS, _DIVIDED = 192, 64
 #: Bytes of a value of a key, and the most columns up to which these come once for a tile: with more, not faster.
 _VALUE_BYTES, _VALUED_COLUMNS = 4, 128
 
-#: Most columns up to which masked kernels copy all boxes of a row by one address: others were faster with one for each
-#: (docs/notebook/mma.md).
-_ONE_ADDRESS_COLUMNS = 128
+#: Most columns up to which masked kernels copy all boxes of a row by one address, and columns of Q in shared memory up
+#: to which those without a mask do not: others were faster, or spilled less (docs/notebook/mma.md).
+_ONE_ADDRESS_COLUMNS, _ADDRESSED_COLUMNS = 128, 64
 
-#: Most columns of O that leave a thread registers for exponentials among the products with V.
+#: Most columns of O that leave a thread registers for exponentials among the products.
 _MIXED_COLUMNS = 192
 
 #: Warps of a multiprocessor that have registers for products.
 _MOST_WARPS = 16
+
+#: Capability of the first cards of "sm120".
+_CONSUMER_BLACKWELL = 120
 
 #: Bytes of shared memory from which a card has room for the tiles of "large".
 _LARGE = 163 * 1024
@@ -93,8 +96,8 @@ class _Tile:
 
 
 #: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key;
-#: "unmasked" attends to all keys; "large" cards have 163 KB of shared memory, others 99 KB. Measured on Hopper cards,
-#: with their shared memory (docs/notebook/mma.md).
+#: "unmasked" attends to all keys; "large" cards have 163 KB of shared memory, others 99 KB; for "sm120" kernels spill
+#: less with other tiles. Measured on Hopper cards, with their shared memory (docs/notebook/mma.md).
 _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("gather", 64, _Tile(64, 64, 3, 4, 2)),
     ("gather", 128, _Tile(64, 32, 3, 4, 2)),
@@ -108,7 +111,8 @@ _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("any", 96, _Tile(128, 64, 2, 4, 2)),
     ("any", 128, _Tile(128, 32, 2, 4, 2)),
     ("any", 192, _Tile(64, 64, 2, 4, 2, "registers")),
-    ("any", 256, _Tile(64, 64, 2, 4, 1, "registers", pairs=True, q_kept=64)),
+    ("sm120", 256, _Tile(64, 64, 2, 4, 1, "registers", pairs=True, q_kept=64)),
+    ("any", 256, _Tile(64, 64, 2, 4, 1, "registers", pairs=True, q_kept=128)),
 )
 
 
@@ -147,7 +151,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         blocks=tile.blocks,
         q_in_ring=_q_in_ring(tile),
         q_kept=tile.q_kept,
-        one_address=tile.q_kept > 0 or (spec.variant.mask != TRUE and _columns(spec) <= _ONE_ADDRESS_COLUMNS),
+        one_address=_one_address(spec, tile),
+        paired_copies=max(qk.width, v.width) * element.bytes <= BOX_BYTES[0],
         key_values=tile.key_values,
         pairs=tile.pairs,
         mixes=multiplied_v <= _MIXED_COLUMNS,
@@ -236,6 +241,8 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     families = {"any"}
     if arch.shared_memory >= _LARGE:
         families.add("large")
+    if arch.capability >= _CONSUMER_BLACKWELL:
+        families.add("sm120")
     if spec.variant.mask == TRUE:
         families.add("unmasked")
     if gathers(spec.variant):
@@ -287,6 +294,13 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     if _blocks(with_values, spec, arch) == max(_blocks(tile, spec, arch), 1):
         tile = with_values
     return replace(tile, blocks=max(_blocks(tile, spec, arch), 1))
+
+
+def _one_address(spec: KernelSpec, tile: _Tile) -> bool:
+    """Whether a lane copies all boxes of a row by one address."""
+    if spec.variant.mask == TRUE:
+        return tile.q_kept > _ADDRESSED_COLUMNS
+    return tile.q_kept > 0 or _columns(spec) <= _ONE_ADDRESS_COLUMNS
 
 
 def _columns(spec: KernelSpec) -> int:

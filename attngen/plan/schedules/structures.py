@@ -170,8 +170,9 @@ class MmaForward(Structure):
     q_in_ring: bool  # Q lies in the last stage of the ring until registers hold it
     q_kept: int  # columns of Q that stay in shared memory although registers hold the others
     one_address: bool  # a lane copies all boxes of a row by one address
+    paired_copies: bool  # two copies of a lane stand together among the products
     pairs: bool  # two warps share their rows of P, and each has half of the columns of O for all of these
-    mixes: bool  # the compiler may put exponentials among the products with V
+    mixes: bool  # the compiler may put exponentials among the products
     columns_qk: int  # that are multiplied: multiples of 16; rows in shared memory may be longer
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
