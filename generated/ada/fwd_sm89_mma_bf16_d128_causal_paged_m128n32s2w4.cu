@@ -106,6 +106,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm89_mma_bf16_d128
   const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};
   if (work.q_start >= seqlen_q) return;  // a shorter sequence than the longest
 
+  load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
+    const int q = work.q_start + row;
+    return q_ptr + (work.q_begin + q) * stride_q_s + work.h * stride_q_h;
+  }, work.seqlen_q - work.q_start);
+
   const auto spans_of = [&](int first_row, int rows) {
     const int whole_tiles = seqlen_k / kBlockN;
     const int q_start = work.q_start + first_row;
@@ -152,10 +157,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm89_mma_bf16_d128
     const int start = max(listed, 0) * kBlockN;
     load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
-  load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
-    const int q = work.q_start + row;
-    return q_ptr + (work.q_begin + q) * stride_q_s + work.h * stride_q_h;
-  }, work.seqlen_q - work.q_start);
   // Half-step 2 i takes K of the i-th tile, half-step 2 i + 1 its V. Stages are filled in turn.
   constexpr int kAhead = kStages / 2;  // steps ahead for which there are copies under way
   uint32_t fill = kRing;

@@ -55,6 +55,16 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + address);
 }
 
+// Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
+template <int kRows, int kColumns, int kColumn = 0>
+__device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
+  if constexpr (kColumn < kColumns) {
+    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+        to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
+    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+  }
+}
+
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
 // column. Rows can be copied in `parts`, each in a call.
 template <int kRows, int kColumns, typename RowAt>
@@ -72,11 +82,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-#pragma unroll
-    for (int column = 0; column < kColumns; column += kBoxColumns) {
-      const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
-    }
+    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -326,14 +332,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d256
     stage = next_stage(stage);
     wait_tile();
     const auto copy_beside_v = [&](int part, int parts) { load_k(listed[kAhead], fill, part, parts); };
-    if (__any_sync(~0u, listed[0] >= 0)) {  // always: a branch keeps exponentials before it
-      const float2 theirs = factors_of_other();
-      if (__any_sync(~0u, fminf(theirs.x, theirs.y) < 1.0f)) {
-        const float alpha[2] = {theirs.x, theirs.y};
-        rescale(acc[1], alpha);
-      }
-      multiply_v(stage, copy_beside_v);
+    const float2 theirs = factors_of_other();
+    if (__any_sync(~0u, fminf(theirs.x, theirs.y) < 1.0f)) {
+      const float alpha[2] = {theirs.x, theirs.y};
+      rescale(acc[1], alpha);
     }
+    multiply_v(stage, copy_beside_v);
     finish_copies();
     stage = next_stage(stage);
 #pragma unroll

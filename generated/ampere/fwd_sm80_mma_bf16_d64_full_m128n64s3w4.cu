@@ -168,11 +168,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d64_
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) row_maxima[block][0] = row_maxima[block][1] = kUnseen;
   uint32_t q_values[kRowBlocks][kHeldColumns / kProductK * 4];
-  // Issues the part of some copies that stands at a place among products: in the first quarter of these, two copies of a lane
-  // together, since the compiler puts three empty loads before each part.
+  // Issues the part of some copies that stands at a place among products: in the first eighth of these.
   const auto copy_at = [](int place, int places, const auto& copy) {
-    const int quarter = (places + 3) / 4, parts = max(quarter / 2, 1);
-    if (place % 2 == min(quarter, 2) - 1 && place / 2 < parts) copy(place / 2, parts);
+    if (8 * place < places) copy(place, (places + 7) / 8);
   };
   // S = Q K^T, and copies among the products
   const auto multiply_k = [&](uint32_t tile, const auto& copy) {

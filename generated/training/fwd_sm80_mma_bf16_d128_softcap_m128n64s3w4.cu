@@ -102,6 +102,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
   const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
   const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};
 
+  load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
+    const int q = work.q_start + row;
+    return q_ptr + work.b * stride_q_b + q * stride_q_s + work.h * stride_q_h;
+  }, work.seqlen_q - work.q_start);
+
   const auto spans_of = [&](int first_row, int rows) {
     const int whole_tiles = seqlen_k / kBlockN;
     const int q_start = work.q_start + first_row;
@@ -138,10 +143,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
     const int start = max(listed, 0) * kBlockN;
     load_rows<kBlockN, kHeadDimV>(shared + to, [&](int row) { return v_at(start + row); }, listed < 0 ? 0 : seqlen_k - start, part, parts);
   };
-  load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
-    const int q = work.q_start + row;
-    return q_ptr + work.b * stride_q_b + q * stride_q_s + work.h * stride_q_h;
-  }, work.seqlen_q - work.q_start);
   // Half-step 2 i takes K of the i-th tile, half-step 2 i + 1 its V. Stages are filled in turn.
   constexpr int kAhead = kStages / 2;  // steps ahead for which there are copies under way
   uint32_t fill = kRing;

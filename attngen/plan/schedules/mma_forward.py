@@ -58,12 +58,17 @@ _PAIRED_COLUMNS, _DIVIDED = 192, 64
 #: Bytes of a value of a key, and the most columns up to which these come once for a tile: with more, not faster.
 _VALUE_BYTES, _VALUED_COLUMNS = 4, 128
 
-#: Most columns up to which masked kernels copy all boxes of a row by one address, and columns of Q in shared memory up
-#: to which those without a mask do not: others were faster, or spilled less (docs/notebook/mma.md).
-_ONE_ADDRESS_COLUMNS, _ADDRESSED_COLUMNS = 128, 64
+#: Most columns up to which masked kernels copy all boxes of a row by one address: others were faster with one for each
+#: (docs/notebook/mma.md).
+_ONE_ADDRESS_COLUMNS = 128
 
-#: Most columns of O that leave a thread registers for exponentials among the products.
-_MIXED_COLUMNS = 192
+#: Shares of a tile's products among which its copies stand, the first ones: of most kernels, and of those without a
+#: mask whose rows are one box, where smaller parts would be single copies.
+_SHARE, _SHARE_OF_ONE_BOX = 4, 8
+
+#: Most columns of O that leave a thread registers for exponentials among the products with V; and columns of Q in
+#: shared memory where a kernel without a mask spills less with a branch before S than with one before these products.
+_MIXED_COLUMNS, _SPILLING_COLUMNS = 192, 64
 
 #: Warps of a multiprocessor that have registers for products.
 _MOST_WARPS = 16
@@ -145,17 +150,22 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     softmax = _USUAL if spec.softmax is None and constant is None and not of_8_bits else softmax
     step = _PRODUCT_BYTES // element.bytes
     multiplied_qk, multiplied_v = -(-spec.head_dim_qk // step) * step, -(-spec.head_dim_v // _ROWS) * _ROWS
-    ranges = iteration == "ranges" and spec.variant.mask != TRUE
+    unmasked = spec.variant.mask == TRUE
+    ranges = iteration == "ranges" and not unmasked
+    one_box = max(qk.width, v.width) * element.bytes <= BOX_BYTES[0]
     structure = MmaForward(
         row_blocks=row_blocks,
         blocks=tile.blocks,
         q_in_ring=_q_in_ring(tile),
         q_kept=tile.q_kept,
-        one_address=_one_address(spec, tile),
-        paired_copies=max(qk.width, v.width) * element.bytes <= BOX_BYTES[0],
+        one_address=tile.q_kept > 0 or (not unmasked and _columns(spec) <= _ONE_ADDRESS_COLUMNS),
+        copy_share=_SHARE_OF_ONE_BOX if one_box and unmasked else _SHARE,
+        paired_copies=one_box and not unmasked,
+        q_first=ranges and tile.q_operand == "shared" and not one_box,
         key_values=tile.key_values,
         pairs=tile.pairs,
-        mixes=multiplied_v <= _MIXED_COLUMNS,
+        s_apart=unmasked and tile.q_kept > 0,
+        v_apart=multiplied_v > _MIXED_COLUMNS and not ranges and not (unmasked and tile.q_kept == _SPILLING_COLUMNS),
         columns_qk=multiplied_qk,
         columns_v=multiplied_v,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
@@ -294,13 +304,6 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     if _blocks(with_values, spec, arch) == max(_blocks(tile, spec, arch), 1):
         tile = with_values
     return replace(tile, blocks=max(_blocks(tile, spec, arch), 1))
-
-
-def _one_address(spec: KernelSpec, tile: _Tile) -> bool:
-    """Whether a lane copies all boxes of a row by one address."""
-    if spec.variant.mask == TRUE:
-        return tile.q_kept > _ADDRESSED_COLUMNS
-    return tile.q_kept > 0 or _columns(spec) <= _ONE_ADDRESS_COLUMNS
 
 
 def _columns(spec: KernelSpec) -> int:

@@ -170,9 +170,12 @@ class MmaForward(Structure):
     q_in_ring: bool  # Q lies in the last stage of the ring until registers hold it
     q_kept: int  # columns of Q that stay in shared memory although registers hold the others
     one_address: bool  # a lane copies all boxes of a row by one address
+    copy_share: int  # copies stand among the first products of a tile: one of so many shares of these
     paired_copies: bool  # two copies of a lane stand together among the products
+    q_first: bool  # copies of Q are issued before the tiles are found that its rows see
     pairs: bool  # two warps share their rows of P, and each has half of the columns of O for all of these
-    mixes: bool  # the compiler may put exponentials among the products
+    s_apart: bool  # a branch keeps other work before S,
+    v_apart: bool  # and exponentials before the products with V
     columns_qk: int  # that are multiplied: multiples of 16; rows in shared memory may be longer
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
