@@ -32,8 +32,25 @@ MASK_VARIABLE = "ATTNGEN_MASK"
 #: Keys that one block reads where results must not depend on the batch.
 INVARIANT_SPLIT = 4096
 
+#: Significant bits of a bound of lengths: it is at most a quarter more than the longest.
+_BOUND_BITS = 3
+
+#: Queries of a request up to which their number decides between kernels.
+_SHORT_PROMPT = 128
+
 #: Layers that a user's mask is for.
 _LAYERS = ("all", "full", "sliding")
+
+
+def bound_of(number: int) -> int:
+    """A bound of a number that others share: what is prepared for a size serves later steps with the same bounds."""
+    zeros = max(number.bit_length() - _BOUND_BITS, 0)
+    return -(-number >> zeros) << zeros
+
+
+def bound_of_queries(number: int) -> int:
+    """A bound of the queries of a request; the number itself where kernels are chosen by it."""
+    return bound_of(number) if number > _SHORT_PROMPT else number
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class AttngenAttnBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Metadata of a step that runs without a graph."""
         starts, longest_query, lengths, longest = self._extents(forward_batch)
-        most = -(-longest // self.page_size)
+        most = min(engines.bound_of(-(-longest // self.page_size)), self.most_pages)
         indices = forward_batch.req_pool_indices
         encoder = None
         offset = forward_batch.encoder_lens
@@ -286,8 +286,9 @@ class AttngenAttnBackend(AttentionBackend):
         batch = tables.batch
         if batch is None or batch.tokens != tokens:
             batch = tables.batch = PagedBatch(
-                tables.pages, tables.lengths, metadata.starts, metadata.longest_query, tokens, metadata.num_decodes
-            )
+                tables.pages, tables.lengths, metadata.starts, engines.bound_of_queries(metadata.longest_query), tokens,
+                metadata.num_decodes,
+            )  # fmt: skip
         lse = self._paged(own, layer, choice)(queries, out, batch, return_lse=return_lse)
         return out.view(tokens, -1) if lse is None else (out, lse.transpose(0, 1).contiguous())
 

@@ -156,15 +156,15 @@ class AttngenMetadata:
     plain: bool = False  # nothing but ``causal`` decides what a decoder's layer without a mask of its own sees
 
     def batch(self, block_size: int) -> PagedBatch:
-        """The requests, with a block table without columns that no request reaches."""
+        """The requests, with a block table without most of the columns that no request reaches."""
         batch = self.batches.get(block_size)
         if batch is None:
             table = self.block_table
             if self.longest:
-                table = table[:, : max(-(-self.longest // block_size), 1)]
+                table = table[:, : engines.bound_of(max(-(-self.longest // block_size), 1))]
             batch = self.batches[block_size] = PagedBatch(
-                table, self.seq_lens, self.query_start_loc, self.max_query_len, self.num_actual_tokens,
-                self.num_decodes,
+                table, self.seq_lens, self.query_start_loc, engines.bound_of_queries(self.max_query_len),
+                self.num_actual_tokens, self.num_decodes,
             )  # fmt: skip
         return batch
 

@@ -104,7 +104,7 @@ def given_of(
     return make(Given, (
         q, k, v, None, None, None, None, cu_q, cu_k, None, out, values, None, source,
         options.softmax_scale, longest_q, longest_k, False, options.deterministic, form, layout, options.backend,
-        options.package, None, None, None, 0,
+        options.package, None, None, None, 0, 0, 0,
     ))  # fmt: skip
 
 

@@ -145,6 +145,11 @@ class Structure(StructureFields):
         return 1
 
     @property
+    def lists_sequences(self) -> bool:
+        """Whether blocks find the sequences of a batch that have at least, or at most, so many queries."""
+        return False
+
+    @property
     def in_cluster(self) -> bool:
         """Whether the blocks of a cluster divide a tile of keys."""
         return False
@@ -275,6 +280,12 @@ class Plan(KernelFields):
     def ragged_queries(self) -> bool:
         """Whether q, out and lse hold the rows of all sequences, one after the other."""
         return LAYOUTS[self.layout].ragged_queries
+
+    @property
+    def lists_sequences(self) -> bool:
+        """Whether a launch can leave out the shorter, or the longer, sequences of a batch."""
+        of_ranges = not self.mask_words and self.variant.keys is None
+        return self.key_access == "paged" and of_ranges and self.structure.lists_sequences
 
     @property
     def box_heads(self) -> Heads:

@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     long long stride_out_s, long long stride_out_h,
     int batch, int heads, int kv_heads, int group, int row_bits, int row_units, int split_tiles, int max_splits,
     int batch_reciprocal, int group_reciprocal, int row_units_reciprocal, int split_tiles_reciprocal,
-    int max_seqlen_q, int max_seqlen_k, int total_q, int total_k,
+    int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int most_queries,
     long long page_table_stride,
     int page_size, int num_pages, int box_rows, int page_size_reciprocal,
     float softmax_scale,
@@ -168,7 +168,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const int q_begin = has_cu_seqlens_q ? cu_seqlens_q_ptr[b] : b * max_seqlen_q;
     const int seqlen_q = has_cu_seqlens_q ? cu_seqlens_q_ptr[b + 1] - q_begin : max_seqlen_q;
     const int seqlen_k = seqused_k_ptr[b];
-    if (row_start >= seqlen_q * group) return Work{.tiles = -1};  // a shorter sequence than the longest
+    // A shorter sequence than the longest, or one that is too long for this launch.
+    if (row_start >= seqlen_q * group || seqlen_q > most_queries) return Work{.tiles = -1};
     const int q_start = by_group.quotient(row_start);
     const int q_hi = min(by_group.quotient(row_start + item_rows - 1), seqlen_q - 1);
     const int whole_tiles = seqlen_k / kBlockN;

@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int max_seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     long long page_table_stride,
-    int page_size, int num_pages, int box_rows,
+    int page_size, int num_pages, int box_rows, int least_queries,
     float softmax_scale,
     int u_window,
     int write_lse, int has_cu_seqlens_q
@@ -159,7 +159,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
       // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
-      const int units = batch * heads;
+      // With `least_queries`, tiles of work are those of sequences with as many queries; another launch has the others.
+      const LongSequences sequences(cu_seqlens_q_ptr, batch, least_queries, lane);
+      const int units = sequences.count * heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
@@ -173,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         if (index < q_tiles_of_all) {
           int unit, q_tile;
           place_tile(index, q_tiles, units, section, unit, q_tile);
-          const int b = unit / heads, h = unit % heads;
+          const int b = sequences.number(unit / heads, lane), h = unit % heads;
           const int q_begin = has_cu_seqlens_q ? cu_seqlens_q_ptr[b] : b * max_seqlen_q, k_begin = 0;
           const int seqlen_q = has_cu_seqlens_q ? cu_seqlens_q_ptr[b + 1] - q_begin : max_seqlen_q;
           const int seqlen_k = min(seqused_k_ptr[b], max_seqlen_k);

@@ -40,7 +40,8 @@ NOT_OURS = {
     "python -m sglang.launch_server": "an engine",
     "python -m tests.integrations.engine_contracts": "downloads the engines",
     "ATTNGEN_JIT=1 vllm serve": "an engine",
-    "ATTNGEN_MASK=": "an engine",
+    "ATTNGEN_JIT=1 ATTNGEN_MASK=": "an engine",
+    "PYTHONPATH=. ATTNGEN_": "an engine",
     "python docs/examples/": "tests/docs/test_examples.py runs the scripts",
     "torchrun --nproc-per-node": "tests/docs/test_examples.py runs the script",
 }

@@ -117,8 +117,10 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
 
 #ifdef MERGE
 #define WRITTEN partials.data(), begun.data(), counters.data()
+#define MOST_QUERIES
 #else
 #define WRITTEN partials.data(), counters.data()
+#define MOST_QUERIES rows,
 #endif
 #if VALUES_OF_KEYS && HEAD_DIM > HEAD_DIM_V
 #define K_STRIDES page_size * step, step, width,
@@ -130,7 +132,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
         q.data(), MAPS, out.data(), lse.data(), SCALES WRITTEN, nullptr, table.data(), lengths.data(), heads * \
         width, width, K_STRIDES heads * width_v, width_v, batch, heads, kv_heads, group, row_bits, row_units, \
         split_tiles, max_splits, reciprocal(batch), reciprocal(group), reciprocal(row_units), reciprocal(split_tiles), rows, \
-        pages_of_row * page_size, batch * rows, 0, pages_of_row + 1, page_size, pages, std::__gcd(page_size, \
+        pages_of_row * page_size, batch * rows, 0, MOST_QUERIES pages_of_row + 1, page_size, pages, std::__gcd(page_size, \
         kBlockN), reciprocal(page_size), scale, 1, 0
 #else
 #define ARGUMENTS \

@@ -1,8 +1,9 @@
 """The contract tests of serving engines: ``python -m tests.integrations.engine_contracts [vllm==0.33.0 …]``.
 
 Downloads the wheels of the named releases, unpacks their Python parts (no binaries), installs the pure Python packages
-that they import, and runs ``contract_<engine>.py`` in each, on the CPU. Without names: all releases that the plugins
-name. ``--folder`` keeps what was downloaded, for the next run. Nothing is installed in this environment.
+that they import, and runs ``contract_<engine>.py`` and ``contract_<engine>_engine.py`` in each, on the CPU. Without
+names: all releases that the plugins name. ``--folder`` keeps what was downloaded, for the next run. Nothing is
+installed in this environment.
 """
 
 from __future__ import annotations
@@ -117,14 +118,21 @@ def pip(*arguments: str) -> None:
 
 
 def run(requirement: str, folder: Path, options: list[str]) -> int:
-    """Run the contract tests of a release, installing what it fails to import; the exit status of pytest."""
+    """Run the contract tests of a release; the exit status of pytest."""
     engine = requirement.partition("==")[0]
     place, packages = unpacked(requirement, folder), folder / "packages"
     if not packages.is_dir():
         pip("install", "--no-deps", "--target", str(packages), *KNOWN)
     path = os.pathsep.join([str(place), str(packages), str(ROOT), str(empty_modules(folder))])
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    tests = ROOT / "tests" / "integrations" / f"contract_{engine}.py"
+    tests = ROOT / "tests" / "integrations"
+    files = [tests / f"contract_{engine}{kind}.py" for kind in ("", "_engine")]
+    return max(run_file(file, folder, environment, options) for file in files if file.exists())
+
+
+def run_file(file: Path, folder: Path, environment: dict[str, str], options: list[str]) -> int:
+    """Run the tests of a file, installing what it fails to import; the exit status of pytest."""
+    packages = folder / "packages"
     command = [
         sys.executable,
         "-m",
@@ -135,7 +143,7 @@ def run(requirement: str, folder: Path, options: list[str]) -> int:
         "ignore",
         "-p",
         "no:cacheprovider",
-        str(tests),
+        str(file),
         *options,
     ]
     for _ in range(_MOST_PACKAGES):

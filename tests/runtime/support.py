@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from attngen.dtypes import dtype as dtype_row
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.divisors import divisors
+from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments.checked import Call, Packing
@@ -488,7 +490,8 @@ def call_of_pages(
     elif not values.get("has_lse"):  # rows of no sequence may be those of another launch
         first, last = int(starts[0]), int(starts[-1])
         q, starts = q[first:last], starts - first
-    paging = Paging(table, starts, values["seqlen_q"])
+    longest = q.shape[0] if values.get("most_queries", MAX_SEQLEN) < MAX_SEQLEN else values["seqlen_q"]
+    paging = Paging(table, starts, longest)
     call = bind_paged(
         chosen, q, k, v, paging, softmax_scale=values.get("softmax_scale"), seqused_k=used,
         return_lse=bool(values.get("has_lse")), page_layout="NHD", arguments=arguments,
@@ -512,7 +515,15 @@ def run_forward(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     first = first_row(values) * strides[0] * out.element_size() if manifest["layout"] == "paged" else 0
     target = at(values["out_ptr"] + first, out.shape, strides, manifest["dtype"])
     assert target is not None
-    target.copy_(out)
+    starts = call.cu_seqlens_q
+    if values.get("least_queries", 0) or values.get("most_queries", MAX_SEQLEN) < MAX_SEQLEN:
+        least, most = values.get("least_queries", 0), values.get("most_queries", MAX_SEQLEN)
+        assert starts is not None
+        for begin, end in pairwise(starts.tolist()):
+            if least <= end - begin <= most:
+                target[begin:end].copy_(out[begin:end])
+    else:
+        target.copy_(out)
     if values["has_lse"]:
         place = at(values["lse_ptr"], lse.shape, lse.stride(), "fp32")
         assert place is not None

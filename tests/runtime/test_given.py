@@ -57,9 +57,10 @@ def test_each_keyword_arrives_under_its_name(form: str, monkeypatch: pytest.Monk
     assert given.form == form
     assert given.arguments == {"window": 3}
     fields = {FIELDS.get(name, name): value for name, value in values.items()}
+    constants = {"layout": "varlen", "deterministic": False, "sm_margin": 0, "least_queries": 0, "most_queries": 0}
     for name, value in given._asdict().items():
         if name not in ("form", "arguments"):
-            constant = {"layout": "varlen", "deterministic": False, "sm_margin": 0}.get(name)
+            constant = constants.get(name)
             assert value == fields.pop(name, constant), name
     assert not fields
 

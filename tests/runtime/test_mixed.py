@@ -16,7 +16,7 @@ from attngen.runtime.calls import mixed as mixed_calls
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import cache, starts_of
-from tests.runtime.support import FakeDriver, kernel, variant, window_variant
+from tests.runtime.support import FakeDriver, kernel, kernel_of, main_of, manifest_of, variant, window_variant
 
 FLAGGED = variant("flagged", "q_pos >= kv or flag[b] == 0", tensors=[Declared("flag", "int32", ("b",))])
 LENGTHS, ROWS = [40, 7, 9, 33, 21], [1, 1, 0, 12, 3]
@@ -68,6 +68,42 @@ def test_two_launches(gpu: FakeDriver) -> None:
 )  # fmt: skip
 def test_one_launch(gpu: FakeDriver, changed: dict[str, Any]) -> None:
     assert launched(gpu, mixed(**changed)) == [(5, 12)]
+
+
+def by_length(**changed: Any) -> dict[str, Any]:
+    """A call that does not say which of its sequences decode; those of at most four queries do."""
+    rows = changed.pop("rows", [1, 70, 0, 1, 4, 5])
+    c = cache([40, 90, 9, 33, 21, 6], 16, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    return {
+        "q": torch.randn(sum(rows), 8, 64).bfloat16(), "k_pages": c.k_pages, "v_pages": c.v_pages,
+        "page_table": c.page_table, "seqused_k": c.seqused_k, "cu_seqlens_q": starts_of(rows),
+        "max_seqlen_q": max(rows), "variant": "causal", **changed,
+    }  # fmt: skip
+
+
+def leaving_out(one: Any, bound: str, **fields: Any) -> Any:
+    """A kernel that takes a limit of the queries of sequences."""
+    manifest = manifest_of(one, layout="paged", **fields)
+    main = main_of(manifest)
+    main["parameters"].append({"name": bound, "kind": "size", "type": "i32", "of": bound, "axis": None})
+    return kernel_of(manifest)
+
+
+def test_kernels_find_sequences_by_length(gpu: FakeDriver) -> None:
+    registry.clear()
+    few, many = leaving_out(variant(), "most_queries", split_kv=True), leaving_out(variant(), "least_queries")
+    registry.add(package_of_kernels([few, many], "memory"))
+    for _ in range(4):
+        assert launched(gpu, by_length()) == [(6, 4), (6, 70)]
+    assert [launch.values.get("most_queries") for launch in gpu.launches] == [4, None]
+    assert [launch.values.get("least_queries") for launch in gpu.launches] == [None, 5]
+    out = torch.full((81, 8, 64), 7.0).bfloat16()
+    assert attngen.attention_paged(**by_length(out=out)) is out
+    for changed in (
+        {"return_lse": True}, {"num_splits": 1}, {"max_seqlen_q": 16, "rows": [1, 16, 0, 1, 4, 5]},
+        {"rows": [30, 40, 35, 40, 40, 21]},
+    ):  # fmt: skip
+        assert len(launched(gpu, by_length(**changed))) == 1, changed
 
 
 def test_decodes_at_the_end(gpu: FakeDriver) -> None:

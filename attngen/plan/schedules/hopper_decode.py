@@ -60,6 +60,11 @@ class HopperDecode(Structure):
         conflicts, else 1."""
         return 4 if self.key_bytes == 1 else 1
 
+    @property
+    def lists_sequences(self) -> bool:
+        """Whether its list of work can leave out longer sequences."""
+        return True
+
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
@@ -168,6 +173,7 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         arguments.size("max_seqlen_q" if ragged else "seqlen_q", "seqlen_q"),
         arguments.size("max_seqlen_k", "seqlen_k"),
         *map(arguments.size, ("total_q", "total_k")),
+        *(map(arguments.size, ("most_queries",)) if plan.lists_sequences else ()),
         *arguments.page_sizes(plan),
         *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
         arguments.scale(),

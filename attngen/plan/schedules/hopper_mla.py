@@ -51,6 +51,11 @@ class HopperMla(HopperDecode):
     merged_rows: int  # of a block of the launch that merges partial results
     raise_above: str = ""  # literal: growth of the running max, in units of log2, at which a lazy row max follows
 
+    @property
+    def lists_sequences(self) -> bool:
+        """No: all sequences are in its list of work."""
+        return False
+
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := refusal(spec, arch):

@@ -70,6 +70,11 @@ class HopperForward(Structure):
         return True
 
     @property
+    def lists_sequences(self) -> bool:
+        """Whether its tile scheduler can leave out shorter sequences: one that takes tile after tile."""
+        return not self.shares
+
+    @property
     def finds_ends(self) -> bool:
         """Whether consumers find out which ends of what rows see lie in a partial tile: not in 8 bits, nor where blocks
         share keys."""

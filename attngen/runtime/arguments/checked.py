@@ -137,6 +137,9 @@ class Call:
     num_splits: int = 0  # blocks that share the keys of a sequence; 0: the kernel's choice
     split_size: int = 0  # keys of each; 0: the kernel's choice
     sm_margin: int = 0  # multiprocessors that a split-KV launch leaves to another launch
+    #: Queries of the sequences that a paged call attends for, at least and at most, if they are not 0.
+    least_queries: int = 0
+    most_queries: int = 0
     out: View | None = None  # of a result that the caller allocated
     asked_out: torch.dtype | None = None  # dtype of the output, where q is quantized and the caller names one
     #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks), or

@@ -49,6 +49,9 @@ class Given(NamedTuple):
     split_size: Any = None
     out_dtype: Any = None  # of the output, where q is quantized
     sm_margin: int = 0  # multiprocessors that a split-KV launch leaves to another launch
+    #: Queries of the sequences that a paged call attends for, at least and at most, if they are not 0.
+    least_queries: int = 0
+    most_queries: int = 0
 
 
 _PLACES = {name: place for place, name in enumerate(Given._fields)}

@@ -88,7 +88,7 @@ def attention(
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
         softmax_scale, None, None, return_lse, deterministic, "dense", layout, backend, package, None, None, out_dtype,
-        0,
+        0, 0, 0,
     ))  # fmt: skip
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
@@ -130,7 +130,7 @@ def attention_varlen(
     given = make(Given, (
         q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments,
         tile_map, variant, softmax_scale, max_seqlen_q, max_seqlen_k, return_lse, deterministic, "varlen", "varlen",
-        backend, package, None, None, out_dtype, 0,
+        backend, package, None, None, out_dtype, 0, 0, 0,
     ))  # fmt: skip
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
@@ -228,13 +228,14 @@ def attention_paged(
     given = make(Given, (
         q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
         None, variant, softmax_scale, max_seqlen_q, None, return_lse, False, "paged", page_layout, backend, package,
-        num_splits, split_size, None, 0,
+        num_splits, split_size, None, 0, 0, 0,
     ))  # fmt: skip
     if num_decodes is not None:
         return mixed.attend(run_or_trace, num_decodes, given)
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
-    return run(given)
+    few = mixed.few_queries(given)
+    return mixed.attend_by_length(run, few, given) if few else run(given)
 
 
 def run_or_trace(given: Given, repeats: Repeats | None = None) -> Any:

@@ -3,6 +3,10 @@
 In a single call, a sequence that decodes would have a tile for many queries, and only one query in it. The two calls
 run at the same time, on two streams. Decoding waits for memory, and may leave multiprocessors to prompts. These wait
 for the tensor cores, and take all multiprocessors once decoding is done.
+
+A caller may say which sequences decode. If not, both calls are of the whole batch, and each kernel finds its own
+sequences by their lengths, which the host does not know. The host estimates how many there are of either kind from the
+numbers of sequences and of all queries, and the longest length.
 """
 
 from __future__ import annotations
@@ -15,18 +19,22 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import DESCALES
-from attngen.errors import CallError
+from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.kinds import has_kinds
 from attngen.runtime.arguments.shapes import length_of
 from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
+from attngen.runtime.geometry.prediction import prompts_of
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import registry
+from attngen.runtime.registry.order import FEW_ROWS
+from attngen.runtime.registry.select import against_device
 
 #: Operations per nanosecond that prompts reach on Hopper, and the part of a card's bandwidth that decoding does.
 _OPERATIONS, _OF_BANDWIDTH = 600e3, 0.85
@@ -37,6 +45,16 @@ _LEFT = ((5.0, 0.0), (0.45, 0.5), (0.2, 0.2))
 
 #: Rows of a tile of prompts, which takes a multiprocessor.
 _TILE_ROWS = 128
+
+#: Sequences of a batch among which kernels find those that they attend for: 32 bits of 32 lanes.
+MOST_LISTED = 1024
+
+#: Some sequences probably decode if the longest one has so many times as many queries as the others on average. Where
+#: none does after all, a launch was for nothing.
+_ALIKE = 4
+
+#: Whether kernels can leave out sequences by their queries, as ``_DIVISIBLE``.
+_LEAVE_OUT: RecentCache[tuple[bool, Any]] = RecentCache(256)
 
 #: Whether a batch may be divided for a variant (``_divisible``). The values keep variants alive, whose identity is in
 #: the key.
@@ -49,7 +67,7 @@ _DIVIDED: RecentCache[tuple[Vectors, Vectors]] = RecentCache(8)
 #: Places of what differs between the parts of a call.
 _OF_PARTS = tuple(map(Given._fields.index, ("page_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q")))
 _SCALES = tuple(map(Given._fields.index, DESCALES))
-_OUT, _MARGIN = Given._fields.index("out"), Given._fields.index("sm_margin")
+_OUT, _MARGIN, _MOST, _LONGEST = map(Given._fields.index, ("out", "sm_margin", "most_queries", "max_seqlen_q"))
 
 
 class Vectors(NamedTuple):
@@ -83,6 +101,78 @@ def attend(run: Callable[[Given], Any], num_decodes: int, given: Given) -> Any:
         return run(_given(prompts))
 
 
+def few_queries(given: Given) -> int:
+    """Most queries of a sequence that decodes in a launch of its own, beside the other sequences of a batch; 0 where a
+    single launch probably is as fast, or kernels cannot leave out sequences."""
+    q, k, table, longest = given.q, given.k, given.page_table, given.max_seqlen_q
+    if given.cu_seqlens_q is None or type(longest) is not int or longest <= FEW_ROWS:
+        return 0
+    for tensor in (q, k, given.v, table, given.seqused_k, given.cu_seqlens_q):
+        if not isinstance(tensor, Tensor):
+            return 0
+    if table.dim() != 2 or q.dim() != 3 or k.dim() != 4 or not torch_state.on_gpu(q) or debugging.active():
+        return 0
+    batch, rows = table.shape[0], q.shape[0]
+    if not 1 < batch <= MOST_LISTED or batch == k.shape[0]:
+        return 0
+    if prompts_of(rows, batch, longest) == batch or _ALIKE * (rows - longest) >= longest * (batch - 1):
+        return 0
+    if given.num_splits or given.split_size or given.return_lse or given.backend is not None:
+        return 0
+    if not (_divisible(given.variant, given.package) and _leave_out(given)):
+        return 0
+    return max(FEW_ROWS * k.shape[_heads_axis(given)] // max(q.shape[1], 1), 1)
+
+
+def attend_by_length(run: Callable[[Given], Any], few: int, given: Given) -> Any:
+    """Result of a paged call in which sequences of at most ``few`` queries decode in a launch of their own."""
+    fields = list(given)
+    fields[_MOST], fields[_LONGEST] = few, few
+    others = given._replace(least_queries=few + 1)
+    try:
+        if not given.q.is_cuda or torch.cuda.is_current_stream_capturing():
+            return run(others._replace(out=run(_given(fields))))
+        batch = given.page_table.shape[0]
+        fields[_MARGIN] = _left_to_prompts(given, batch - prompts_of(given.q.shape[0], batch, given.max_seqlen_q))
+        with Beside(given.q.get_device()) as beside:
+            others = others._replace(out=run(_given(fields)))
+            beside.switch()
+            return run(others)
+    except NoKernelError:  # those that leave out sequences do not take such tensors
+        _LEAVE_OUT.put(_kind(given), (False, given.variant))
+        return run(given)
+
+
+def _leave_out(given: Given) -> bool:
+    """Whether kernels for both parts of a batch can leave out sequences by their queries."""
+    q, k, v, variant, key = given.q, given.k, given.v, given.variant, _kind(given)
+    known = _LEAVE_OUT[key]
+    if known is None:
+        device, driver = q.get_device(), drivers.current()
+        dtypes = ATTENTION_DTYPES.get(q.dtype), ATTENTION_DTYPES.get(k.dtype)
+        bounds: dict[bool, set[str | None]] = {False: set(), True: set()}
+        for kernel in find(variant, given.package).kernels:
+            alike = kernel.layout == "paged" and (kernel.dtype, kernel.dtype_of("k").name) == dtypes
+            alike = alike and (kernel.head_dim_qk, kernel.head_dim_v) == (q.shape[-1], v.shape[-1])
+            if alike and against_device(kernel, device, driver) is None:
+                bounds[kernel.split_kv] |= kernel.main.bounds
+        known = "most_queries" in bounds[True] and "least_queries" in bounds[False], variant
+        _LEAVE_OUT.put(key, known)
+    return known[0]
+
+
+def _kind(given: Given) -> tuple[Any, ...]:
+    """What decides whether kernels can leave out sequences."""
+    q, k, variant = given.q, given.k, given.variant
+    named = variant if isinstance(variant, str) else id(variant)
+    return named, given.package, registry.generation, q.dtype, k.dtype, q.shape[-1], given.v.shape[-1], q.get_device()
+
+
+def _heads_axis(given: Given) -> int:
+    """The axis of KV heads of a cache."""
+    return 2 if given.layout == "NHD" else 1
+
+
 def _left_to_prompts(given: Given, decodes: int) -> int:
     """Multiprocessors that decoding leaves to prompts, so that both are done at about the same time.
 
@@ -91,7 +181,7 @@ def _left_to_prompts(given: Given, decodes: int) -> int:
     """
     q, k, driver = given.q, given.k, drivers.current()
     device, rows = q.get_device(), q.shape[0] - decodes
-    group = q.shape[1] // max(k.shape[2 if given.layout == "NHD" else 1], 1)
+    group = q.shape[1] // max(k.shape[_heads_axis(given)], 1)
     bandwidth = _OF_BANDWIDTH * driver.bandwidth(device)
     ratio = 2 * rows * group * bandwidth / (decodes * k.element_size() * _OPERATIONS)
     part = next((part for least, part in _LEFT if ratio >= least), 0.0)

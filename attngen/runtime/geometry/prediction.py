@@ -143,9 +143,22 @@ def lengths(call: Call) -> tuple[int, int]:
     """Queries and keys of a sequence, of those of a ragged call as if all were equally long."""
     if not call.ragged:
         return call.seqlen_q, call.seqlen_k
-    batch = max(call.batch, 1)
-    seqlen_q = min(-(-call.total_q // batch), call.seqlen_q)
+    batch = sequences_of(call)
+    total_q = call.total_q - (call.batch - batch if call.least_queries else 0)
+    seqlen_q = min(-(-total_q // batch), call.seqlen_q)
     return max(seqlen_q, 1), call.seqlen_k if call.page_size else max(min(-(-call.total_k // batch), call.seqlen_k), 1)
+
+
+def sequences_of(call: Call) -> int:
+    """Sequences of a ragged call, at least one; of those that it leaves out, as many as there probably are."""
+    if call.least_queries:
+        return prompts_of(call.total_q, call.batch, call.seqlen_q)
+    return max(call.batch, 1)
+
+
+def prompts_of(total: int, batch: int, longest: int) -> int:
+    """Sequences that are not done after one query, at least one, if all of these are as long as the longest one."""
+    return max(-(-(total - batch) // max(longest - 1, 1)), 1)
 
 
 def _sees_alike(kernel: Kernel, call: Call) -> bool:

@@ -11,6 +11,7 @@ from math import gcd
 from attngen.dtypes import CHUNK_COLUMNS, CHUNK_KEY_TILES, CHUNK_ROW_TILES, CHUNK_TILE
 from attngen.errors import LoadError
 from attngen.lang.divisors import reciprocal
+from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.listed import EXTRA_K
 from attngen.manifest import CHUNK_KEYS, CHUNK_ROWS, GRID, LISTS, MERGED, SHARES, Argument, TileMapAxes
 from attngen.runtime.arguments.checked import Call, View
@@ -214,7 +215,8 @@ class Geometry:
         self.sizes = _Sizes(
             batch=call.batch, heads=call.heads, kv_heads=call.kv_heads, group=group_of(call),
             seqlen_q=call.seqlen_q, seqlen_k=call.seqlen_k, max_seqlen_q=call.seqlen_q, max_seqlen_k=call.seqlen_k,
-            total_q=call.total_q, total_k=call.total_k, q_tiles=q_tiles, kv_tiles=-(-call.seqlen_k // launch.tile_n),
+            total_q=call.total_q, total_k=call.total_k, least_queries=call.least_queries,
+            most_queries=call.most_queries or MAX_SEQLEN, q_tiles=q_tiles, kv_tiles=-(-call.seqlen_k // launch.tile_n),
         )  # fmt: skip
         self.sizes.geometry = self
         if launch.grid in (GRID, MERGED):

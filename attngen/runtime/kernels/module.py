@@ -95,6 +95,8 @@ class Launch(LaunchFields):
         self.cuts = any(one.of == "parts" for one in entry.parameters)  # the last tiles, into parts
         self.cuts_first = any(one.of == "cut_rows" for one in entry.parameters)  # or the first ones of each KV head
         self.chunked = any(one.of == "first_part" for one in entry.parameters)  # once for each chunk of query rows
+        #: Limits that it takes of the queries of sequences, of which it leaves out others.
+        self.bounds = frozenset(one.of for one in entry.parameters if one.of in ("least_queries", "most_queries"))
         self.short_early = any(one.of == "short_tiles" for one in entry.parameters)  # after some of the longest
         self.times = kernel.times
         self.visible, self.uneven = kernel.visible, kernel.structure.uneven

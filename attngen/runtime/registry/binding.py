@@ -95,7 +95,9 @@ def bind_call(given: Given) -> tuple[Call, Resolved]:
     q, k, v = given.q, given.k, given.v
     if given.form == "paged":
         call = bind_paged(resolved.variant, q, k, v, given, page_layout=given.layout, **settings)
-        call.sm_margin = given.sm_margin
+        call.sm_margin, call.least_queries, call.most_queries = (
+            given.sm_margin, given.least_queries, given.most_queries
+        )  # fmt: skip
     else:
         packing = given if given.form == "varlen" else None
         call = bind(resolved.variant, q, k, v, packing, layout=given.layout, **settings)

@@ -10,7 +10,7 @@ from math import inf
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device.driver import Driver
-from attngen.runtime.geometry.prediction import Card, predict
+from attngen.runtime.geometry.prediction import Card, predict, prompts_of
 from attngen.runtime.geometry.sizes import group_of
 from attngen.runtime.kernels.module import Kernel
 
@@ -116,9 +116,12 @@ def typical_sizes(call: Call) -> tuple[int, int, int]:
     They decide between kernels for all calls that are about alike: lengths of ragged calls never repeat, and the host
     does not know those of each sequence anyway.
     """
-    batch, kv_heads, seqlen_k = call.batch, max(call.kv_heads, 1), call.seqlen_k
+    batch, kv_heads, seqlen_k, total_q = call.batch, max(call.kv_heads, 1), call.seqlen_k, call.total_q
+    if call.least_queries:  # the others probably have one query each
+        batch = prompts_of(total_q, batch, call.seqlen_q)
+        total_q -= call.batch - batch
     group = call.heads // kv_heads
-    seqlen_q = min(-(-call.total_q // batch), call.seqlen_q)
+    seqlen_q = min(-(-total_q // batch), call.seqlen_q)
     if call.page_size:
         bits = (seqlen_k - 1).bit_length()
         bits += bits % 2
@@ -161,6 +164,7 @@ def _of_sizes(call: Call, sizes: tuple[int, int, int]) -> Call:
     """The same ragged call with other sequences, and queries and keys of each."""
     own = copy(call)
     own.batch, own.seqlen_q, own.seqlen_k = batch, seqlen_q, seqlen_k = sizes
+    own.least_queries = 0
     own.total_q, own.total_k = batch * seqlen_q, seqlen_k if call.page_size else batch * seqlen_k
     return own
 

@@ -146,6 +146,9 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
             f"it accumulates {summed} in no fixed order, and the call, or torch.use_deterministic_algorithms(True), "
             f"requires one; {remedy}"
         )
+    for name in ("least_queries", "most_queries"):
+        if getattr(call, name) and name not in kernel.main.bounds:
+            return f"it cannot leave out sequences by their queries, and the call has {name}={getattr(call, name)}"
     if (call.split_size or call.num_splits > 1) and not kernel.split_kv:
         asked = f"split_size={call.split_size}" if call.split_size else f"num_splits={call.num_splits}"
         return f"its blocks do not share keys, and the call has {asked}"

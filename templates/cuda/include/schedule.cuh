@@ -32,6 +32,46 @@ __device__ __forceinline__ int take_tile(uint32_t* counter, int tiles, int lane,
   return __shfl_sync(~0u, index, 0);
 }
 
+// The sequences of a batch with at least `least` queries, of at most 1,024; all sequences if `least` is 0. A warp finds
+// them: each lane keeps a bit for each of 32 sequences.
+struct LongSequences {
+  uint32_t bits = 0;
+  int before = 0;  // of these sequences, in the lanes before
+  int count;
+  bool all;
+
+  __device__ __forceinline__ LongSequences(const int* cu_seqlens_q, int batch, int least, int lane)
+      : count(batch), all(least == 0) {
+    if (all) return;
+#pragma unroll 4
+    for (int first = 0; first < batch; first += 32) {
+      const int b = first + lane;
+      const bool found = b < batch && cu_seqlens_q[b + 1] - cu_seqlens_q[b] >= least;
+      const uint32_t of_lanes = __ballot_sync(~0u, found);
+      if (lane == first / 32) bits = of_lanes;
+    }
+    const int own = __popc(bits);
+    int until = own;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, until, distance);
+      if (lane >= distance) until += other;
+    }
+    before = until - own;
+    count = __shfl_sync(~0u, until, 31);
+  }
+
+  // The index in the batch of the sequence that is number `place` of them.
+  __device__ __forceinline__ int number(int place, int lane) const {
+    if (all) return place;
+    const int owner = __popc(__ballot_sync(~0u, before <= place)) - 1;
+    const uint32_t word = __shfl_sync(~0u, bits, owner);
+    const int left = place - __shfl_sync(~0u, before, owner);
+    const bool found = (word >> lane & 1) && __popc(word & (1u << lane) - 1) == left;
+    return 32 * owner + __ffs(__ballot_sync(~0u, found)) - 1;
+  }
+};
+
 // First position in [0, length] whose element is >= value (> value if strict); elements ascend. Eight lanes probe eight
 // places at once, each group of eight for itself: five rounds for 32,768 elements.
 template <typename Number, typename Value>
