@@ -14,7 +14,6 @@ import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,13 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 import vllm.platforms
 from torch import Tensor
 from vllm.platforms.cpu import CpuPlatform
 
 import attngen
 from attngen.integrations import vllm as plugin
+from tests.integrations.engine_models import MODELS, model_in, prompts
 
 #: An engine calls it when it ends, also after all tests; it raises without a GPU.
 torch.accelerator.empty_host_cache = lambda: None  # type: ignore[method-assign]
@@ -38,19 +37,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 BACKEND = "attngen.integrations.vllm_backend.AttngenBackend"
-COMMON = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 512,
-}  # fmt: skip
-MODELS = {
-    "llama": transformers.LlamaConfig(**COMMON),
-    "gemma2": transformers.Gemma2Config(
-        **COMMON, sliding_window=64, query_pre_attn_scalar=32, attn_logit_softcapping=20.0
-    ),
-    "gemma3": transformers.Gemma3TextConfig(
-        **COMMON, sliding_window=64, layer_types=["sliding_attention", "full_attention"] * 2, query_pre_attn_scalar=32
-    ),
-}
 BLOCKS, TOKENS = 48, 24
 
 #: A mask as a user's module has it.
@@ -85,28 +71,6 @@ def _cpu() -> Iterator[None]:
         patch.setattr(CpuPlatform, "get_attn_backend_cls", classmethod(lambda cls, *args, **more: BACKEND))
         plugin.register()
         yield
-
-
-def model_in(folder: Path, name: str) -> Any:
-    """A model with random weights, saved to a folder."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name], attn_implementation="eager")
-    for parameter_name, weight in model.named_parameters():
-        if "norm" not in parameter_name:
-            torch.nn.init.normal_(weight, std=0.2)
-    model.save_pretrained(folder)
-    return model.double()
-
-
-def prompts() -> list[list[int]]:
-    """Short and long prompts, and some that share a prefix."""
-    rng = random.Random(0)
-
-    def tokens(count: int) -> list[int]:
-        return [rng.randrange(COMMON["vocab_size"]) for _ in range(count)]
-
-    shared = tokens(90)
-    return [*(tokens(n) for n in (150, 3, 300, 17, 150, 20)), *(shared + tokens(n) for n in (5, 40, 200))]
 
 
 def generated(folder: Path, more: dict[str, Any]) -> tuple[list[Any], int]:
