@@ -186,6 +186,7 @@ class LaunchFields:
     row_warps: Some = 1  # most warps that hold the query rows of a work item, where blocks share keys
     row_blocks: Some = 1  # most blocks of a cluster that hold the query rows of a work item
     split: bool = False  # a tile has a block for each split of the keys
+    merges: bool = False  # blocks that hold parts of a work item merge them, and count who is there and who has left
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,13 @@
 //
 // Two tiles are in flight at a time: each consumer has read the columns of a tile before it starts S of its next one.
 //
-// Where a sequence has more than 64 rows, two blocks of a cluster have 128 of them, and each loads half of the columns of a
-// tile for both. A work item is the rows of such a block or cluster, with the tiles that they see. The tiles of all work items
-// are one list, of which blocks (or clusters) take equal ranges. Where a range ends inside a work item, partial results go to
-// global memory, and a second launch merges them.
+// Where a sequence has more than 64 rows, two neighbouring blocks have 128 of them, and each copies a tile for itself: L2 has what
+// the other one reads. A work item is the rows of such a block or pair, with the tiles that they see. The tiles of all work
+// items are one list, of which blocks (or pairs) take equal ranges. Where a range ends inside a work item, partial results go
+// to global memory, and the blocks that share the item merge them.
 #include "cluster.cuh"
 #include "divisor.cuh"
+#include "few_heads.cuh"
 #include "pair.cuh"
 #include "pdl.cuh"
 #include "quad.cuh"
@@ -55,11 +56,13 @@ constexpr float kRaiseAbove = 8.0f;  // growth of the running max, in units of l
 // How work is distributed, in tiles of keys.
 constexpr int kLeastTiles = 2;  // of a block at least; with fewer, fewer blocks work
 constexpr int kCutTiles = 2;  // how many more than an equal share a block may have, if it then works on one work item only
-constexpr int kWholeTiles = 64;  // of a block: with more, idle blocks cost more than merging
+constexpr int kWholeTiles = 512;  // of a block: with more, idle blocks cost more than merging
 
 using Partial = PartialRow<kHeadDimV>;
-constexpr int kMergedRows = 4, kRowThreads = kHeadDimV / 4;  // of a block that merges, and the threads of a row
-
+constexpr int kRowThreads = kHeadDimV / 4;       // of a row of partial results
+constexpr int kPartsAtOnce = 16, kFewParts = 4;  // which a thread reads before it adds any, and those of one row if it reads several rows
+constexpr long long kPatience = 1 << 17;         // clocks that a block waits for parts of others
+constexpr uint32_t kGaveUp = 1 << 16;            // counts a block that has waited in vain
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 65536 B: the first columns of Q, as many as V has
@@ -75,6 +78,7 @@ constexpr uint32_t kMoreEmpty = kShared + 230416;  // 16 B: barriers
 constexpr uint32_t kBegin = kShared + 230432;  // 24 B: where the worker's range of the list begins
 constexpr uint32_t kLast = kShared + 230456;  // 8 B: whether this block is the last of its item
 constexpr uint32_t kCounts = kShared + 230464;  // 144 B: chunks and items that each warp has counted
+constexpr uint32_t kUnfinished = kShared + 230608;  // 32 B: work items that other workers have parts of, too
 
 // Rings: who fills the stages -> who empties them.
 using ValuesRing = Ring<kValuesFull, kValuesEmpty, 16>;  // a loader -> both consumers
@@ -85,6 +89,7 @@ enum class Named {
   kConsumers = 1,  // 1 of them: Q and row sums are there, or have been read
   kPublished = 2,  // 2 of them: P of a consumer's tile is in shared memory
   kZeroed = 4,  // 2 of them: a consumer has cleared the values after the last key
+  kScored = 6,  // 1 of them: S of the first consumer's tile is issued
 };
 
 // A number as a type, which a generic lambda can use as a constant.
@@ -102,6 +107,12 @@ struct Consumer {
 // Boxes of the values of two tiles: those of one consumer's half, then those of the other's.
 __device__ __forceinline__ int box_of(int half, int stage, int box) { return (2 * half + stage) * kHalfBoxes + box; }
 static_assert(ValuesRing::kStages == 4 * kHalfBoxes);
+
+// A work item of up to kFewRows rows has smaller boxes of Q and P.
+constexpr int kFewRows = 16;
+constexpr uint32_t kFewBox = kFewRows * kBoxBytes;
+constexpr uint32_t kSharedSums = 4 * 4 * kFewRows;  // bytes of four warps' row maxima, after which their row sums lie
+static_assert(2 * kFewRows <= kRows);
 
 // How wgmma reads these: Q, P and, for S, K are K-major; for O, K is MN-major, since its rows are keys.
 using RowMatrix = Matrix<16, 8 * kBoxBytes, 1>;
@@ -133,11 +144,10 @@ struct Part : Work {
   int first, end;
 };
 
-// The work item that a worker begins and others finish, and how many have a part of it; none: -1.
-struct Begun {
-  int item, parts;
+// A work item of which others have parts, too: how many, the first of these workers, and which of them this one is.
+struct Unfinished {
+  int item, parts, first_worker, own;
 };
-
 // The next KV chunk, and the number of chunks left in this worker's range of the list.
 struct Walk {
   Place place;
@@ -154,8 +164,8 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d576x512_full_varlen_m64n64s2c2(
     const bf16* q_ptr,
     const __grid_constant__ TensorMap k_map,
-    bf16* out_ptr, float* lse_ptr, float* partials_ptr, int* begun_ptr, uint32_t* counters_ptr,
-    const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr, const int* seqused_k_ptr,
+    bf16* out_ptr, float* lse_ptr, float* partials_ptr, uint32_t* counters_ptr, const int* cu_seqlens_q_ptr,
+    const int* cu_seqlens_k_ptr, const int* seqused_k_ptr,
     long long stride_q_s, long long stride_q_h,
     long long stride_out_s, long long stride_out_h,
     int batch, int heads, int kv_heads, int group, int row_bits, int row_units, int split_tiles, int max_splits,
@@ -167,26 +177,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32, warpgroup = warp / 4;
   // Blocks that hold the rows of a work item.
-  const int blocks = cluster_size(), rank = cluster_rank(), item_rows = kRows << row_bits;
-  // Lets the next launch start early, unless it may have clusters: these would crowd the part of the chip that is free first.
-  // The launch that merges has none; it follows unless the call fixes the size of splits.
-  if (blocks == 1 || split_tiles == 0) launch_dependents();
-  const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take shared::cluster addresses
+  const int item_rows = kRows << row_bits;
+  const int blocks = 1 << row_bits, rank = blockIdx.x % blocks;
+  launch_dependents();
+  const uint32_t here = mapped(kShared, 0) - kShared;  // barriers and copies take shared::cluster addresses
 
-  if (threadIdx.x == 0) {
-    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
-    init_barriers(here + kValuesFull, 16, 1);  // a loader, and the bytes of the copy
-    init_barriers(here + kValuesEmpty, 16, 8);  // each warp of a consumer, of both blocks of a cluster, or twice of a single block
-    init_barriers(here + kMoreFull, 2, 1);  // a loader, and the bytes of the copy
-    init_barriers(here + kMoreEmpty, 2, 8);  // each warp of a consumer, of both blocks of a cluster, or twice of a single block
+  if (threadIdx.x == 0 && static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
+  if (warp == 0) {
+    init_barriers(here + kValuesFull, 16, 1, lane, 32);  // a loader, and the bytes of the copy
+    init_barriers(here + kValuesEmpty, 16, 4, lane, 32);  // each warp of a consumer
+    init_barriers(here + kMoreFull, 2, 1, lane, 32);  // a loader, and the bytes of the copy
+    init_barriers(here + kMoreEmpty, 2, 4, lane, 32);  // each warp of a consumer
     fence_barrier_init();
-    prefetch_map(k_map);
+    if (lane < 2) shared_at<Unfinished>(kUnfinished + lane * static_cast<uint32_t>(sizeof(Unfinished))) = {};
   }
-  if (blocks > 1) {
-    sync_cluster();
-  } else {
-    __syncthreads();
-  }
+  if (threadIdx.x == 32) prefetch_map(k_map);
+  __syncthreads();
   wait_dependencies();  // nothing in global memory is read or written before
 
   // Work items in order: row blocks of a sequence, then sequences, then KV heads.
@@ -221,8 +227,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     return work.spans.visible_lo + number;
   };
 
-  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size. Each thread counts the
-  // chunks of some items.
+  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size.
   const bool listed_splits = split_tiles > 0;
   const Divisor by_split(split_tiles, split_tiles_reciprocal);
   const auto chunks_of = [&](int tiles) {
@@ -230,25 +235,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
   };
   const int items = batch * kv_heads * row_units;
-  const int items_of_thread = (items + kThreads - 1) / kThreads;
-  const int item_first = min(threadIdx.x * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
+  // Each warp counts the chunks of a few items by itself, so that no warp waits for another; of more, each thread counts some.
+  const bool by_warp = items <= kItemsOfWarp;
+  const int counters = by_warp ? 32 : kThreads, counter = by_warp ? lane : threadIdx.x, items_of_thread = (items + counters - 1) / counters;
+  const int item_first = min(counter * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
   const Place place_first = place_of_item(item_first);
   Count all = {0, items, 0}, before = {};
-  Count own = {};
-  Place place = place_first;
-  for (int item = item_first; item < item_end; ++item) {
-    const int tiles = work_of(place).tiles;
-    own += Count{chunks_of(tiles), tiles >= 0, tiles};
-    advance(place);
-  }
-  before = count_before(own, lane);
-  if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = Count(before) += own;
-  __syncthreads();
-  all = {};
-  for (int other = 0; other < kThreads / 32; ++other) {
-    const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
-    if (other < warp) before += of_warp;
-    all += of_warp;
+  {
+    Count own = {};
+    Place place = place_first;
+#pragma unroll 1
+    for (int item = item_first; item < item_end; ++item) {
+      const int tiles = work_of(place).tiles;
+      own += Count{chunks_of(tiles), tiles >= 0, tiles};
+      advance(place);
+    }
+    before = count_before(own, lane);
+    const Count of_lanes = Count(before) += own;
+    if (by_warp) {
+      all = {__shfl_sync(~0u, of_lanes.chunks, 31), __shfl_sync(~0u, of_lanes.items, 31), __shfl_sync(~0u, of_lanes.longest, 31)};
+    } else {
+      if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = of_lanes;
+      __syncthreads();
+      all = {};
+#pragma unroll 1
+      for (int other = 0; other < kThreads / 32; ++other) {
+        const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
+        if (other < warp) before += of_warp;
+        all += of_warp;
+      }
+    }
   }
 
   // A worker is a block, or a cluster whose blocks have the rows of an item. With enough workers for all items, each item is cut evenly among its own
@@ -269,25 +285,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
   }
   const EvenRanges ranges(splits > 0 ? workers : all.chunks, workers);
   const int range_begin = ranges.first(worker), range_end = ranges.first(worker + 1);
-  const auto begun_of = [&](int worker) -> Begun& { return reinterpret_cast<Begun*>(begun_ptr)[worker]; };
-  if (worker >= workers || range_begin == range_end) {
-    if (threadIdx.x == 0 && rank == 0 && !listed_splits) begun_of(worker) = {-1, 0};
-    return;
-  }
-  Walk begin;
+  if (worker >= workers || range_begin == range_end) return;
+  Walk begin = {};
   {
     int listed = splits > 0 ? before.items * splits : before.chunks;
+    bool begins = false;  // the range, among the items of this thread
     Place place = place_first;
+#pragma unroll 1
     for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
       const int tiles = work_of(place).tiles;
       const int chunks = splits > 0 ? (tiles < 0 ? 0 : splits) : chunks_of(tiles);
-      if (range_begin < listed + chunks) shared_at<Walk>(kBegin) = {place, range_begin - listed, range_end - range_begin};
+      if (range_begin < listed + chunks) {
+        begin = {place, range_begin - listed, range_end - range_begin};
+        begins = true;
+      }
       listed += chunks;
       advance(place);
     }
+    if (by_warp) {
+      const int from = __ffs(__ballot_sync(~0u, begins)) - 1;
+      const auto of_lane = [from](int value) { return __shfl_sync(~0u, value, from); };
+      begin = {{of_lane(begin.place.hk), of_lane(begin.place.b), of_lane(begin.place.row_block)}, of_lane(begin.chunk), of_lane(begin.left)};
+    } else {
+      if (begins) shared_at<Walk>(kBegin) = begin;
+      __syncthreads();
+      begin = shared_at<Walk>(kBegin);
+    }
   }
-  __syncthreads();
-  begin = shared_at<Walk>(kBegin);
 
   // Takes the next part of this worker's range; false if nothing is left.
   const auto take = [&](Walk& walk, Part& part) {
@@ -326,43 +350,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     // the two loaders of a tile, the one of the other consumer's half also copies the columns that only S needs.
     const int half = (warp - kFirstLoader) % kConsumers, consumer = (warp - kFirstLoader) / kConsumers;
     const bool read_once = row_units == 1;  // keys are read by one work item only, so that L2 need not keep them
+    const uint64_t policy = read_once && blocks == 1 ? kEvictFirst : kEvictNormal;
+    const auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };  // and the compiler knows
     int round = 0;  // tiles so far
     Walk walk = begin;
     Part part;
     while (__any_sync(~0u, take(walk, part))) {
+      const int hk = uniform(part.hk);
       for (int number = part.first + consumer; __any_sync(~0u, number < part.end); number += kTiles) {
-        const int key = tile_of(part, number) * kBlockN;
+        const int key = uniform(tile_of(part, number) * kBlockN);
         const uint32_t phase = round++ & 1;
-        // Copies boxes of columns of a tile to consecutive stages of a ring. Each block of a cluster copies every other box, to both.
+        // Copies boxes of columns of a tile to consecutive stages of a ring. All that a copy needs is known before the stage is free,
+        // and its bytes are announced after it is issued: consumers wait for the copy from the moment that they release a stage.
         const auto load = [&](auto boxes, auto ring, uint32_t to, int first_column) {
           constexpr int kBoxes = boxes.kValue;
           const uint32_t first = here + to + ring.stage * kBox, first_full = ring.full();
+          const auto copy = [&](uint32_t before) {
+            if (elected()) {
+#pragma unroll
+              for (int box = 0; box < kBoxes; ++box) {
+                const int column = first_column + box * kBoxColumns;
+                load_box_kept(first + box * kBox + before, k_map, first_full + 8 * box, policy, column, hk, part.k_begin + key);
+              }
+            }
+            __syncwarp();
+          };
           ring.stage += lane & kBoxes - 1;  // each lane waits for one stage
           ring.acquire();
+          copy(0);
           if (lane < kBoxes) ring.arrive_expecting(kBox);
-          __syncwarp();
-          const int first_box = blocks == 1 ? 0 : kBoxes > 1 ? rank : consumer ^ rank;
-          const auto copy = [&](auto step, const auto& copy_box) {
-            constexpr int kStep = step.kValue;
-            {
-              constexpr uint32_t before = 0;
-              if (lane == 0) {
-#pragma unroll
-                for (int i = 0; i < kBoxes; i += kStep) {
-                  const int box = i + first_box, column = first_column + box * kBoxColumns;
-                  if (box < kBoxes) copy_box(first + box * kBox + before, first_full + 8 * box, column, part.hk, part.k_begin + key);
-                }
-              }
-              __syncwarp();
-            }
-          };
-          if (blocks > 1) {
-            copy(Constant<2>(), [&](uint32_t to, uint32_t full, auto... at) { load_box_to(3, to, k_map, full, at...); });
-          } else if (read_once) {
-            copy(Constant<1>(), [&](uint32_t to, uint32_t full, auto... at) { load_box_once(to, k_map, full, at...); });
-          } else {
-            copy(Constant<1>(), [&](uint32_t to, uint32_t full, auto... at) { load_box(to, k_map, full, at...); });
-          }
         };
         if (half != consumer) {
           load(Constant<1>(), MoreRing(consumer, phase, here), kMore, kHeadDimV);
@@ -380,7 +396,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
       const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 128 * kConsumers); };
 
       int round = 0;  // tiles of this consumer so far, all of them in stage `half`
-      Begun begun = {-1, 0};
       Walk walk = begin;
       Part part;
       while (__any_sync(~0u, take(walk, part))) {
@@ -446,7 +461,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             row_sum[1] *= alpha[1];
           }
         };
-        const auto release_half = [&](int stage) { release_stages<kHalfBits>(ValuesRing::empty_of(box_of(half, stage, 0)), blocks, lane); };
+        const auto release_half = [&](int stage) {
+          if (lane < kHalfBoxes) arrive(here + ValuesRing::empty_of(box_of(half, stage, lane)));
+        };
         // Issues O += P V of the other consumer's tile.
         const auto issue_other = [&] {
           const RowMatrix p(kP + (1 - half) * kBox);
@@ -473,7 +490,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         for (int step = half; __any_sync(~0u, step < tiles); step += kConsumers) {
           const int tile = tile_of(work, part.first + step), phase = round++ & 1;
 
-          // S = Q K^T
+          // S = Q K^T, once the other consumer has issued that of the tile before: so its softmax runs beside this product.
+          if constexpr (half == 1) named_sync(Named::kScored, 0, 128 * kConsumers);
           float s[kBlockN / 2];
           int accumulate = 0;
           const auto multiply_box = [&](uint32_t q_box, uint32_t k_box) {
@@ -485,7 +503,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
               accumulate = 1;
             }
           };
+          // Looks for the next box before it issues products with one: the answer comes while these run.
+          const auto ring_of = [&](int i) { return ValuesRing(box_of(i < kHalfBoxes ? half : 1 - half, half, i % kHalfBoxes), phase, here); };
           MoreRing(half, phase, here).wait();
+          bool landed = ring_of(0).is_full();
           {
             const RowMatrix k(kMore + half * kBox);
             fence_products();
@@ -498,19 +519,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
 #pragma unroll
           for (int i = 0; i < 2 * kHalfBoxes; ++i) {  // its own half first
             const int of = i < kHalfBoxes ? half : 1 - half, box = i % kHalfBoxes;
-            ValuesRing(box_of(of, half, box), phase, here).wait();
+            if (!__all_sync(~0u, landed)) ring_of(i).wait();
+            if (i + 1 < 2 * kHalfBoxes) landed = ring_of(i + 1).is_full();
             multiply_box(kQ + (of * kHalfBoxes + box) * kBox, place_of(of, half, box));
           }
           commit_products();
+          if constexpr (half == 0) {
+            if (__any_sync(~0u, step + 1 < tiles)) named_arrive(Named::kScored, 0, 128 * kConsumers);
+          }
           wait_products<0>();
           fence_registers(s);
-          release_stages<0>(MoreRing::empty_of(half), blocks, lane);
+          if (lane == 0) arrive(here + MoreRing::empty_of(half));
           if constexpr (half == 1) {  // the tile before is the other one's
             take_row_max();
             issue_other();
           }
           const int left = work.seqlen_k - tile * kBlockN;
-          if (left < kBlockN) {  // V after the end may be NaN, and 0 * NaN is NaN
+          if (__builtin_expect(left < kBlockN, 0)) {  // V after the end may be NaN, and 0 * NaN is NaN
             for (int i = max(left, 0) * kBoxBytes + 16 * group_thread; i < static_cast<int>(kBox); i += 128 * 16) {
 #pragma unroll
               for (int box = 0; box < kHalfBoxes; ++box) {
@@ -522,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             named_sync(Named::kZeroed, half, 128);
           }
           const int kv_first = tile * kBlockN + 2 * (lane % 4);
-          if (__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi))) {
+          if (__builtin_expect(__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi)), 0)) {
             const int visible_to = seqlen_k - kv_first;
 #pragma unroll
             for (int i = 0; i < kBlockN / 4; ++i) {
@@ -535,12 +560,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             }
           }
 
-          // P = exp2(S * scale - row_max)
+          // P = exp2(S * scale - row_max). A lane's own maxima say whether the row max must follow: no lane waits for others.
           float maximum[2], alpha[2];
-          find_maximum(s, scale_log2e, maximum);
+          find_lane_maximum(s, scale_log2e, maximum);
           const bool kept[2] = {maximum[0] <= row_max[0] + kRaiseAbove, maximum[1] <= row_max[1] + kRaiseAbove};
           const bool raised = __any_sync(~0u, !(kept[0] && kept[1]));
-          if (raised) {
+          if (__builtin_expect(raised, 0)) {
+            share_maximum(maximum);
             keep_row_max(kept, row_max, maximum);
             raise_row_max(maximum, row_max, alpha);
             row_sum[0] *= alpha[0];
@@ -550,11 +576,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
           // The other consumer has multiplied what is in this buffer, P of two tiles ago: it released the stage of that tile after
           // the product, and this tile has been loaded to the same stage since.
+          const int p_row = 16 * (warp % 4) + lane % 16;
+          const uint32_t p_start = here + kP + half * kBox + p_row * kBoxBytes + 16 * (lane / 16 ^ p_row % 8);
 #pragma unroll
           for (int column = 0; column < kBlockN; column += kMmaK) {
-            const int row = 16 * (warp % 4) + lane % 16, chunk = column / 8 + lane / 16;
             const uint32_t* const of_column = p + column / 4;
-            store_blocks(here + kP + half * kBox + row * kBoxBytes + 16 * (chunk ^ (row % 8)), of_column[0], of_column[1], of_column[2], of_column[3]);
+            store_blocks(p_start ^ 2 * column, of_column[0], of_column[1], of_column[2], of_column[3]);
           }
           if (lane % 4 == 0) {
             shared_at<float>(kRowMax + 4 * own_row) = row_max[0];
@@ -567,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           wait_products<0>();  // on all paths, or ptxas takes O for unfinished below
           fence_registers(acc);
           if constexpr (half == 1) release_half(1 - half);
-          if (raised) rescale(acc, alpha);
+          if (__builtin_expect(raised, 0)) rescale(acc, alpha);
           {
             const ValueMatrix v(place_of(half, half, 0));
             fence_registers(acc);
@@ -638,7 +665,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           store_half<kHeadDimV>(
               of_worker(listed_splits ? part.chunk : worker - first_worker), own_row, rows, kHalf * half, lane, acc, row_max, row_sum);
           if (!listed_splits) {
-            if (worker == first_worker) begun = {item, parts};
+            sync_consumers();  // both consumers have stored their columns
+            if (threadIdx.x == 0) {
+              shared_at<Unfinished>(kUnfinished + (part.chunk == 0) * static_cast<uint32_t>(sizeof(Unfinished))) = {item, parts, first_worker, worker - first_worker};
+              arrive_counted(counters_ptr + 2 * (item * blocks + rank));
+            }
             continue;
           }
           sync_consumers();
@@ -667,95 +698,449 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           }
         }
       }
-      if (threadIdx.x == 0 && rank == 0 && !listed_splits) begun_of(worker) = begun;
-      if (blocks > 1) leave_cluster();  // once the other block has released what this one copies
     };
-    if (warpgroup == 0) {
+    const auto consume_few = [&](auto consumer) {
+      constexpr int half = consumer.half, kHeads = consumer.heads;
+      // Both products are transposed: S^T = K Q^T and O^T += V^T P^T, whose rows are keys, then columns of V, and whose columns are
+      // query rows. A consumer has all of O for every other tile; the two are merged at the end of a part of a work item.
+      const int own_key = 16 * (warp % 4) + lane / 4;  // of a tile, and column of a box of V; the other one of a lane is 8 on
+      const int own_head = 2 * (lane % 4);             // and the next one, of each 8
+      const int group_thread = threadIdx.x % 128;
+      constexpr int kLaneHeads = kHeads / 4;
+      const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 128 * kConsumers); };
+      const auto sync_warpgroup = [] { named_sync(Named::kPublished, half, 128); };
+      // The number of a lane's head that an element of its accumulators belongs to, and that head.
+      const auto number_of = [](int i) { return i / 4 * 2 + i % 2; };
+      const auto head_of = [&](int number) { return 8 * (number / 2) + own_head + number % 2; };
+      constexpr uint32_t kOwnP = kP + half * kBox;  // query rows are rows, keys columns
+      constexpr uint32_t kOwnSpare = kOwnP + kFewBox;
+      const auto place_of = [&](int half, int stage, int box) { return kValues + box_of(half, stage, box) * kBox; };
+      const auto release_values = [&](int of) {
+        if (lane < kHalfBoxes) arrive(here + ValuesRing::empty_of(box_of(of, half, lane)));
+      };
+
+      int round = 0;  // tiles of this consumer so far, all of them in stage `half`
+      Walk walk = begin;
+      Part part;
+      while (__any_sync(~0u, take(walk, part))) {
+        const Work& work = part;
+        constexpr int first_row = 0;
+        const int rows = min(work.seqlen_q * group - work.row_start, kHeads);  // of the item that exist
+        // Q of a row; those that do not exist repeat the last one.
+        const auto row_of_q = [&](int row) {
+          const int packed = work.row_start + first_row + min(row, rows - 1), q = by_group.quotient(packed);
+          const int h = work.hk * group + by_group.remainder(packed);
+          return (q_ptr + (work.q_begin + q) * stride_q_s + h * stride_q_h);
+        };
+        {
+          constexpr int kRowChunks = kHeadDimQk * sizeof(Element) / 16, kChunksOfBox = kBoxBytes / 16;
+          constexpr int kThreadsOfRow = 128 * kConsumers / kHeads, kCopies = (kRowChunks + kThreadsOfRow - 1) / kThreadsOfRow;
+          const int row = threadIdx.x / kThreadsOfRow, first = threadIdx.x % kThreadsOfRow;
+          const int4* const from = reinterpret_cast<const int4*>(row_of_q(row));
+          int4 chunks[kCopies];  // all are loaded before any is stored, so that latencies overlap
+#pragma unroll
+          for (int i = 0; i < kCopies; ++i) {
+            const int chunk = first + i * kThreadsOfRow;
+            if (chunk < kRowChunks) chunks[i] = from[chunk];
+          }
+          sync_consumers();  // what the item before has exchanged has been read
+#pragma unroll
+          for (int i = 0; i < kCopies; ++i) {
+            const int chunk = first + i * kThreadsOfRow;
+            if (chunk < kRowChunks) {
+              shared_at<int4>(kQ + chunk / kChunksOfBox * kFewBox + row * kBoxBytes + 16 * (chunk % kChunksOfBox ^ (row % 8))) = chunks[i];
+            }
+          }
+        }
+        // Query and head of each column of a lane; those that do not exist repeat the last one.
+        const auto packed_of = [&](int number) { return work.row_start + min(head_of(number), rows - 1); };
+        const Computed query([&](int number) { return by_group.quotient(packed_of(number)); });
+        const Computed head([&](int number) { return work.hk * group + by_group.remainder(packed_of(number)); });
+        fence_async_proxy();
+        sync_consumers();
+        const int seqlen_k = work.seqlen_k;
+        const float scale_log2e = softmax_scale * kLog2e;
+        float acc[2 * kHalfBoxes][kHeads / 2] = {};
+        float row_max[kLaneHeads], row_sum[kLaneHeads] = {};
+#pragma unroll
+        for (int number = 0; number < kLaneHeads; ++number) row_max[number] = kUnseen;
+        const auto rescale_all = [&](const auto& alpha) {
+#pragma unroll
+          for (int box = 0; box < 2 * kHalfBoxes; ++box) {
+#pragma unroll
+            for (int i = 0; i < kHeads / 2; ++i) acc[box][i] *= alpha[number_of(i)];
+          }
+        };
+        // Of values that each warp has of its heads, those of all warps of the consumer.
+        const auto share = [&](uint32_t place, auto& of_head, auto combine) {
+#pragma unroll
+          for (int number = 0; number < kLaneHeads; ++number) {
+#pragma unroll
+            for (int lanes = 4; lanes <= 16; lanes *= 2) {
+              of_head[number] = combine(of_head[number], __shfl_xor_sync(~0u, of_head[number], lanes));
+            }
+          }
+          if (lane < 4) {
+#pragma unroll
+            for (int number = 0; number < kLaneHeads; number += 2) {
+              shared_at<float2>(place + 4 * (kHeads * (warp % 4) + head_of(number))) = {of_head[number], of_head[number + 1]};
+            }
+          }
+          sync_warpgroup();
+#pragma unroll
+          for (int number = 0; number < kLaneHeads; number += 2) {
+            float2 all = shared_at<float2>(place + 4 * head_of(number));
+#pragma unroll
+            for (int other = 1; other < 4; ++other) {
+              const float2 more = shared_at<float2>(place + 4 * (kHeads * other + head_of(number)));
+              all = {combine(all.x, more.x), combine(all.y, more.y)};
+            }
+            of_head[number] = all.x;
+            of_head[number + 1] = all.y;
+          }
+        };
+
+        const int tiles = part.end - part.first;
+        for (int step = half; __any_sync(~0u, step < tiles); step += kConsumers) {
+          const int tile = tile_of(work, part.first + step), phase = round++ & 1;
+
+          // S^T = K Q^T
+          float s[kHeads / 2];
+          int accumulate = 0;
+          const auto multiply_box = [&](uint32_t q_box, uint32_t k_box) {
+            const RowMatrix q(q_box), k(k_box);
+            fence_products();
+#pragma unroll
+            for (int column = 0; column < kBoxColumns; column += kMmaK) {
+              Product<Element, kHeads>::template ss<0>(s, k.at(column * sizeof(Element)), q.at(column * sizeof(Element)), accumulate);
+              accumulate = 1;
+            }
+          };
+          MoreRing(half, phase, here).wait();
+          multiply_box(kQ + 2 * kHalfBoxes * kFewBox, kMore + half * kBox);
+#pragma unroll
+          for (int i = 0; i < 2 * kHalfBoxes; ++i) {
+            const int of = i < kHalfBoxes ? half : 1 - half, box = i % kHalfBoxes;
+            ValuesRing(box_of(of, half, box), phase, here).wait();
+            multiply_box(kQ + (of * kHalfBoxes + box) * kFewBox, place_of(of, half, box));
+          }
+          commit_products();
+          wait_products<0>();
+          fence_registers(s);
+          if (lane == 0) arrive(here + MoreRing::empty_of(half));
+          const int left = work.seqlen_k - tile * kBlockN;
+          if (__builtin_expect(left < kBlockN, 0)) {  // V after the end may be NaN, and 0 * NaN is NaN
+            for (int i = max(left, 0) * kBoxBytes + 16 * group_thread; i < static_cast<int>(kBox); i += 128 * 16) {
+#pragma unroll
+              for (int box = 0; box < kHalfBoxes; ++box) {
+                shared_at<int4>(place_of(0, half, box) + i) = {};
+                shared_at<int4>(place_of(1, half, box) + i) = {};
+              }
+            }
+            fence_async_proxy();
+            named_sync(Named::kZeroed, half, 128);
+          }
+          const int kv_first = tile * kBlockN + own_key;  // and 8 on
+          if (__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi))) {
+            const int visible_to = seqlen_k - kv_first;
+#pragma unroll
+            for (int row = 0; row < kLaneHeads; ++row) {
+#pragma unroll
+              for (int i = 0; i < 4; i += 2) {
+                const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+                float& x = s[row / 2 * 4 + i + row % 2];
+                if (key >= visible_to) x = kMasked;
+              }
+            }
+          }
+
+          // P = exp2(S * scale - row_max). The row max of a head follows the running max only beyond kRaiseAbove.
+          bool above = false;
+#pragma unroll
+          for (int i = 0; i < kHeads / 2; ++i) above = above || s[i] * scale_log2e > row_max[number_of(i)] + kRaiseAbove;
+          if (named_any(static_cast<int>(Named::kPublished) + half, 128, above)) {
+            float maximum[kLaneHeads], alpha[kLaneHeads];
+#pragma unroll
+            for (int number = 0; number < kLaneHeads; ++number) {
+              const int i = number / 2 * 4 + number % 2;
+              maximum[number] = fmaxf(s[i], s[i + 2]);
+            }
+            share(kOwnSpare, maximum, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+            for (int number = 0; number < kLaneHeads; ++number) {
+              const float scaled = maximum[number] * scale_log2e;
+              const float raised = scaled > row_max[number] + kRaiseAbove ? scaled : row_max[number];
+              alpha[number] = exp2_approx(row_max[number] - raised);
+              row_max[number] = raised;
+              row_sum[number] *= alpha[number];
+            }
+            rescale_all(alpha);
+          }
+          uint32_t p[kHeads / 4];
+#pragma unroll
+          for (int i = 0; i < kHeads / 2; i += 2) {
+            const int number = number_of(i);
+            const float first = exp2_approx(fmaf(s[i], scale_log2e, -row_max[number]));
+            const float second = exp2_approx(fmaf(s[i + 1], scale_log2e, -row_max[number + 1]));
+            row_sum[number] += first;
+            row_sum[number + 1] += second;
+            p[i / 2] = pack<Element>(first, second);
+          }
+#pragma unroll
+          for (int block = 0; block < kHeads / 8; block += 2) {
+            const int row = 8 * (block + lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
+            const uint32_t* const of_heads = p + 2 * block;
+            store_transposed(here + kOwnP + row * kBoxBytes + 16 * (chunk ^ (row % 8)), of_heads[0], of_heads[1], of_heads[2], of_heads[3]);
+          }
+          fence_async_proxy();
+          sync_warpgroup();
+
+          // O^T += V^T P^T
+          const RowMatrix of_p(kOwnP);
+#pragma unroll
+          for (int i = 0; i < kConsumers; ++i) {
+            const int of = i == 0 ? half : 1 - half;
+#pragma unroll
+            for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[of * kHalfBoxes + box]);
+            fence_products();
+#pragma unroll
+            for (int key = 0; key < kBlockN; key += kMmaK) {
+#pragma unroll
+              for (int box = 0; box < kHalfBoxes; ++box) {
+                const ValueMatrix v(place_of(of, half, box));
+                Product<Element, kHeads>::template ss<0, 1>(
+                    acc[of * kHalfBoxes + box], v.at(key * kBoxBytes), of_p.at(key * sizeof(Element)), 1);
+              }
+            }
+            commit_products();
+          }
+          wait_products<1>();
+#pragma unroll
+          for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[half * kHalfBoxes + box]);
+          release_values(half);
+          wait_products<0>();
+#pragma unroll
+          for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[(1 - half) * kHalfBoxes + box]);
+          release_values(1 - half);
+        }
+
+        // Both consumers take the larger row max, and add up row sums and O: each of them half of the columns.
+        share(kOwnSpare + kSharedSums, row_sum, [](float a, float b) { return a + b; });
+        if (warp % 4 == 0 && lane < 4) {
+#pragma unroll
+          for (int number = 0; number < kLaneHeads; number += 2) {
+            const uint32_t place = kSums + 4 * (2 * kFewRows * half + head_of(number));
+            shared_at<float2>(place) = {row_max[number], row_max[number + 1]};
+            shared_at<float2>(place + 4 * kFewRows) = {row_sum[number], row_sum[number + 1]};
+          }
+        }
+        sync_consumers();
+        {
+          float alpha[kLaneHeads];
+#pragma unroll
+          for (int number = 0; number < kLaneHeads; ++number) {
+            const uint32_t place = kSums + 4 * (2 * kFewRows * (1 - half) + head_of(number));
+            const float other = shared_at<float>(place), raised = fmaxf(row_max[number], other);
+            alpha[number] = exp2_approx(row_max[number] - raised);
+            row_sum[number] = fmaf(row_sum[number], alpha[number], shared_at<float>(place + 4 * kFewRows) * exp2_approx(other - raised));
+            row_max[number] = raised;
+          }
+          rescale_all(alpha);
+        }
+        // After the barrier, all products that read Q are done: the consumers exchange O in its place.
+        constexpr uint32_t kExchanged = kHalfBoxes * (kHeads / 8) * 128 * 16;
+        static_assert(kConsumers * kExchanged <= kRows * kHeadDimV * sizeof(Element));
+        const auto place_of_four = [&](int of, int box, int i) {
+          return kQ + of * kExchanged + ((box * (kHeads / 8) + i / 4) * 128 + group_thread) * 16;
+        };
+#pragma unroll
+        for (int box = 0; box < kHalfBoxes; ++box) {
+          const auto& from = acc[(1 - half) * kHalfBoxes + box];
+#pragma unroll
+          for (int i = 0; i < kHeads / 2; i += 4) {
+            shared_at<float4>(place_of_four(half, box, i)) = {from[i], from[i + 1], from[i + 2], from[i + 3]};
+          }
+        }
+        sync_consumers();
+#pragma unroll
+        for (int box = 0; box < kHalfBoxes; ++box) {
+          auto& own = acc[half * kHalfBoxes + box];
+#pragma unroll
+          for (int i = 0; i < kHeads / 2; i += 4) {
+            const float4 more = shared_at<float4>(place_of_four(1 - half, box, i));
+            own[i] += more.x;
+            own[i + 1] += more.y;
+            own[i + 2] += more.z;
+            own[i + 3] += more.w;
+          }
+        }
+        // Calls a function with the column, the head and the value of each element that a lane has.
+        const auto for_each = [&](auto write) {
+#pragma unroll
+          for (int box = 0; box < kHalfBoxes; ++box) {
+#pragma unroll
+            for (int i = 0; i < kHeads / 2; ++i) {
+              const int number = number_of(i);
+              if (head_of(number) < rows) write(kHalf * half + box * kBoxColumns + own_key + 8 * row_of(i), number, acc[half * kHalfBoxes + box][i]);
+            }
+          }
+        };
+
+        if (part.end - part.first == part.tiles) {
+          float normalize[kLaneHeads];
+          OutElement* to[kLaneHeads];
+#pragma unroll
+          for (int number = 0; number < kLaneHeads; ++number) {
+            const int q = query[number], h = head[number];
+            float sum = row_sum[number];
+            normalize[number] = sum == 0.0f ? 0.0f : __frcp_rn(sum);
+            to[number] = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
+            if (write_lse && half == 0 && warp % 4 == 0 && lane < 4 && head_of(number) < rows) lse_ptr[h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(row_max[number], sum);
+          }
+          for_each([&](int column, int number, float value) { to[number][column] = to_element<OutElement>(value * normalize[number]); });
+        } else {  // other blocks have the rest of the keys: a second launch merges, or, with splits of a fixed size, the last block
+          const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
+          const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
+          const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
+          // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
+          const auto of_worker = [&](int number) {
+            const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
+            return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
+          };
+          float* const own_part = of_worker(listed_splits ? part.chunk : worker - first_worker);
+          for_each([&](int column, int number, float value) { own_part[head_of(number) * Partial::kFloats + column] = value; });
+          if (half == 0 && warp % 4 == 0 && lane < 4) {
+#pragma unroll
+            for (int number = 0; number < kLaneHeads; ++number) {
+              if (head_of(number) < rows) {
+                *reinterpret_cast<float2*>(own_part + head_of(number) * Partial::kFloats + kHeadDimV) = {row_max[number], row_sum[number]};
+              }
+            }
+          }
+          if (!listed_splits) {
+            sync_consumers();  // both consumers have stored their columns
+            if (threadIdx.x == 0) {
+              shared_at<Unfinished>(kUnfinished + (part.chunk == 0) * static_cast<uint32_t>(sizeof(Unfinished))) = {item, parts, first_worker, worker - first_worker};
+              arrive_counted(counters_ptr + 2 * (item * blocks + rank));
+            }
+            continue;
+          }
+          sync_consumers();
+          if (threadIdx.x == 0) {
+            uint32_t* const counter = counters_ptr + item * blocks + rank;
+            const bool last = arrive_counted(counter) == parts - 1;
+            if (last) *counter = 0;  // as the next launch expects it
+            shared_at<int>(kLast) = last;
+          }
+          sync_consumers();
+          if (shared_at<int>(kLast)) {
+            const auto write = [&](Partial sum, int of_block, int column) {
+              const int row = first_row + of_block;
+              const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
+              const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
+              OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
+              const uint2 four = {
+                  pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
+              *reinterpret_cast<uint2*>(to + column) = four;
+              if (write_lse && column == 0) lse_ptr[h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(sum.row_max, sum.sum);
+            };
+            for (int i = threadIdx.x; i < rows * (kHeadDimV / 4); i += 128 * kConsumers) {
+              const int row = i / (kHeadDimV / 4), column = i % (kHeadDimV / 4) * 4;
+              write(Partial::added(parts, column, Partial::kOfWarp, [&](int number) { return of_worker(number) + row * Partial::kFloats; }), row, column);
+            }
+          }
+        }
+      }
+    };
+    // With splits of a fixed size the bits of a row do not depend on the longest sequence.
+    const int most_rows = split_tiles > 0 ? kRows : max_seqlen_q * group;
+    if (most_rows <= 16) {
+      if (warpgroup == 0) {
+        consume_few(FewHeads<0, 16>());
+      } else {
+        consume_few(FewHeads<1, 16>());
+      }
+    } else if (warpgroup == 0) {
       consume(Consumer<0>());
     } else {
       consume(Consumer<1>());
     }
+    // Where other blocks have parts of this one's first or last item: each of them merges some of the rows once all parts are there.
+    // No block depends on others being resident: one that has waited in vain leaves, and the last one to leave does what is left.
+    if (!listed_splits) {
+      const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 128 * kConsumers); };
+      for (int i = 0; i < 2; ++i) {
+        sync_consumers();
+        const Unfinished shared = shared_at<Unfinished>(kUnfinished + i * static_cast<uint32_t>(sizeof(Unfinished)));
+        if (shared.parts == 0) continue;
+        uint32_t* const counter = counters_ptr + 2 * (shared.item * blocks + rank);  // how many parts are there, how many blocks have left
+        if (threadIdx.x == 0) shared_at<int>(kLast) = await_count(counter, shared.parts, kPatience);
+        const Work work = work_of(place_of_item(shared.item));
+        const int first_row = kRows * rank, units = min(work.seqlen_q * group - work.row_start - first_row, kRows) * kRowThreads;
+        const EvenRanges shares(units, shared.parts);
+        sync_consumers();
+        const bool there = shared_at<int>(kLast);
+        int first = there ? shares.first(shared.own) : 0, end = there ? shares.first(shared.own + 1) : 0;
+        for (bool has_left = false;;) {
+          // Adds up four columns of kUnits rows at a time, so that the latencies of their parts overlap.
+          const auto merge = [&](auto units_at_once, auto parts_at_once) {
+            constexpr int kUnits = units_at_once.kValue, kParts = parts_at_once.kValue, kApart = 128 * kConsumers;
+            for (int unit = first + threadIdx.x; unit < end; unit += kUnits * kApart) {
+              const auto from = [&](int i, int number) {
+                const int slot = 2 * (shared.first_worker + number) + (number == 0), row = first_row + (unit + i * kApart) / kRowThreads;
+                return partials_ptr + (slot * static_cast<long long>(item_rows) + row) * Partial::kFloats;
+              };
+              const int column = unit % kRowThreads * 4;  // of all of them
+              static_assert(kApart % kRowThreads == 0);
+              Partial sums[kUnits];
+#pragma unroll
+              for (int i = 0; i < kUnits; ++i) sums[i] = {{}, kUnseen, 0.0f};
+              for (int number = 0; number < shared.parts; number += kParts) {
+                PartialRows<kHeadDimV, kParts> some[kUnits];
+#pragma unroll
+                for (int i = 0; i < kUnits; ++i) {
+                  const int count = unit + i * kApart < end ? shared.parts - number : 0;
+                  some[i].load(count, column, Partial::kOfWarp, [&](int part) { return from(i, number + part); });
+                }
+#pragma unroll
+                for (int i = 0; i < kUnits; ++i) sums[i].add(some[i].added());
+              }
+#pragma unroll
+              for (int i = 0; i < kUnits; ++i) {
+                const int row = first_row + (unit + i * kApart) / kRowThreads;
+                Partial sum = sums[i];
+                if (unit + i * kApart < end) {
+                  const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
+                  const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
+                  OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
+                  const uint2 four = {
+                      pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
+                  *reinterpret_cast<uint2*>(to + column) = four;
+                  if (write_lse && column == 0) lse_ptr[h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(sum.row_max, sum.sum);
+                }
+              }
+            }
+          };
+          if (shared.parts <= kFewParts) {
+            merge(Constant<kPartsAtOnce / kFewParts>(), Constant<kFewParts>());
+          } else {
+            merge(Constant<1>(), Constant<kPartsAtOnce>());
+          }
+          if (has_left) break;
+          sync_consumers();
+          if (threadIdx.x == 0) {
+            const uint32_t own = there ? 1 : 1 + kGaveUp, left = arrive_counted(counter + 1, own) + own;
+            const bool last = left % kGaveUp == shared.parts;
+            shared_at<int>(kLast) = last && left >= kGaveUp;
+            if (last) counter[0] = counter[1] = 0;  // as the next launch expects them
+          }
+          sync_consumers();
+          if (!shared_at<int>(kLast)) break;
+          has_left = true;
+          first = 0;
+          end = units;
+        }
+      }
+    }
   }
-}
-
-// Merges the partial results of work items that several workers have parts of. kRowThreads threads have a row, four columns
-// each; the grid has rows for the item that each worker may have begun.
-extern "C" __global__ void __launch_bounds__(kMergedRows * kRowThreads) fwd_sm90a_mla_bf16_d576x512_full_varlen_m64n64s2c2_merge(
-    const bf16* q_ptr,
-    const __grid_constant__ TensorMap k_map,
-    bf16* out_ptr, float* lse_ptr, float* partials_ptr, int* begun_ptr, uint32_t* counters_ptr,
-    const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr, const int* seqused_k_ptr,
-    long long stride_q_s, long long stride_q_h,
-    long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int row_bits, int row_units, int split_tiles, int max_splits,
-    int batch_reciprocal, int group_reciprocal, int row_units_reciprocal, int split_tiles_reciprocal,
-    int max_seqlen_q, int max_seqlen_k, int total_q, int total_k,
-    float softmax_scale,
-    int write_lse, int has_seqused_k
-) {
-  launch_dependents();
-  const int item_rows = kRows << row_bits;
-  wait_dependencies();
-  const int number = blockIdx.x * kMergedRows + threadIdx.x / kRowThreads, worker = number / item_rows;
-  const int row = number % item_rows, column = threadIdx.x % kRowThreads * 4;
-  const Begun begun = reinterpret_cast<const Begun*>(begun_ptr)[worker];
-  if (begun.item < 0) return;
-  // Work items in order: row blocks of a sequence, then sequences, then KV heads.
-  const Divisor by_row_units(row_units, row_units_reciprocal), by_batch(batch, batch_reciprocal);
-  const Divisor by_group(group, group_reciprocal);
-  const auto place_of_item = [&](int item) {
-    const int sequence = by_row_units.quotient(item), hk = by_batch.quotient(sequence);
-    return Place{hk, sequence - hk * batch, item - sequence * row_units};
-  };
-  const auto advance = [&](Place& place) {
-    if (++place.row_block < row_units) return;
-    place.row_block = 0;
-    if (++place.b < batch) return;
-    place.b = 0;
-    ++place.hk;
-  };
-
-  // The rows of a work item, and the keys that they see.
-  const auto work_of = [&](const Place& place) {
-    const int b = place.b, hk = place.hk, row_start = place.row_block * item_rows;
-    const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
-    const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;
-    const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : cu_seqlens_k_ptr[b + 1] - k_begin;
-    if (row_start >= seqlen_q * group) return Work{.tiles = -1};  // a shorter sequence than the longest
-    const int whole_tiles = seqlen_k / kBlockN;
-    const int visible_hi = (seqlen_k + kBlockN - 1) / kBlockN;
-    const Spans spans = {0, visible_hi, 0, whole_tiles};
-    return Work{b, hk, row_start, q_begin, k_begin, seqlen_q, seqlen_k, max(spans.visible_hi - spans.visible_lo, 0), spans};
-  };
-  // The KV tile that is number `number` of those that the rows see.
-  const auto tile_of = [&](const Work& work, int number) {
-    return work.spans.visible_lo + number;
-  };
-
-  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size. Each thread counts the
-  // chunks of some items.
-  const bool listed_splits = split_tiles > 0;
-  const Divisor by_split(split_tiles, split_tiles_reciprocal);
-  const auto chunks_of = [&](int tiles) {
-    if (tiles <= 0) return tiles + 1;  // an item that sees no key has one chunk, which writes its result
-    return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
-  };
-  const int items = batch * kv_heads * row_units;
-  const int items_of_thread = (items + kThreads - 1) / kThreads;
-  const int item_first = min(threadIdx.x * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
-  const Place place_first = place_of_item(item_first);
-  const Work work = work_of(place_of_item(begun.item));
-  if (work.row_start + row >= work.seqlen_q * group) return;
-  const auto of_worker = [&](int part) {
-    const int slot = 2 * (worker + part) + (part == 0);
-    return partials_ptr + (slot * static_cast<long long>(item_rows) + row) * Partial::kFloats;
-  };
-  Partial sum = Partial::added(begun.parts, column, Partial::kOfWarp, of_worker);
-  const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
-  const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
-  OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
-  const uint2 four = {
-      pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
-  *reinterpret_cast<uint2*>(to + column) = four;
-  if (write_lse && column == 0) lse_ptr[h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(sum.row_max, sum.sum);
 }

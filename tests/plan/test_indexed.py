@@ -7,7 +7,7 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.errors import PlanError, SpecError
 from attngen.plan import Plan, plan
-from attngen.plan.schedules.hopper_indexed import HopperIndexed
+from attngen.plan.schedules.hopper_mla import HopperMla
 from attngen.plan.schedules.mla_pipes import KEYS, ROWS
 from attngen.render import render
 from attngen.runtime.geometry import splits
@@ -92,7 +92,7 @@ def test_masks_and_scores_read_places_from_the_list() -> None:
 def test_products_of_few_heads_are_transposed(entry: str, few: tuple[int, ...]) -> None:
     """Not where elements have masks and scores, which expect rows to be heads, nor where loaders convert rows."""
     kernel = planned(entry)
-    assert isinstance(kernel.structure, HopperIndexed)
+    assert isinstance(kernel.structure, HopperMla)
     assert kernel.structure.few_heads == few
     text = render(kernel).text
     assert [heads for heads in (16, 32) if f"group <= {heads})" in text] == [*few]

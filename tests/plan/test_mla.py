@@ -31,12 +31,37 @@ def planned(entry: str = "", **fields: str) -> Plan:
 def test_every_layout_and_mask_has_one_kernel_that_reads_no_v(layout: str, variant: str) -> None:
     kernel = planned(f"variant: {variant}, layout: {layout}")
     assert (kernel.schedule, kernel.backend, kernel.split_kv, kernel.v_of_key) == ("hopper_mla", "cuda", True, True)
-    launch, merge = kernel.launches
-    assert (launch.grid, launch.row_blocks, launch.cluster) == ("splits", 2, 2)
-    assert (merge.name, merge.grid, merge.arguments) == ("merge", "merged_rows", launch.arguments)
+    (launch,) = kernel.launches
+    assert (launch.grid, launch.row_blocks, launch.cluster, launch.merges) == ("splits", 2, 1, True)
     maps = [argument.of for argument in launch.arguments if argument.kind == "descriptor"]
     assert maps == ["k"]
     assert "v_ptr" not in render(kernel).text
+
+
+def test_rows_of_8_bits_are_merged_by_a_launch() -> None:
+    kernel = planned("variant: causal, kv_dtype: fp8_e4m3")
+    launch, merge = kernel.launches
+    assert not launch.merges
+    assert (merge.name, merge.grid, merge.arguments) == ("merge", "merged_rows", launch.arguments)
+
+
+@pytest.mark.parametrize(
+    ("entry", "few"),
+    [
+        ("variant: full", (16,)),
+        ("variant: sliding_window, dtype: fp16", (16,)),
+        ("variant: causal_sink, layout: varlen", (16,)),
+        ("variant: softcap", ()),
+        ("variant: causal, kv_dtype: fp8_e4m3", ()),
+    ],
+)
+def test_products_of_few_rows_are_transposed(entry: str, few: tuple[int, ...]) -> None:
+    """Not where scores expect logits by rows, nor where loaders convert keys."""
+    kernel = planned(entry)
+    assert kernel.structure.few_heads == few
+    text = render(kernel).text
+    assert [rows for rows in (16, 32) if f"most_rows <= {rows})" in text] == [*few]
+    assert ("S^T = K Q^T" in text) == bool(few)
 
 
 @pytest.mark.parametrize("head_dim", ["{qk: 576, v: 512}", "{qk: 512, v: 512}", "512"])

@@ -80,7 +80,9 @@ def test_shared_memory_is_what_is_declared(kernel: Plan) -> None:
 
 def test_the_kernel_begins_and_names_what_is_declared(kernel: Plan) -> None:
     pipes, text = pipes_of(kernel), render(kernel).text
-    begun = re.findall(r"init_barriers\((?:here \+ )?k(\w+), (\d+), (\d+)(?:, own, 32 \* kLoaders)?\);", text)
+    begun = re.findall(
+        r"init_barriers\((?:here \+ )?k(\w+), (\d+), (\d+)(?:, own, 32 \* kLoaders|, lane, 32)?\);", text
+    )
     assert begun == [
         ("".join(part.capitalize() for part in one.name.split("_")), str(one.count), str(one.signal.arrivals))
         for one in pipes.barriers

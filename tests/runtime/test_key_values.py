@@ -111,7 +111,8 @@ def test_a_spec_of_rows_of_e4m3_is_named() -> None:
 
 
 def launch(**fields: int) -> Any:
-    return SimpleNamespace(**{"tile_m": 64, "tile_n": 64, "row_warps": 2, "row_blocks": 2, "cluster": 2, **fields})
+    usual = {"tile_m": 64, "tile_n": 64, "row_warps": 2, "row_blocks": 2, "cluster": 2, "merges": False}
+    return SimpleNamespace(**usual | fields)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +136,11 @@ def test_rows_beyond_a_block_are_those_of_a_cluster(
     assert sizes["split_slots"] == 4 * units * sizes["max_splits"]
     assert sizes["split_counters"] == 4 * units * cluster
     assert sizes["merge_blocks"] == 0  # the block that comes last merges
+    assert split_sizes(launch(merges=True), call, Capacity(132, 66))["split_counters"] == 2 * 4 * units * cluster
+    call.num_splits = None
+    sizes = split_sizes(launch(merges=True), call, Capacity(132, 66))
+    assert (sizes["split_slots"], sizes["merge_blocks"]) == (2 * 132 // cluster, 0)
+    assert sizes["split_counters"] == 2 * 4 * units * cluster  # who is there and who has left, for each block of rows
 
 
 def test_short_sequences_keep_few_blocks_busy() -> None:

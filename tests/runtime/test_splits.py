@@ -30,6 +30,7 @@ class Launch:
     row_warps: int = 4
     cluster: int = 8
     row_blocks: int = 1
+    merges: bool = False
 
 
 def call(batch: int = 2, rows: int = 1, keys: int = 1000, heads: int = 8, kv_heads: int = 2, **fields: int) -> Call:

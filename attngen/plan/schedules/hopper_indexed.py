@@ -6,7 +6,7 @@ producer's warps gather. Consumers, work distribution and merging are those of `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from attngen.arch import Arch
@@ -33,14 +33,6 @@ _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
 _FEW_HEADS = 16, 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HopperIndexed(hopper_mla.HopperMla):
-    """Roles and memory of a kernel of keys by index. ``few_heads``: widths, ascending, of its transposed products,
-    whose columns are the heads of a work item."""
-
-    few_heads: tuple[int, ...] = ()
-
-
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
@@ -56,7 +48,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise_above=PROBABILITIES[spec.dtype].raise_above if row is None else "",
         arguments_of=_arguments,
         products=(3 + 2 * len(few), 6 + 16 * len(few)) if row is None else (1, 2),
-        structure_of=partial(HopperIndexed, few_heads=few),
+        structure_of=partial(hopper_mla.HopperMla, few_heads=few),
         least_tiles=1 if _has_extra(spec.variant) and row is not None and row.scales_after_rows else 2,
     )
 

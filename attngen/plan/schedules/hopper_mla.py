@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from attngen.arch import Arch
 from attngen.dtypes import (
@@ -41,7 +42,11 @@ _REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
 #: The same where loaders convert rows from 8 bits, and hold the next ones meanwhile: of loaders, of the scorer, of the
 #: follower.
 WIDENING_REGISTERS = 136, 208, 160
-_PAIR = 2  # blocks of a cluster at most; a cluster has the rows of one work item
+#: Rows of a work item up to which products are transposed: with 64, most of them would be zeros. With 17 to 32 rows,
+#: transposed products are 3 % slower.
+_FEW_ROWS = (16,)
+_WHOLE_TILES = 512  # 66 pairs of blocks and 128 items: 3 % of the time, and merging costs 30 us
+_PAIR = 2  # most blocks that have the rows of one work item
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,8 @@ class HopperMla(HopperDecode):
 
     merged_rows: int  # of a block of the launch that merges partial results
     raise_above: str = ""  # literal: growth of the running max, in units of log2, at which a lazy row max follows
+    few_heads: tuple[int, ...] = ()  # widths, ascending, of transposed products, whose columns are the rows of an item
+    merges: bool = False  # blocks merge partial results of the items that they share; else a second launch does
 
     @property
     def lists_sequences(self) -> bool:
@@ -61,16 +68,21 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := refusal(spec, arch):
         raise refused
     operands = operands_of(spec)
+    row = row_of_keys(operands.k.name, spec.head_dim_qk)
+    few = _FEW_ROWS if row is None and spec.variant.score is None else ()
     return plan_latent(
         spec,
         _pipes(spec.head_dim_qk, spec.head_dim_v, operands),
         schedule="hopper_mla",
         label="mla",
-        loads="descriptor" if row_of_keys(operands.k.name, spec.head_dim_qk) is None else "pointer",
+        loads="descriptor" if row is None else "pointer",
         softmax="lazy",
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
-        products=(2, 5) if row_of_keys(operands.k.name, spec.head_dim_qk) is None else (1, 2),
+        products=(2 + 2 * len(few), 5 + 16 * len(few)) if row is None else (1, 2),
+        structure_of=partial(HopperMla, few_heads=few, merges=row is None),
+        cluster=1 if row is None else _PAIR,
+        whole_tiles=_WHOLE_TILES if row is None else 64,
     )
 
 
@@ -89,11 +101,15 @@ def plan_latent(
     structure_of: Callable[..., HopperMla] | None = None,
     spills: Spills = MLA_SPILLS,
     least_tiles: int = 2,
+    cluster: int = _PAIR,
+    whole_tiles: int = 64,
 ) -> Plan:
     """Plan a kernel of latent attention, or of wide heads, and the launch that merges its partial results.
 
     ``products``: how many S = Q K^T of a tile the source has, and how many O += P V. ``widths``: columns of q and k,
     and of v, with padding. ``least_tiles``: fewest tiles of a block, unless it has a whole work item.
+    ``cluster``: 1 if the two blocks with the rows of an item are no cluster. ``whole_tiles``: tiles of a block up to
+    which equal items stay whole, if few blocks are then idle.
     """
     iteration = iteration_of(replace(spec, pack_gqa=True))
     element = operands_of(spec).shared("q", "p")
@@ -104,12 +120,12 @@ def plan_latent(
         warp_roles=pipes.roles,
         consumers=CONSUMERS,
         loaders=WARPGROUP,
-        cluster=_PAIR,
+        cluster=cluster,
         box_bytes=BOX_BYTES[0],
         least_tiles=least_tiles,
         cut_tiles=2,
         key_bytes=element.bytes,
-        whole_tiles=64,
+        whole_tiles=whole_tiles,
         merged_rows=MERGED_ROWS,
         raise_above=raise_above,
     )
@@ -141,16 +157,18 @@ def plan_latent(
     of_s, of_o = width_qk // element.mma_k, KEYS // element.mma_k
     forward = Launch(
         "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration, arguments_of(planned),
-        persistent=True, cluster=_PAIR, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
+        persistent=True, cluster=cluster, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
         shared_bytes=structure.shared_bytes, products=products[0] * of_s + products[1] * of_o,
-        max_spills=spills.bytes,
+        max_spills=spills.bytes, merges=structure.merges,
     )  # fmt: skip
+    partials = ("split_slots", "row_warps", ROWS * (width_v + ROW_PADDING))
+    if structure.merges:
+        return planned.with_launches(forward, workspaces=(Workspace("partials", "fp32", (partials,)),))
     merge = Launch(
         "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
         MERGED_ROWS * width_v // 4 // 32, planned.iteration, forward.arguments, row_warps=_PAIR,
         row_blocks=_PAIR, pdl=True, max_spills=SPILLS.bytes,
     )  # fmt: skip
-    partials = ("split_slots", "row_warps", ROWS * (width_v + ROW_PADDING))
     workspaces = Workspace("partials", "fp32", (partials,)), Workspace("begun", "i32", (("split_blocks", 2),))
     return planned.with_launches(forward, merge, workspaces=workspaces)
 
@@ -174,7 +192,7 @@ def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tu
         arguments.row_pointer("lse"),
         *arguments.key_scales(plan),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
-        Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),
+        *(() if _merges(plan) else (Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),)),
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
@@ -195,6 +213,10 @@ def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tu
     )
 
 
+def _merges(plan: Plan) -> bool:
+    return isinstance(plan.structure, HopperMla) and plan.structure.merges
+
+
 def _prefetches(plan: Plan) -> bool:
     """Whether loaders prefetch whole rows of a page to L2, before they copy the rows box by box."""
     return plan.key_access == "paged" and plan.head_dim_qk > plan.head_dim_v
@@ -211,7 +233,9 @@ def strides_of_q_and_k(plan: Plan, *, keys: bool = True) -> Iterator[Argument]:
 def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
     row = row_of_keys(operands.k.name, head_dim_qk)
     registers = _REGISTERS if row is None else WIDENING_REGISTERS
-    return mla_pipes(qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, registers=registers, latent_row=row)
+    return mla_pipes(
+        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, registers=registers, latent_row=row, merges=row is None,
+    )  # fmt: skip
 
 
 def mla_pipes_of(plan: Plan) -> Pipes:

@@ -16,9 +16,12 @@ ROWS = KEYS = 64
 BOX_COLUMNS, HALF_BOXES = 64, 4
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
-_ORDER = ("q", "values", "more", "p", "row_max", "sums", "barriers", "begin", "last", "counts")
+_ORDER = ("q", "values", "more", "p", "row_max", "sums", "barriers", "begin", "last", "counts", "unfinished")
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _FLOAT = 4
+#: Two records of work items that others have parts of: the item, the number of parts, the first worker, and which one
+#: this is.
+UNFINISHED_BYTES = 2 * 16
 
 
 #: What full barriers of rows that loaders copy by threads expect.
@@ -52,12 +55,18 @@ def consumer_roles(registers: Sequence[int], converts: bool) -> tuple[Role, ...]
 
 
 def mla_pipes(
-    *, qk: int, v: int, element: int, registers: tuple[int, ...], latent_row: LatentRow | None = None
+    *,
+    qk: int,
+    v: int,
+    element: int,
+    registers: tuple[int, ...],
+    latent_row: LatentRow | None = None,
+    merges: bool = False,
 ) -> Pipes:
     """Pipes of a kernel with rows of ``qk`` columns, the first ``v`` of them values, of ``element`` bytes.
 
     ``registers`` are those of a thread of the producer, and of each consumer. ``latent_row``: how rows lie in memory,
-    if loaders convert them.
+    if loaders convert them. ``merges``: blocks merge the partial results of items that they share.
     """
     box = KEYS * BOX_COLUMNS * element
     others = {
@@ -68,6 +77,7 @@ def mla_pipes(
         "begin": WALK_BYTES,
         "last": BARRIER_BYTES,
         "counts": _WARPS * COUNT_BYTES,
+        **({"unfinished": UNFINISHED_BYTES} if merges else {}),
     }
 
     threads = 32 * WARPGROUP
@@ -81,11 +91,7 @@ def mla_pipes(
             name, TILES * boxes, "a loader", readers,
             guards=guards,
             full=full,
-            empty=Signal(
-                2 * WARPGROUP,
-                "each warp of a consumer, of both blocks of a cluster, or twice of a single block",
-                "a consumer has multiplied it for the last time",
-            ),
+            empty=Signal(WARPGROUP, "each warp of a consumer", "a consumer has multiplied it for the last time"),
             stored=((name, box),),
         )  # fmt: skip
 
@@ -135,6 +141,7 @@ def mla_pipes(
             NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "Q and row sums are there, or have been read"),
             NamedBarrier("published", 2, 2, CONSUMERS * threads, "P of a consumer's tile is in shared memory"),
             NamedBarrier("zeroed", 4, 2, threads, "a consumer has cleared the values after the last key"),
+            NamedBarrier("scored", 6, 1, CONSUMERS * threads, "S of the first consumer's tile is issued"),
         ),
         roles=(*consumer_roles(consumers, converts=False), Role("loader", first, WARPGROUP, producer)),
         order=_ORDER,

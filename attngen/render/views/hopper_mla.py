@@ -16,6 +16,7 @@ _REGION_TEXTS = {
     "values_full": "barriers", "values_empty": "barriers",
     "more_full": "barriers", "more_empty": "barriers", "begin": "where the worker's range of the list begins",
     "last": "whether this block is the last of its item", "counts": "chunks and items that each warp has counted",
+    "unfinished": "work items that other workers have parts of, too",
 }  # fmt: skip
 
 

@@ -91,9 +91,18 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     else:
         clustered, size, least = row_bits > 0, launch.row_blocks, _least_wide_tiles(call)
     cluster, at_once = (size, capacity.clusters) if clustered else (1, capacity.blocks)
+    if clustered and launch.cluster == 1:
+        at_once = capacity.blocks // size
     useful = max(-(-units * kv_tiles // least), units, 1)
     blocks = cluster * min(at_once, useful)
-    merged = not shared and not split_tiles  # by a launch, so that nobody has to find out who comes last
+    # by a launch, so that nobody has to find out who comes last
+    merged = not shared and not split_tiles and not launch.merges
+    if launch.merges:
+        counters = 2 * units * cluster  # how many parts are there, and how many blocks have left
+    elif split_tiles:
+        counters = units * (1 if shared else cluster)
+    else:
+        counters = 0 if merged else blocks
     return {
         "row_bits": row_bits,
         "row_warps": 1 << row_bits,
@@ -102,9 +111,9 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
         "split_tiles": split_tiles,
         "max_splits": max_splits,
         "split_blocks": blocks,
-        "split_cluster": cluster,
+        "split_cluster": min(cluster, launch.cluster),
         "split_slots": units * max_splits if split_tiles else 2 * blocks // (1 if shared else cluster),
-        "split_counters": units * (1 if shared else cluster) if split_tiles else 0 if merged else blocks,
+        "split_counters": counters,
         "merge_blocks": blocks // cluster * (tile_m << row_bits) // MERGED_ROWS if merged else 0,
         "batch_reciprocal": reciprocal(batch),
         "row_units_reciprocal": reciprocal(row_units),

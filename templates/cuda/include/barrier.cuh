@@ -52,6 +52,17 @@ __device__ __forceinline__ bool try_wait(uint32_t barrier, uint32_t parity) {
   return complete != 0;
 }
 
+// Whether the phase of this parity is complete, without waiting for it.
+__device__ __forceinline__ bool is_complete(uint32_t barrier, uint32_t parity) {
+  uint32_t complete;
+  asm volatile(
+      "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+      : "=r"(complete)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return complete != 0;
+}
+
 // A whole warp waits until the phase of this parity is complete. The vote tells the compiler that lanes stay together.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
   while (!__all_sync(~0u, try_wait(barrier, parity))) {

@@ -10,6 +10,15 @@ struct FewHeads {
   static constexpr int half = kNumber, heads = kHeadsOfItem;
 };
 
+// Values by number, each computed where it is read, so that they take no registers.
+template <typename Function>
+struct Computed {
+  Function of;
+
+  __device__ __forceinline__ explicit Computed(Function of) : of(of) {}
+  __device__ __forceinline__ int operator[](int number) const { return of(number); }
+};
+
 // Whether the value of any thread that meets at a named barrier is true (PTX ISA, "barrier.cta").
 __device__ __forceinline__ bool named_any(int id, int threads, bool value) {
   uint32_t any;

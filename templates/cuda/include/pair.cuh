@@ -14,6 +14,13 @@ __device__ __forceinline__ void load_box_to(
       : "memory");
 }
 
+// Whether this lane is the one of its warp, whose lanes are together, that does something once (PTX ISA, "elect.sync").
+__device__ __forceinline__ bool elected() {
+  uint32_t own;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p;}" : "=r"(own));
+  return own != 0;
+}
+
 // Prefetches `bytes` consecutive bytes, a multiple of 16, to L2 (PTX ISA, "cp.async.bulk.prefetch").
 __device__ __forceinline__ void prefetch_bytes(const void* from, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");

@@ -47,6 +47,7 @@ struct Ring {
 
   // The reader's side.
   __device__ __forceinline__ void wait() const { ::wait(full(), phase); }
+  __device__ __forceinline__ bool is_full() const { return is_complete(full(), phase); }
   __device__ __forceinline__ void release() const { ::arrive(empty()); }
   __device__ __forceinline__ void release(int times) const { ::arrive(empty(), times); }
   // The stage before this one.

@@ -47,6 +47,32 @@ __device__ __forceinline__ void find_maximum(const float (&s)[kCount], const Sca
   }
 }
 
+// The same of a lane's own elements, in chains that do not wait for each other, and then of all four lanes of a row.
+template <int kCount, typename Scale>
+__device__ __forceinline__ void find_lane_maximum(const float (&s)[kCount], const Scale& scale, float (&maximum)[2]) {
+  static_assert(kCount % 16 == 0);
+  constexpr int kChains = 4;  // of each row
+  float largest[2][kChains];
+#pragma unroll
+  for (int i = 0; i < 4 * kChains; ++i) {
+    if (i % 2 == 0) largest[row_of(i)][i / 4] = fmaxf(s[i], s[i + 1]);
+  }
+#pragma unroll
+  for (int i = 4 * kChains; i < kCount; ++i) largest[row_of(i)][i / 4 % kChains] = fmaxf(largest[row_of(i)][i / 4 % kChains], s[i]);
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    maximum[row] = of_row(scale, row) * fmaxf(fmaxf(largest[row][0], largest[row][1]), fmaxf(largest[row][2], largest[row][3]));
+  }
+}
+
+__device__ __forceinline__ void share_maximum(float (&maximum)[2]) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 1));
+    maximum[row] = fmaxf(maximum[row], __shfl_xor_sync(~0u, maximum[row], 2));
+  }
+}
+
 // Raises row maxima to the running max. `alpha` = exp2(old - new) rescales O and the row sum.
 // With `kPeak` they stay that much below it: P of the largest logit is 2^kPeak.
 template <int kPeak = 0>

@@ -16,6 +16,8 @@ struct Count {
   }
 };
 
+constexpr int kItemsOfWarp = 128;  // which a warp counts by itself
+
 // The sum of what the lanes before this one have.
 __device__ __forceinline__ Count count_before(const Count& own, int lane) {
   Count sum = own;
@@ -93,6 +95,16 @@ struct PartialRow {
   __device__ __forceinline__ void store(float* to, int column, int at) const {
     *reinterpret_cast<float4*>(to + column) = acc;
     if (column == 0) *reinterpret_cast<float2*>(to + kWidth + at) = {row_max, sum};
+  }
+
+  // Adds what other keys of the row have.
+  __device__ __forceinline__ void add(const PartialRow& other) {
+    const float raised = fmaxf(row_max, other.row_max);
+    const float alpha = exp2_approx(row_max - raised), beta = exp2_approx(other.row_max - raised);
+    row_max = raised;
+    sum = sum * alpha + other.sum * beta;
+    acc = {acc.x * alpha + other.acc.x * beta, acc.y * alpha + other.acc.y * beta, acc.z * alpha + other.acc.z * beta,
+           acc.w * alpha + other.acc.w * beta};
   }
 
   // Takes a sink into the sum: a logit without a value, in units of log2, which may raise the row max.

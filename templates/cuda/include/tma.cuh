@@ -60,6 +60,27 @@ __device__ __forceinline__ void load_box_once(
       : "memory");
 }
 
+// The same with an eviction policy that is not known when the kernel is compiled.
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
+
+__device__ __forceinline__ void load_box_kept(
+    uint32_t to, const TensorMap& map, uint32_t full, uint64_t policy, int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;"
+      ::"r"(to), "l"(&map), "r"(full), "r"(c0), "r"(c1), "r"(c2), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void load_box_kept(
+    uint32_t to, const TensorMap& map, uint32_t full, uint64_t policy, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+      ::"r"(to), "l"(&map), "r"(full), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+      : "memory");
+}
+
 // Neighbouring bytes, a multiple of 16, from and to addresses that are such multiples.
 __device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t full, int bytes) {
   asm volatile(
