@@ -18,7 +18,7 @@ from attngen.plan.schedules.mla_pipes import (
 )
 
 #: Order of the regions of shared memory: matrices first, which need the most alignment.
-_ORDER = ("q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "last", "counts")
+_ORDER = ("q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "walks", "last", "counts")
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _WORD = 4
 
@@ -39,6 +39,7 @@ def indexed_pipes(
         "sums": CONSUMERS * ROWS * _WORD,
         "keys": TILES * KEYS * _WORD,
         "begin": WALK_BYTES,
+        **({} if latent_row is None else {"walks": WARPGROUP * WALK_BYTES}),
         "last": BARRIER_BYTES,
         "counts": _WARPS * COUNT_BYTES,
     }

@@ -13,9 +13,11 @@ from attngen.render.views.hopper_decode import DecodeView, decode_view, split_vi
 _REGION_TEXTS = {
     "q": "Q", "values": "the columns of K that are V, half of them per stage",
     "more": "the columns of K that only S needs", "p": "P of a tile, for the other consumer",
-    "row_max": "the row max of this P", "sums": "row sums of both consumers", "keys": "entries of the list",
+    "row_max": "the row max of this P", "sums": "row sums of both consumers",
+    "keys": "entries of the list, or which rows exist",
     "q_full": "barriers", "q_empty": "barriers", "values_full": "barriers", "values_empty": "barriers",
     "more_full": "barriers", "more_empty": "barriers", "begin": "where the worker's range of the list begins",
+    "walks": "where each warp of the loaders is in it",
     "last": "whether this block is the last of its item", "counts": "chunks and items that each warp has counted",
 }  # fmt: skip
 

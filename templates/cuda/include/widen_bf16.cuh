@@ -102,3 +102,27 @@ __device__ __forceinline__ void load_early(uint32_t& to, const void* from, bool 
                : "=&r"(to)
                : "l"(from), "r"(static_cast<int>(exists)));
 }
+
+// The same of a row that exists, and stores that stay where they are.
+__device__ __forceinline__ void load_boxes(uint4 (&to)[4], const void* from) {
+  asm volatile(
+      "ld.global.nc.L2::128B.v4.b32 {%0, %1, %2, %3}, [%16];"
+      " ld.global.nc.L2::128B.v4.b32 {%4, %5, %6, %7}, [%16 + 64];"
+      " ld.global.nc.L2::128B.v4.b32 {%8, %9, %10, %11}, [%16 + 128];"
+      " ld.global.nc.L2::128B.v4.b32 {%12, %13, %14, %15}, [%16 + 192];"
+      : "=&r"(to[0].x), "=&r"(to[0].y), "=&r"(to[0].z), "=&r"(to[0].w), "=&r"(to[1].x), "=&r"(to[1].y), "=&r"(to[1].z), "=&r"(to[1].w),
+        "=&r"(to[2].x), "=&r"(to[2].y), "=&r"(to[2].z), "=&r"(to[2].w), "=&r"(to[3].x), "=&r"(to[3].y), "=&r"(to[3].z), "=&r"(to[3].w)
+      : "l"(from));
+}
+__device__ __forceinline__ void load_row_scales(float2& to, const void* from) {
+  asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(to.x), "=f"(to.y) : "l"(from));
+}
+__device__ __forceinline__ void load_row_scales(float& to, const void* from) {
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(to) : "l"(from));
+}
+__device__ __forceinline__ void load_row_scales(uint32_t& to, const void* from) {
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(to) : "l"(from));
+}
+__device__ __forceinline__ void store_chunk(uint32_t to, uint4 chunk) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(chunk.x), "r"(chunk.y), "r"(chunk.z), "r"(chunk.w) : "memory");
+}
