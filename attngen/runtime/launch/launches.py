@@ -60,7 +60,8 @@ _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("
 #: Sizes that calls of one kind share, whatever their lengths: see ``arguments.kinds``.
 _OF_KIND = frozenset({
     "heads", "kv_heads", "group", "group_bits", "group_reciprocal", "head_dim_qk", "head_dim_v", "page_size",
-    "page_size_reciprocal", "num_pages", "box_rows", "asked_splits", "asked_split_size",
+    "page_size_reciprocal", "num_pages", "box_rows", "asked_splits", "asked_split_size", "least_queries",
+    "most_queries",
 })  # fmt: skip
 
 
