@@ -323,7 +323,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   // Loaders copy K and V for all groups of warps, as far ahead as there are stages. They take stages in turn, since one alone
   // would not keep memory busy; each has stages of its own, so that none gets a whole round of the ring ahead of another.
   if (warp >= kWarps) {
-    static_assert(KvRing::kStages % kLoaders == 0);
+    // A stage is also always the same group's: copies land in any order, and another group could take that of the round before
+    // for the one it waits for.
+    static_assert(KvRing::kStages % kLoaders == 0 && KvRing::kStages % kWarps == 0);
     int position = 0;  // steps of the parts before
     Walk walk = begin;
     Part part;

@@ -324,7 +324,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   // Loaders copy K and V for all groups of warps, as far ahead as there are stages. They take stages in turn, since one alone
   // would not keep memory busy; each has stages of its own, so that none gets a whole round of the ring ahead of another.
   if (warp >= kWarps) {
-    static_assert(KvRing::kStages % kLoaders == 0);
+    // A stage is also always the same group's: copies land in any order, and another group could take that of the round before
+    // for the one it waits for.
+    static_assert(KvRing::kStages % kLoaders == 0 && KvRing::kStages % kWarps == 0);
     const Divisor by_page(page_size, page_size_reciprocal);
     const int box_bits = __ffs(kBlockN) - __ffs(box_rows), boxes = 1 << box_bits;  // of a step
     const int box = lane & boxes - 1, steps_ahead = 32 >> box_bits;

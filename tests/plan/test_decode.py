@@ -50,7 +50,8 @@ def test_names_of_the_split_and_the_ordinary_kernel_differ() -> None:
 @pytest.mark.parametrize("head_dim", ["8", "64", "80", "96", "128", "160", "192", "256", "{qk: 192, v: 128}"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_memory(head_dim: str, dtype: str) -> None:
-    """Regions follow each other, matrices at a multiple of 1024 bytes; each group of warps has two stages at least."""
+    """Regions follow each other, matrices at a multiple of 1024 bytes; each group of warps has two stages at least, and
+    a stage is always that of one group."""
     kernel = planned(f"variant: causal, dtype: {dtype}", head_dim=head_dim)
     decode = kernel.structure
     assert isinstance(decode, HopperDecode)
@@ -63,7 +64,7 @@ def test_memory(head_dim: str, dtype: str) -> None:
     width = kernel.columns_qk[0].width + kernel.columns_v[0].width
     assert regions["kv"].bytes == kernel.stages * kernel.tile_n * width * 2
     assert kernel.num_warps == decode.consumers + decode.loaders
-    assert kernel.stages % decode.loaders == 0
+    assert kernel.stages % decode.loaders == 0 == kernel.stages % decode.consumers
     assert kernel.stages >= 2 * decode.consumers
     assert regions["merge"].offset % 16 == 0
     assert regions["kv_full"].offset % 8 == regions["begin"].offset % 8 == 0
@@ -113,6 +114,8 @@ def test_a_cache_in_8_bits_has_steps_of_as_many_bytes() -> None:
     assert names == {"q": "bf16", "k": "fp8_e4m3", "v": "fp8_e4m3", "p": "fp16", "out": "bf16"}
     assert kernel.name == "fwd_sm90a_decode_bf16_kv_fp8_e4m3_d128_causal_m16n32s16w8"
     assert kernel.stages == planned().stages
+    narrow = planned("variant: causal, dtype: bf16, kv_dtype: fp8_e4m3", head_dim="64", layout="paged")
+    assert narrow.name == "fwd_sm90a_decode_bf16_kv_fp8_e4m3_d64_causal_paged_m16n32s16w8"
     text = "schema: 1\narch: [sm90a]\nkernels: [{variant: full, head_dim: 64, kv_dtype: fp8_e4m3, split_kv: true}]\n"
     assert [one.split_kv for one in expand(load_spec_text(text))] == [True]
 

@@ -190,18 +190,23 @@ def _memory(spec: KernelSpec, arch: Arch, qk: Columns, v: Columns, by_lanes: boo
         sizes = memory(warps, qk, v, **given)
         bare = decode_pipes(warps=warps, stages=0, by_lanes=by_lanes, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
+        turns = max(warps, LOADERS)  # whose multiples keep a stage with one group and one loader
         stages = (
             min(
                 room // (sizes["stage"] + sizes["scales"] + sizes["entries"] + 2 * BARRIER_BYTES),
                 _MOST_STEPS * warps,
                 most_stages,
             )
-            // LOADERS
-            * LOADERS
+            // turns
+            * turns
         )
         if stages >= _LEAST_STEPS * warps:
             break
-    if stages < LOADERS:
+    if most_stages < turns:
+        raise refuse(
+            spec, "stages", f"{warps} warps take stages in turn; allowed: multiples of {turns}, not {spec.stages}"
+        )
+    if stages < turns:
         needed = bare.offset + bare.bytes + LOADERS * sizes["stage"]
         raise refuse(spec, "head_dim", f"Shared memory {needed} B exceeds {arch.shared_memory} B on {arch.name}")
     return warps, decode_pipes(warps=warps, stages=stages, by_lanes=by_lanes, **sizes)

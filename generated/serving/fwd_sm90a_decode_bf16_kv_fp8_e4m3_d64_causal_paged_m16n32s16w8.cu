@@ -1,6 +1,6 @@
-// fwd_sm90a_decode_bf16_kv_fp8_e4m3_d64_sliding_window_sink_paged_m16n32s20w8
+// fwd_sm90a_decode_bf16_kv_fp8_e4m3_d64_causal_paged_m16n32s16w8
 //
-// Attention forward, variant sliding_window_sink: mask `0 <= q_pos - kv and q_pos - kv < window`, sink `sinks[h]`.
+// Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/decode/kernel.cu.j2 by `attngen build specs/serving.yaml`.
 //
 // Few query rows against many keys: memory binds, not the products. The rows of a KV head, those of all query heads of its
@@ -50,16 +50,16 @@ using Partial = PartialRow<kHeadDimV>;
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kKv = kShared + 0;  // 163840 B: K and V, a tile of each per stage
-constexpr uint32_t kMerge = kShared + 163840;  // 36864 B: partial results of warps
-constexpr uint32_t kKvFull = kShared + 200704;  // 160 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 200864;  // 160 B: barriers
-constexpr uint32_t kBegin = kShared + 201024;  // 24 B: where the range begins
-constexpr uint32_t kLast = kShared + 201048;  // 8 B: whether the block came last
-constexpr uint32_t kCounts = kShared + 201056;  // 144 B: what each warp has counted
+constexpr uint32_t kKv = kShared + 0;  // 131072 B: K and V, a tile of each per stage
+constexpr uint32_t kMerge = kShared + 131072;  // 36864 B: partial results of warps
+constexpr uint32_t kKvFull = kShared + 167936;  // 128 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 168064;  // 128 B: barriers
+constexpr uint32_t kBegin = kShared + 168192;  // 24 B: where the range begins
+constexpr uint32_t kLast = kShared + 168216;  // 8 B: whether the block came last
+constexpr uint32_t kCounts = kShared + 168224;  // 144 B: what each warp has counted
 
 // Rings: who fills the stages -> who empties them.
-using KvRing = Ring<kKvFull, kKvEmpty, 20>;  // a loader -> the warps of a group
+using KvRing = Ring<kKvFull, kKvEmpty, 16>;  // a loader -> the warps of a group
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
@@ -106,24 +106,22 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_kv_fp8_e4m3_d64_sliding_window_sink_paged_m16n32s20w8(
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_kv_fp8_e4m3_d64_causal_paged_m16n32s16w8(
     const bf16* q_ptr,
     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
     bf16* out_ptr, float* lse_ptr, const float* k_descale_ptr, const float* v_descale_ptr,
     long long stride_k_descale_b, long long stride_k_descale_h,
     long long stride_v_descale_b, long long stride_v_descale_h,
     float* partials_ptr, uint32_t* counters_ptr, const int* cu_seqlens_q_ptr, const int* page_table_ptr,
-    const int* seqused_k_ptr, const float* u_sinks,
+    const int* seqused_k_ptr,
     long long stride_q_s, long long stride_q_h,
     long long stride_out_s, long long stride_out_h,
-    int extent_u_sinks_0,
     int batch, int heads, int kv_heads, int group, int row_bits, int row_units, int split_tiles, int max_splits,
     int batch_reciprocal, int group_reciprocal, int row_units_reciprocal, int split_tiles_reciprocal,
     int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int most_queries,
     long long page_table_stride,
     int page_size, int num_pages, int box_rows, int page_size_reciprocal,
     float softmax_scale,
-    int u_window,
     int write_lse, int has_cu_seqlens_q
 ) {
   // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
@@ -140,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   if (warp >= kWarps) {  // a loader makes the barriers of its own stages, so that it can begin at once
     const int own = warp - kWarps + lane * kLoaders;
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
-    init_barriers(here + kKvFull, 20, 1, own, 32 * kLoaders);  // a loader, and the bytes of the copy
-    init_barriers(here + kKvEmpty, 20, 4, own, 32 * kLoaders);  // each warp of the group, as many times as make half of the warps together
+    init_barriers(here + kKvFull, 16, 1, own, 32 * kLoaders);  // a loader, and the bytes of the copy
+    init_barriers(here + kKvEmpty, 16, 4, own, 32 * kLoaders);  // each warp of the group, as many times as make half of the warps together
     fence_barrier_init();
     __syncwarp();
     if (lane == 0) prefetch_map(warp % 2 == 0 ? k_map : v_map);
@@ -176,12 +174,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const int whole_tiles = seqlen_k / kBlockN;
     const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
     const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-    const int u_window_min_1073741823 = min(u_window, 1073741823);
-    const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
     const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-    const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
     const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-    const Spans spans = {visible_lo, visible_hi, full_lo, full_hi};
+    const Spans spans = {0, visible_hi, 0, full_hi};
     return Work{b, hk, row_start, q_begin, seqlen_q, seqlen_k, max(spans.visible_hi - spans.visible_lo, 0), spans};
   };
   // The KV tile that is number `number` of those that the rows see.
@@ -193,17 +188,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   const auto write_unseen = [&](const Place& place) {
     const Work work = work_of(place);
     const int rows = min(work.seqlen_q * group - work.row_start, item_rows);
-    const int seqlen_q = work.seqlen_q;
-    const int seqlen_k = work.seqlen_k;
-    const float scale_log2e = softmax_scale * kLog2e;
 #pragma unroll 1
     for (int i = lane; i < rows * (kHeadDimV / 4); i += 32) {
       const int row = i / (kHeadDimV / 4), column = i % (kHeadDimV / 4) * 4;
       Partial sum = {{}, kUnseen, 0.0f};
       const float value_scale = 1.0f;  // of no value
       const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
-      const float u_sinks_h = u_sinks[static_cast<long long>(h)];
-      sum.add_sink(u_sinks_h * kLog2e);
       const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum) * value_scale;
       OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
       const uint2 four = {
@@ -341,7 +331,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   // Loaders copy K and V for all groups of warps, as far ahead as there are stages. They take stages in turn, since one alone
   // would not keep memory busy; each has stages of its own, so that none gets a whole round of the ring ahead of another.
   if (warp >= kWarps) {
-    static_assert(KvRing::kStages % kLoaders == 0);
+    // A stage is also always the same group's: copies land in any order, and another group could take that of the round before
+    // for the one it waits for.
+    static_assert(KvRing::kStages % kLoaders == 0 && KvRing::kStages % kWarps == 0);
     const Divisor by_page(page_size, page_size_reciprocal);
     const int box_bits = __ffs(kBlockN) - __ffs(box_rows), boxes = 1 << box_bits;  // of a step
     const int box = lane & boxes - 1, steps_ahead = 32 >> box_bits;
@@ -490,7 +482,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       const int kv_first = tile * kBlockN + lane % 4;
       if (__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi))) {
         struct Row {
-          int visible_from;
           int visible_to;
         };
         Row rows[2];
@@ -498,9 +489,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
         for (int row = 0; row < 2; ++row) {
           const int q_row = min(query[row], seqlen_q - 1);  // rows after the end repeat the last one
           const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
           const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-          rows[row] = {visible_from, visible_to};
+          rows[row] = {visible_to};
         }
 #pragma unroll
         for (int i = 0; i < kBlockN / 4; ++i) {
@@ -508,8 +498,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             float& x = s[4 * (i / 2) + 2 * row + i % 2];
-            const auto [visible_from, visible_to] = rows[row];
-            if (key < visible_from || key >= visible_to) x = kMasked;
+            const auto [visible_to] = rows[row];
+            if (key >= visible_to) x = kMasked;
           }
         }
       }
@@ -566,8 +556,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     };
     const auto write = [&](Partial sum, int row, int column) {
       const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
-      const float u_sinks_h = u_sinks[static_cast<long long>(h)];
-      sum.add_sink(u_sinks_h * kLog2e);
       const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum) * value_scale;
       OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
       const uint2 four = {

@@ -1,65 +1,60 @@
-// fwd_sm90a_decode_bf16_kv_fp8_e4m3_d64_sliding_window_paged_m16n32s20w8
+// fwd_sm80_mmadecode_bf16_d64_causal_paged_m16n16s24w8
 //
-// Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
-// Rendered from templates/cuda/decode/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Attention forward, variant causal: mask `q_pos >= kv`.
+// Rendered from templates/cuda/decode/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
 //
 // Few query rows against many keys: memory binds, not the products. The rows of a KV head, those of all query heads of its
-// group, are cut into row blocks of 16, one for each of `row_warps` warps. These warps go through the same keys, 32 at a
+// group, are cut into row blocks of 16, one for each of `row_warps` warps. These warps go through the same keys, 16 at a
 // time. A block has several such groups of warps, which take KV tiles in turn, and loader warps, which prefetch them.
 //
 // The tiles that rows see, of all sequences and KV heads, form one list. Each block takes an equal range of it; with few
 // work items, each cluster does, and its blocks work together. Where a range ends inside an item, blocks leave partial
 // results in global memory, and the block that finishes last merges them in order.
-#include "cluster.cuh"
+#include "alone.cuh"
+#include "copy.cuh"
 #include "divisor.cuh"
 #include "expression.cuh"
 #include "mma.cuh"
-#include "pdl.cuh"
 #include "ring.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
-#include "tma.cuh"
-#include "widen.cuh"
 
-using Element = e4m3;  // of K and V
-using QElement = bf16;  // of Q in memory
-using Operand = fp16;  // of products
+using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
 constexpr int kRows = 16;    // query rows of a warp
-constexpr int kBlockN = 32;  // keys of a step
+constexpr int kBlockN = 16;  // keys of a step
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
-constexpr int kRun = kHeadDimV % 128 == 0 ? 16 : 8;  // columns of a row of V that a lane has at a time
 constexpr int kWarps = 8, kWarpBits = 3;  // that multiply
 constexpr int kLoaders = 4;  // warps after them, which copy K and V
 constexpr int kThreads = 384;
-constexpr int kCluster = 8;  // blocks that can work together
+constexpr int kCluster = 1;  // blocks that can work together
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 
 // How work is shared, in tiles of keys; measured.
 constexpr int kLeastTiles = 8;  // of a block at least; with fewer, fewer blocks work
 constexpr int kCutTiles = 12;  // how many more than an equal share a block may have, if it then works on one work item only
-constexpr int kWholeTiles = 1024;  // of a block: with more, idle blocks cost more than merging
+constexpr int kWholeTiles = 2048;  // of a block: with more, idle blocks cost more than merging
 
-constexpr uint32_t kKBytes = kBlockN * 128;
-constexpr uint32_t kVBytes = kBlockN * 128;
+constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * sizeof(Element);
+constexpr uint32_t kVBytes = kBlockN * kHeadDimV * sizeof(Element);
 constexpr uint32_t kStageBytes = kKBytes + kVBytes;
 using Partial = PartialRow<kHeadDimV>;
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kKv = kShared + 0;  // 163840 B: K and V, a tile of each per stage
-constexpr uint32_t kMerge = kShared + 163840;  // 36864 B: partial results of warps
-constexpr uint32_t kKvFull = kShared + 200704;  // 160 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 200864;  // 160 B: barriers
-constexpr uint32_t kBegin = kShared + 201024;  // 24 B: where the range begins
-constexpr uint32_t kLast = kShared + 201048;  // 8 B: whether the block came last
-constexpr uint32_t kCounts = kShared + 201056;  // 144 B: what each warp has counted
+constexpr uint32_t kKv = kShared + 0;  // 98304 B: K and V, a tile of each per stage
+constexpr uint32_t kMerge = kShared + 98304;  // 36864 B: partial results of warps
+constexpr uint32_t kKvFull = kShared + 135168;  // 192 B: barriers
+constexpr uint32_t kKvEmpty = kShared + 135360;  // 192 B: barriers
+constexpr uint32_t kBegin = kShared + 135552;  // 24 B: where the range begins
+constexpr uint32_t kLast = kShared + 135576;  // 8 B: whether the block came last
+constexpr uint32_t kCounts = kShared + 135584;  // 144 B: what each warp has counted
 
 // Rings: who fills the stages -> who empties them.
-using KvRing = Ring<kKvFull, kKvEmpty, 20>;  // a loader -> the warps of a group
+using KvRing = Ring<kKvFull, kKvEmpty, 24>;  // a loader -> the warps of a group
 
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
@@ -93,6 +88,10 @@ struct Part : Work {
   int first, end;
 };
 
+// A number that a function knows when it is compiled.
+template <int kNumber>
+struct Number {};
+
 // The next KV chunk, and the number of chunks left in this worker's range of the list.
 struct Walk {
   Place place;
@@ -106,15 +105,12 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_kv_fp8_e4m3_d64_sliding_window_paged_m16n32s20w8(
-    const bf16* q_ptr,
-    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
-    bf16* out_ptr, float* lse_ptr, const float* k_descale_ptr, const float* v_descale_ptr,
-    long long stride_k_descale_b, long long stride_k_descale_h,
-    long long stride_v_descale_b, long long stride_v_descale_h,
-    float* partials_ptr, uint32_t* counters_ptr, const int* cu_seqlens_q_ptr, const int* page_table_ptr,
-    const int* seqused_k_ptr,
+extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm80_mmadecode_bf16_d64_causal_paged_m16n16s24w8(
+    const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, bf16* out_ptr, float* lse_ptr, float* partials_ptr,
+    uint32_t* counters_ptr, const int* cu_seqlens_q_ptr, const int* page_table_ptr, const int* seqused_k_ptr,
     long long stride_q_s, long long stride_q_h,
+    long long stride_k_page, long long stride_k_s, long long stride_k_h,
+    long long stride_v_page, long long stride_v_s, long long stride_v_h,
     long long stride_out_s, long long stride_out_h,
     int batch, int heads, int kv_heads, int group, int row_bits, int row_units, int split_tiles, int max_splits,
     int batch_reciprocal, int group_reciprocal, int row_units_reciprocal, int split_tiles_reciprocal,
@@ -122,14 +118,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     long long page_table_stride,
     int page_size, int num_pages, int box_rows, int page_size_reciprocal,
     float softmax_scale,
-    int u_window,
     int write_lse, int has_cu_seqlens_q
 ) {
-  // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
-  if (cluster_size() == 1) launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
-  const uint32_t here = mapped(kShared, cluster_rank()) - kShared;  // barriers and copies take shared::cluster addresses
+  const uint32_t here = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) - kShared;
 
   // Warps that share keys: one for each block of rows, up to half of all.
   const int row_warps = 1 << row_bits, row_warp = warp & row_warps - 1;
@@ -138,14 +131,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
 
   if (warp >= kWarps) {  // a loader makes the barriers of its own stages, so that it can begin at once
     const int own = warp - kWarps + lane * kLoaders;
-    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
-    init_barriers(here + kKvFull, 20, 1, own, 32 * kLoaders);  // a loader, and the bytes of the copy
-    init_barriers(here + kKvEmpty, 20, 4, own, 32 * kLoaders);  // each warp of the group, as many times as make half of the warps together
+    init_barriers(here + kKvFull, 24, 32, own, 32 * kLoaders);  // each lane of a loader
+    init_barriers(here + kKvEmpty, 24, 4, own, 32 * kLoaders);  // each warp of the group, as many times as make half of the warps together
     fence_barrier_init();
     __syncwarp();
-    if (lane == 0) prefetch_map(warp % 2 == 0 ? k_map : v_map);
   }
-  wait_dependencies();  // nothing in global memory is read or written before
 
   // Work items in order: row blocks of a sequence, then sequences, then KV heads.
   const Divisor by_row_units(row_units, row_units_reciprocal), by_batch(batch, batch_reciprocal);
@@ -175,12 +165,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const int whole_tiles = seqlen_k / kBlockN;
     const int q_pos_lo = q_start + (seqlen_k - seqlen_q);
     const int q_pos_hi = q_hi + (seqlen_k - seqlen_q);
-    const int u_window_min_1073741823 = min(u_window, 1073741823);
-    const int visible_lo = max(q_pos_lo - u_window_min_1073741823 + 1, 0) / kBlockN;
     const int visible_hi = (max(q_pos_hi + 1, 0) + kBlockN - 1) / kBlockN;
-    const int full_lo = (max(q_pos_hi - u_window_min_1073741823 + 1, 0) + kBlockN - 1) / kBlockN;
     const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
-    const Spans spans = {visible_lo, visible_hi, full_lo, full_hi};
+    const Spans spans = {0, visible_hi, 0, full_hi};
     return Work{b, hk, row_start, q_begin, seqlen_q, seqlen_k, max(spans.visible_hi - spans.visible_lo, 0), spans};
   };
   // The KV tile that is number `number` of those that the rows see.
@@ -196,9 +183,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     for (int i = lane; i < rows * (kHeadDimV / 4); i += 32) {
       const int row = i / (kHeadDimV / 4), column = i % (kHeadDimV / 4) * 4;
       Partial sum = {{}, kUnseen, 0.0f};
-      const float value_scale = 1.0f;  // of no value
       const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
-      const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum) * value_scale;
+      const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
       OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
       const uint2 four = {
           pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
@@ -335,7 +321,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   // Loaders copy K and V for all groups of warps, as far ahead as there are stages. They take stages in turn, since one alone
   // would not keep memory busy; each has stages of its own, so that none gets a whole round of the ring ahead of another.
   if (warp >= kWarps) {
-    static_assert(KvRing::kStages % kLoaders == 0);
+    // A stage is also always the same group's: copies land in any order, and another group could take that of the round before
+    // for the one it waits for.
+    static_assert(KvRing::kStages % kLoaders == 0 && KvRing::kStages % kWarps == 0);
     const Divisor by_page(page_size, page_size_reciprocal);
     const int box_bits = __ffs(kBlockN) - __ffs(box_rows), boxes = 1 << box_bits;  // of a step
     const int box = lane & boxes - 1, steps_ahead = 32 >> box_bits;
@@ -364,33 +352,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
         const uint32_t full = ring.full(), k_to = here + kKv + ring.stage * kStageBytes, v_to = k_to + kKBytes;
         const int key = tile_of(part, number) * kBlockN;
         ring.acquire();
-        if (lane == 0) ring.arrive_expecting(kStageBytes);
-        __syncwarp();
-        if (lane < boxes) {
-          const int row = by_page.remainder(key + box * box_rows);
-          const uint32_t rows_before = box * box_rows * kBoxBytes;
+        // All lanes copy, 16 bytes each: some of them a row of a box of columns.
+        constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = 32 / kLanes;
+        const int own = lane / kLanes, chunk = lane % kLanes;
+        const auto copy_row = [&]<int kColumns, int kWidth>(uint32_t to, const Element* from, int row, bool exists, Number<kColumns>, Number<kWidth>) {
 #pragma unroll
-          for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-            load_box_once(k_to + column * kBlockN * sizeof(Element) + rows_before, k_map, full, column, row, part.hk, page);
+          for (int column = 0; column < kWidth; column += kBoxColumns) {
+            copy_async(to + column * kBlockN * sizeof(Element) + row * kBoxBytes + 16 * swizzled<kBoxBytes>(row, chunk),
+                       from + column + 16 / sizeof(Element) * chunk,
+                       exists && (kColumns % kBoxColumns == 0 || column + 16 / sizeof(Element) * chunk < kColumns));
           }
+        };
 #pragma unroll
-          for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-            load_box_once(v_to + column * kBlockN * sizeof(Element) + rows_before, v_map, full, column, row, part.hk, page);
-          }
+        for (int first = 0; first < kBlockN; first += kRowsAtOnce) {
+          const int row = first + own;
+          const int own_page = __shfl_sync(~0u, page, row >> __ffs(box_rows) - 1);
+          const bool exists = key + row < part.seqlen_k && static_cast<uint32_t>(own_page) < num_pages;
+          const long long place = exists ? own_page : 0;
+          const int row_of_page = by_page.remainder(key + row);
+          const Element* const k_from = k_ptr + place * stride_k_page + row_of_page * stride_k_s + part.hk * stride_k_h;
+          const Element* const v_from = v_ptr + place * stride_v_page + row_of_page * stride_v_s + part.hk * stride_v_h;
+          copy_row(k_to, k_from, row, exists, Number<64>(), Number<kKBytes / kBlockN / sizeof(Element)>());
+          copy_row(v_to, v_from, row, exists, Number<64>(), Number<kVBytes / kBlockN / sizeof(Element)>());
         }
-        __syncwarp();
+        arrive_when_copied(full);
       }
       position += part.end - part.first;
     }
     return;
   }
 
-  // Where 16 bytes of a key lie, in rows that the copies have swizzled. A lane reads K of one key of each 8, and V of four of
-  // each 16.
-  const int k_row = scattered(lane / 4), v_run = scattered(lane / 4);
-  const auto place_of = [&](int row, int chunk) {
-    constexpr int kChunks = kBoxBytes / 16;
-    return chunk / kChunks * (kBlockN * kBoxBytes) + row * kBoxBytes + (chunk % kChunks ^ (row % 8)) * 16;
+  // Where each lane reads its 8 columns of a key, in rows that the copies have swizzled.
+  const int k_row = lane / 16 * 8 + lane % 8, k_chunk = lane / 8 % 2, v_row = lane / 8 % 2 * 8 + lane % 8, v_chunk = lane / 16;
+  const auto place_of = [&](int row, int column, int chunk) {
+    return column / kBoxColumns * (kBlockN * kBoxBytes) + row * kBoxBytes + ((column % kBoxColumns / 8 + chunk) ^ (row % 8)) * 16;
   };
   const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 32 * kWarps); };
 
@@ -413,32 +408,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       head[row] = work.hk * group + by_group.remainder(packed);
       if (own_row + 8 * row < rows) {
         const int q = query[row], h = head[row];
+        const uint32_t* const from = reinterpret_cast<const uint32_t*>((q_ptr + (work.q_begin + q) * stride_q_s + h * stride_q_h)) + lane % 4;
 #pragma unroll
-        for (int part = 0; part < kHeadDimQk / 64; ++part) {  // 16 columns of 64: two pairs for each of four products
-          const int column = 64 * part + 16 * (lane % 4);
-          uint32_t* const to = q_values + 16 * part + row;
-          if (column < 64) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              const auto from = *reinterpret_cast<const Bytes<16>*>((q_ptr + (work.q_begin + q) * stride_q_s + h * stride_q_h) + column + 8 * half);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) to[2 * (4 * half + i)] = from.words[i];
-            }
-          }
-        }
+        for (int column = 0; column < 64; column += 8) q_values[column / 4 + row] = from[column / 2];
       }
     }
-
-    // What brings products back to their units.
-    float factor[2] = {1.0f, 1.0f};
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      if (kRows * row_warp + 8 * row < rows) factor[row] = narrow_exponents(q_values, row);
-    }
-    const float scale_of_head = k_descale_ptr[work.b * stride_k_descale_b + work.hk * stride_k_descale_h];
-    factor[0] *= scale_of_head;
-    factor[1] *= scale_of_head;
-    const float value_scale = v_descale_ptr[work.b * stride_v_descale_b + work.hk * stride_v_descale_h];
     const int seqlen_q = work.seqlen_q;
     const int seqlen_k = work.seqlen_k;
     const float scale_log2e = softmax_scale * kLog2e;
@@ -450,41 +424,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       const KvRing ring = KvRing::at(position + step, here);
       const uint32_t k = kKv + ring.stage * kStageBytes, v = k + kKBytes;
       ring.wait();
-      const int left = work.seqlen_k - tile * kBlockN;
-      if (left < kBlockN) {  // V after the end may be NaN, and 0 * NaN is NaN
-#pragma unroll
-        for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-          for (int i = left * kBoxBytes + 16 * lane; i < kBlockN * kBoxBytes; i += 32 * 16) {
-            shared_at<int4>(v + column * kBlockN + i) = {};
-          }
-        }
-        fence_async_proxy();
-        __syncwarp();
-      }
-
       // S = Q K^T
       float s[kBlockN / 2] = {};
 #pragma unroll
-      for (int part = 0; part < kHeadDimQk / 64; ++part) {
-        Bytes<16> keys[kBlockN / 8];
-#pragma unroll
-        for (int i = 0; i < kBlockN / 8; ++i) keys[i] = shared_at<Bytes<16>>(k + place_of(8 * i + k_row, 4 * part + lane % 4));
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          const uint32_t* const q = q_values + 16 * part + 4 * word;
-#pragma unroll
-          for (int i = 0; i < kBlockN / 8; ++i) {
-            const uint2 two = widened(keys[i].words[word]);
-            multiply<Operand>(s + 4 * i, q, two.x, two.y);
-          }
-        }
+      for (int column = 0; column < kHeadDimQk; column += kMmaK) {
+        uint32_t keys[4];
+        load_blocks(keys, here + k + place_of(k_row, column, k_chunk));
+        const uint32_t* const q = q_values + column / 4;
+        multiply<Element>(s, q, keys[0], keys[1]);
+        multiply<Element>(s + 4, q, keys[2], keys[3]);
       }
-#pragma unroll
-      for (int i = 0; i < kBlockN / 2; ++i) s[i] *= factor[row_of(i)];
-      const int kv_first = tile * kBlockN + lane % 4;
+      const int kv_first = tile * kBlockN + 2 * (lane % 4);
       if (__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi))) {
         struct Row {
-          int visible_from;
           int visible_to;
         };
         Row rows[2];
@@ -492,18 +444,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
         for (int row = 0; row < 2; ++row) {
           const int q_row = min(query[row], seqlen_q - 1);  // rows after the end repeat the last one
           const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const int visible_from = max(q_pos - min(u_window, 1073741823) + 1, 0) - kv_first;
           const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-          rows[row] = {visible_from, visible_to};
+          rows[row] = {visible_to};
         }
 #pragma unroll
         for (int i = 0; i < kBlockN / 4; ++i) {
-          const int key = 8 * (i / 2) + 4 * (i % 2);  // from the first one of the lane
+          const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             float& x = s[4 * (i / 2) + 2 * row + i % 2];
-            const auto [visible_from, visible_to] = rows[row];
-            if (key < visible_from || key >= visible_to) x = kMasked;
+            const auto [visible_to] = rows[row];
+            if (key >= visible_to) x = kMasked;
           }
         }
       }
@@ -511,40 +462,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       // P = exp2(S * scale - row max)
       float maximum[2];
       find_maximum(s, scale_log2e, maximum);
-      if (__any_sync(~0u, maximum[0] - kPeak > row_max[0] || maximum[1] - kPeak > row_max[1])) {
+      if (__any_sync(~0u, maximum[0] > row_max[0] || maximum[1] > row_max[1])) {
         float alpha[2];
-        raise_row_max<kPeak>(maximum, row_max, alpha);
+        raise_row_max(maximum, row_max, alpha);
         rescale(acc, alpha);
         row_sum[0] *= alpha[0];
         row_sum[1] *= alpha[1];
       }
       uint32_t p[kBlockN / 4];
-      exponentiate<Operand>(s, scale_log2e, row_max, p, row_sum);
+      exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
+
       // O += P V
 #pragma unroll
-      for (int part = 0; part < kHeadDimV / (8 * kRun); ++part) {
-#pragma unroll
-        for (int first = 0; first < kBlockN; first += kMmaK) {
-          Bytes<kRun> values[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int row = first + 4 * i + lane % 4, run = 8 * part + v_run;
-            values[i] = shared_at<Bytes<kRun>>(v + place_of(row, run * kRun / 16) + run * kRun % 16);
-          }
-#pragma unroll
-          for (int word = 0; word < kRun / 4; ++word) {
-            float* const sums = acc + 4 * (part * kRun + 4 * word);
-            const uint32_t* const of_p = p + first / 4;
-            const uint2 lower = widened_lower(values[0].words[word], values[1].words[word]);
-            const uint2 lower_next = widened_lower(values[2].words[word], values[3].words[word]);
-            const uint2 upper = widened_upper(values[0].words[word], values[1].words[word]);
-            const uint2 upper_next = widened_upper(values[2].words[word], values[3].words[word]);
-            multiply<Operand>(sums, of_p, lower.x, lower_next.x);
-            multiply<Operand>(sums + 4, of_p, lower.y, lower_next.y);
-            multiply<Operand>(sums + 8, of_p, upper.x, upper_next.x);
-            multiply<Operand>(sums + 12, of_p, upper.y, upper_next.y);
-          }
-        }
+      for (int column = 0; column < kHeadDimV; column += 2 * kMmaN) {
+        uint32_t values[4];
+        load_blocks_transposed(values, here + v + place_of(v_row, column, v_chunk));
+        multiply<Element>(acc + column / 2, p, values[0], values[1]);
+        multiply<Element>(acc + column / 2 + 4, p, values[2], values[3]);
       }
       __syncwarp();
       if (lane == 0) ring.release(kWarps / 2 >> row_bits);
@@ -560,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     };
     const auto write = [&](Partial sum, int row, int column) {
       const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
-      const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum) * value_scale;
+      const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
       OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
       const uint2 four = {
           pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
@@ -571,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     const auto of_group = [&](int number) { return partials + number * item_rows * Partial::kFloats; };
     if (!first_part) sync_consumers();  // partial results of the part before have been read
     first_part = false;
-    store_scattered<Partial, kRun>(of_group(warp_group), own_row, rows, lane, acc, row_max, row_sum);
+    Partial::store(of_group(warp_group), own_row, rows, lane, acc, row_max, row_sum);
     sync_consumers();
 
     if (together) {  // a worker has one part then
