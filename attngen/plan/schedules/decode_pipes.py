@@ -39,8 +39,8 @@ def decode_pipes(
     kv = Ring(
         "kv", stages, "a loader", "the warps of a group",
         guards="a tile of K and one of V stay until all warps of a group have multiplied them; groups take the stages "
-        "in turn, and so do loaders; a stage is always that of the same group and of the same loader, so that nobody is "
-        "a whole round ahead, though copies may land in any order",
+        "in turn, and so do loaders; a stage is always that of the same group and of the same loader: so nobody is a "
+        "whole round ahead, though copies may land in any order",
         full=Signal(32, "each lane of a loader", "K and V of a step have landed")
         if by_lanes
         else Signal(1, "a loader", "K and V of a step have landed", bytes=True),
