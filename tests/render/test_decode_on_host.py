@@ -42,6 +42,7 @@ PTX = {
     r'asm\("\{ \.reg .*? selp\.f32 .*?\);': "chosen = condition ? yes : no;",
     r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.3d.*?\);': "",  # of packed sequences, which do not run here
     r'asm volatile\("cp\.async\.bulk\.prefetch.*?\);': "",
+    r'asm volatile\("ld\.acquire\.gpu\.global\.u32 .*?\);': "done = *counter;",
     r'asm volatile\("atom\.acq_rel\.gpu\.global\.add\.u32 .*?\);': "before = (*counter)++;",
 }
 
