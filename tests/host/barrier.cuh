@@ -35,8 +35,9 @@ inline void land(uint32_t address, int bytes) {
   barrier.bytes -= bytes;
   settle_phase(barrier, address);
 }
+inline bool is_complete(uint32_t address, uint32_t parity) { return (barrier_at(address).phase ^ 1) == static_cast<int>(parity); }
 inline void wait(uint32_t address, uint32_t parity) {
   if (barrier_at(address).expected == 0) fail("a barrier that nobody has made", address);
-  while ((barrier_at(address).phase ^ 1) != static_cast<int>(parity)) yield();
+  while (!is_complete(address, parity)) yield();
   __syncwarp();
 }

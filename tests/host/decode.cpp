@@ -4,10 +4,14 @@
 #include "kernel.inc"
 #include "launch.h"
 
-#ifdef MERGE  // a launch that adds up partial results
-constexpr int MERGES = 1;
+// MERGE is a launch that adds up partial results; with MERGES_IN_PLACE blocks do so themselves. In both cases one or two
+// blocks have the rows of a unit.
+#if defined(MERGE) || MERGES_IN_PLACE
+#define PAIRS 1
+constexpr int kMostBlocks = 2;
 #else
-constexpr int MERGES = 0;
+#define PAIRS 0
+constexpr int kMostBlocks = kCluster;
 #endif
 
 template <typename Number>
@@ -32,7 +36,7 @@ static int reciprocal(int divisor) {
 }
 
 // One causal call: lengths, query and KV heads, queries, blocks, tiles of a split (0: equal shares), rows of a page; and
-// blocks of a cluster.
+// blocks of a cluster, or of the rows of a unit.
 static void run(const std::vector<int>& lengths, int heads, int kv_heads, int rows, int grid, int split_tiles, int page_size, int cluster) {
   const int batch = lengths.size(), longest = std::max(*std::max_element(lengths.begin(), lengths.end()), 1);
   const int group = heads / kv_heads, width = HEAD_DIM, width_v = HEAD_DIM_V;
@@ -101,8 +105,8 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   const TensorMap v_map = map_of(v, V_KEYS);
 #endif
   const TensorMap k_map = map_of(k, kBlockN);
-#ifdef MERGE
-  const int row_bits = cluster > 1 ? 1 : 0;  // the rows of a unit are those of the blocks of a cluster
+#if PAIRS
+  const int row_bits = cluster > 1 ? 1 : 0;
 #else
   int row_bits = 0;
   while ((2 << row_bits) < kWarps && (kRows << row_bits) < rows * group) ++row_bits;
@@ -112,14 +116,17 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   const size_t slots = static_cast<size_t>(split_tiles ? units * max_splits : 2 * grid) << row_bits;
   std::vector<float> partials(slots * kRows * Partial::kFloats, NAN);
   std::vector<int> begun(2 * grid, -7);
-  std::vector<uint32_t> counters((split_tiles ? units << MERGES * row_bits : grid), 0);
+  std::vector<uint32_t> counters((split_tiles ? units << PAIRS * row_bits : MERGES_IN_PLACE ? 2 * units << row_bits : grid), 0);
   const float scale = 1.0f / std::sqrt(static_cast<float>(width));
 
 #ifdef MERGE
 #define WRITTEN partials.data(), begun.data(), counters.data()
-#define MOST_QUERIES
 #else
 #define WRITTEN partials.data(), counters.data()
+#endif
+#if PAIRS
+#define MOST_QUERIES
+#else
 #define MOST_QUERIES rows,
 #endif
 #if VALUES_OF_KEYS && HEAD_DIM > HEAD_DIM_V
@@ -142,8 +149,8 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
         reciprocal(split_tiles), rows, longest, batch * rows, batch * longest, scale, 1, 1
 #endif
   kernel = [&] { KERNEL(ARGUMENTS); };
-  const auto launch_all = [&] {
-    launch(grid, cluster, kThreads);
+  const auto launch_all = [&](int at_once) {
+    launch(grid, MERGES_IN_PLACE ? 1 : cluster, kThreads, at_once);
 #ifdef MERGE
     if (split_tiles > 0) return;
     const auto forward = kernel;
@@ -152,9 +159,12 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
     kernel = forward;
 #endif
   };
-  launch_all();
+  launch_all(1);
   const std::vector<OutElement> first = out;
-  launch_all();
+  std::fill(out.begin(), out.end(), element<OutElement>(7.0f));
+  std::fill(lse.begin(), lse.end(), 7.0f);
+  std::fill(partials.begin(), partials.end(), NAN);
+  launch_all(MERGES_IN_PLACE ? grid : 1);
   if (std::memcmp(first.data(), out.data(), 2 * out.size())) fail("another result the second time");
   for (uint32_t counter : counters) {
     if (counter) fail("a counter that is not 0 again", counter);
@@ -188,13 +198,12 @@ int main(int count, char** arguments) {
   for (int i = 1; i < count; ++i) {
     std::vector<int> numbers;
     for (char* word = std::strtok(arguments[i], ","); word; word = std::strtok(nullptr, ",")) numbers.push_back(std::atoi(word));
-#ifdef MERGE
-    constexpr int kCluster = 2;
+#if PAIRS
     const bool single = numbers[2] * numbers[0] / numbers[1] <= kRows;  // one block has all rows of a unit
 #else
     const bool single = numbers[4] > 0;  // splits that the call asks for are of single blocks
 #endif
-    for (int cluster : {1, kCluster}) {
+    for (int cluster : {1, kMostBlocks}) {
       if (cluster > 1 && single) continue;
       run({numbers.begin() + 6, numbers.end()}, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], cluster);
     }

@@ -57,6 +57,7 @@ struct Block;
 struct Meeting {
   int arrived = 0;
   long long meetings = 0;
+  bool any[2] = {};  // whether somebody has brought true to this meeting, and to the last one
 };
 struct Cluster { std::vector<Block*> blocks; int threads, arrived = 0; long long meetings = 0; };
 struct Block {
@@ -188,13 +189,20 @@ inline void named_arrive(int id, int threads) {
   moved = true;
   if (++meeting.arrived == threads) {
     meeting.arrived = 0;
-    ++meeting.meetings;
+    meeting.any[++meeting.meetings & 1] = false;
   }
 }
 inline void named_sync(int id, int threads) {
   const long long own = current->block->named[id].meetings;
   named_arrive(id, threads);
   while (current->block->named[id].meetings == own) yield();
+}
+inline bool named_or(int id, int threads, bool own) {
+  Meeting& meeting = current->block->named[id];
+  bool& any = meeting.any[meeting.meetings & 1];
+  any = any || own;
+  named_sync(id, threads);
+  return any;
 }
 inline void __syncthreads() { named_sync(0, 32 * static_cast<int>(current->block->warps.size())); }
 
@@ -215,10 +223,13 @@ inline void __stcs(uint2* place, uint2 value) { *place = value; }
 inline void __stcs(float4* place, float4 value) { *place = value; }
 #define __builtin_assume(said)
 inline void __trap() { fail("trap"); }
-inline long long clock64() {  // who reads the clock waits: others go on
-  static long long now = 0;
+// Time passes only when nothing else happens, and threads read the clock.
+inline long long now = 0;
+inline bool clock_read = false;
+inline long long clock64() {
+  clock_read = true;
   yield();
-  return ++now;
+  return now;
 }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fmul_rn(float x, float y) { return x * y; }

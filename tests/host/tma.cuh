@@ -43,6 +43,12 @@ template <typename... Coordinates>
 inline void load_box(uint32_t to, const TensorMap& map, uint32_t full, Coordinates... coordinates) {
   load_box_once(to, map, full, coordinates...);
 }
+// The cache has no policy here.
+constexpr uint64_t kEvictFirst = 0, kEvictNormal = 0;
+template <typename... Coordinates>
+inline void load_box_kept(uint32_t to, const TensorMap& map, uint32_t full, uint64_t, Coordinates... coordinates) {
+  load_box_once(to, map, full, coordinates...);
+}
 // Four blocks of 8 rows of 16 bytes, each row to the address of a lane.
 inline void store_blocks(uint32_t to, uint32_t b0, uint32_t b1, uint32_t b2, uint32_t b3) {
   const uint32_t own[4] = {b0, b1, b2, b3};

@@ -1,4 +1,4 @@
-// Products of a warpgroup whose operands lie in shared memory, swizzled over 128 bytes: K-major, or B MN-major; A may be in
+// Products of a warpgroup whose operands lie in shared memory, swizzled over 128 bytes: K-major or MN-major; A may be in
 // registers. A warp computes its own rows at once.
 #pragma once
 
@@ -33,7 +33,7 @@ struct Product {
   static constexpr int kK = 16;
   struct Given { float* d; const uint32_t* registers; };
 
-  template <int kTransposeB>
+  template <int kTransposeB, int kTransposeA>
   static void multiply(float (&d)[kN / 2], const uint32_t* registers, uint64_t a, uint64_t b, int accumulate) {
     const Given own = {d, registers};
     const int first = threadIdx.x % 128 / 32 * 16;
@@ -46,7 +46,7 @@ struct Product {
             const uint32_t pair = given(row % 8 * 4 + k % 8 / 2).registers[row / 8 + k / 8 * 2];
             left[row][k] = to_float(Element{static_cast<uint16_t>(pair >> 16 * (k % 2))});
           } else {
-            left[row][k] = swizzled_element<Element>(a, first + row, k);
+            left[row][k] = kTransposeA ? swizzled_element<Element>(a, k, first + row) : swizzled_element<Element>(a, first + row, k);
           }
         }
       }
@@ -66,12 +66,12 @@ struct Product {
       }
     });
   }
-  template <int kTransposeB>
+  template <int kTransposeB, int kTransposeA = 0>
   static void ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-    multiply<kTransposeB>(d, nullptr, a, b, accumulate);
+    multiply<kTransposeB, kTransposeA>(d, nullptr, a, b, accumulate);
   }
   template <int kTransposeB>
   static void rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b, int accumulate) {
-    multiply<kTransposeB>(d, a, 0, b, accumulate);
+    multiply<kTransposeB, 0>(d, a, 0, b, accumulate);
   }
 };

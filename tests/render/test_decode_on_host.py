@@ -26,7 +26,7 @@ HOST = root() / "tests" / "host"
 #: Headers that are compiled as they are, but for what they ask of the hardware.
 COMPILED = (
     "softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh", "pair.cuh",
-    "quad.cuh", "lane_max.cuh",
+    "quad.cuh", "lane_max.cuh", "few_heads.cuh",
 )  # fmt: skip
 
 #: What headers ask of the hardware in PTX, and the same on the host.
@@ -42,8 +42,10 @@ PTX = {
     r'asm\("\{ \.reg .*? selp\.f32 .*?\);': "chosen = condition ? yes : no;",
     r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.3d.*?\);': "",  # of packed sequences, which do not run here
     r'asm volatile\("cp\.async\.bulk\.prefetch.*?\);': "",
+    r'asm volatile\("\{\.reg \.pred p; elect\.sync .*?\);': "own = threadIdx.x % 32 == 0;",
     r'asm volatile\("ld\.acquire\.gpu\.global\.u32 .*?\);': "done = *counter;",
-    r'asm volatile\("atom\.acq_rel\.gpu\.global\.add\.u32 .*?\);': "before = (*counter)++;",
+    r'asm volatile\("atom\.acq_rel\.gpu\.global\.add\.u32 .*?\);': "before = *counter, *counter += times;",
+    r'asm volatile\(\s*"\{\.reg \.pred p, q; .*? barrier\.cta\.red\.or.*?\);': "any = named_or(id, threads, value);",
 }
 
 #: Query heads, KV heads, queries, blocks, tiles of a split, rows of a page; then the lengths.
@@ -122,9 +124,11 @@ def test_one_that_reads_8_bits_is_right(fields: dict[str, object], tmp_path: Pat
     run(fields, FEW_CASES, tmp_path)
 
 
-#: The same for 64 rows of a block, and more.
+#: The same for 64 rows of a block, and more; or for up to 16 of them, which have products of their own. Blocks merge up
+#: to four parts of an item in another way than more. They run one after the other, and wait in vain; then all at once.
 KEY_VALUE_CASES = [
     "16,1,1,4,0,64,64,1,200", "24,1,1,3,0,16,500", "128,1,1,6,0,64,330,77", "48,1,3,4,2,16,300,0,5", "40,2,4,6,3,1,150",
+    "8,1,2,3,0,16,700,90", "16,1,1,5,0,64,1000",
 ]  # fmt: skip
 
 
@@ -174,6 +178,7 @@ def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
         "KERNEL": source.name, "VALUES_OF_KEYS": int(plan.v_of_key),
         "V_KEYS": getattr(plan.structure, "value_keys", plan.tile_n),
         **({"MERGE": f"{source.name}_merge"} if plan.has_launch("merge") else {}),
+        "MERGES_IN_PLACE": int(getattr(plan.structure, "merges", False)),
         "HEAD_DIM": plan.head_dim_qk, "HEAD_DIM_V": plan.head_dim_v, "PAGED": int(plan.layout == "paged"),
         "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),
     }  # fmt: skip
