@@ -21,8 +21,13 @@ from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, CudaDri
 
 class Status(enum.IntEnum):
     CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_NO_BINARY_FOR_GPU = 209
     CUDA_ERROR_LAUNCH_FAILED = 719
+
+
+#: Calls that fail in a thread without a context.
+_IN_CONTEXT = {"cuTensorMapEncodeTiled", "cuLaunchKernel", "cuLaunchKernelEx", "cuEventRecord", "cuStreamWaitEvent"}
 
 
 class Pointer(int):
@@ -55,6 +60,8 @@ class Stub:
         def call(*arguments: Any) -> tuple[Any, ...]:
             self.calls.append((name, *arguments))
             status = self.fails.get(name, Status.CUDA_SUCCESS)
+            if name in _IN_CONTEXT and not self.context:
+                status = Status.CUDA_ERROR_INVALID_CONTEXT
             return (status, *self._results(name, arguments))
 
         return call
@@ -291,12 +298,47 @@ def test_events(stub: Stub) -> None:
         record()
 
 
-def test_the_first_launch_of_a_thread_makes_its_device_ready(stub: Stub) -> None:
+def in_a_thread(work: Any) -> list[Any]:
+    """What a function returns or raises in a thread that has made no call before."""
+    results: list[Any] = []
+
+    def call() -> None:
+        try:
+            results.append(work())
+        except LoadError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return results
+
+
+def test_a_device_that_is_ready_has_a_context(stub: Stub) -> None:
+    stub.context = 0
     driver = CudaDriver()
-    assert not driver.ready(0)
-    driver.launch([("function", 1, 128, 0, PLAIN, 5555)], 0)
-    assert driver.ready(0)
     assert not driver.ready(1)
+    assert stub.context == 0
+    assert driver.ready(0)
+    assert stub.context == 9
+    assert driver.ready(0)
+    assert len(stub.named("cuCtxGetCurrent")) == 2  # the thread's context is looked at once
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_the_first_descriptor_of_a_thread_gets_a_context(stub: Stub, device: int) -> None:
+    """Another thread may have loaded the kernel, so that nothing of CUDA was called in this one before."""
+    driver = CudaDriver()
+    driver.launch([("function", 1, 128, 0, PLAIN, 5555)], device)
+    stub.context = 0
+
+    def encode() -> bytes:
+        return driver.encode_tensor_map("bf16", 4096, (64, 4, 8, 2), (128, 512, 65536), (64, 1, 32, 1), 128, device)
+
+    (encoded,) = in_a_thread(encode)
+    assert isinstance(encoded, bytes), encoded
+    assert stub.context == 9
+    assert torch._C._cuda_getDevice() == 0
 
 
 def test_bound_launches(stub: Stub) -> None:
@@ -312,6 +354,18 @@ def test_bound_launches(stub: Stub) -> None:
     stub.fails["cuLaunchKernelEx"] = Status.CUDA_ERROR_LAUNCH_FAILED
     with pytest.raises(LoadError, match="launch of 9 blocks of 256 threads with 64 B of shared memory failed"):
         enqueue()
+
+
+def test_bound_launches_in_a_thread_without_a_context(stub: Stub) -> None:
+    stub.context = 0
+    driver = CudaDriver()
+    enqueue = driver.bound([(5, 7, 128, 0, 0, 1000)], 0, 77)
+
+    def launch() -> None:
+        assert driver.ready(0)
+        enqueue()
+
+    assert in_a_thread(launch) == [None]
 
 
 def test_launch_on_another_device(stub: Stub) -> None:

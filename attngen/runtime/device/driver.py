@@ -121,7 +121,7 @@ class Driver(Protocol):
         change in place between calls."""
 
     def ready(self, device: int) -> bool:
-        """Whether a device is the current one, and this thread has launched on it."""
+        """Whether a device is the current one; this thread has a context of it then."""
 
     def recorder(self, event: int, stream: int) -> Callable[[], None]:
         """A function that records an event on a stream of a device that is ``ready``."""
@@ -414,7 +414,12 @@ class CudaDriver:
 
     def ready(self, device: int) -> bool:
         """See ``Driver.ready``."""
-        return self._current_device() == device and self._bound.ready
+        return self._current_device() == device and (self._bound.ready or self._make_ready(device))
+
+    def _make_ready(self, device: int) -> bool:
+        with self._device(device):
+            self._bound.ready = True
+        return True
 
     def _failure(self, kernel: Launch, status: Any) -> LoadError:
         _, grid, threads, shared, *_ = kernel
@@ -476,6 +481,9 @@ class CudaDriver:
             )
             self._tensor_map_forms.put(key, fixed)
         element, *others = fixed
+        if not self._bound.ready:  # a thread that has launched nothing yet may have no context, which encoding needs
+            with self._device(device):
+                pass
         status, tensor_map = cu.cuTensorMapEncodeTiled(
             element, len(extents), address, [cu.cuuint64_t(n) for n in extents], *others
         )

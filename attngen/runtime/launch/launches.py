@@ -455,6 +455,10 @@ class Launches:
         addresses += [start + offset for offset in sized.workspaces]
         return own
 
+    def device_is_ready(self) -> bool:
+        """Whether launches that were bound to a stream may be enqueued: their device is the current one."""
+        return self._driver.ready(self._device)
+
     def stream(self) -> int:
         """Return the current stream, on which launches are enqueued."""
         return self._driver.stream(self._device)

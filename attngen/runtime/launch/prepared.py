@@ -131,9 +131,11 @@ class PreparedCall:
 
     def _repeatable(self, given: Given, addresses: list[int], sized: Sized | None) -> Repeatable | None:
         """The launches of a call, to be repeated; None if it allocates its results, needs a tile map, or launches
-        nothing."""
+        nothing; or if its device is not the current one."""
         launch = self._launch
         if launch is None or self._maps is not None or self._return_lse or given.out is None:
+            return None
+        if not launch.device_is_ready():
             return None
         scale = self._scale if given.softmax_scale is None else softmax_scale_of(given.softmax_scale)
         scalars = self.scalars(given.arguments)
