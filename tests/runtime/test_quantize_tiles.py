@@ -72,6 +72,39 @@ def test_transformed_rows(host: HostDriver, dim: int, granularity: int) -> None:
     ), "")  # fmt: skip
 
 
+@pytest.mark.parametrize("rounded", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_rows_whose_sums_cancel(host: HostDriver, rounded: torch.dtype) -> None:
+    """A sum is 0 in the order of products, and a tiny number below 0 where neighbours come first."""
+    given = a_call(
+        torch.bfloat16, dims=(128, 128), lengths=(3, 3), heads=1, kv_heads=1, batch=1, granularity=64, dtype=rounded
+    )
+    given["signs"] = torch.ones(128)
+    given["q"].zero_()
+    given["q"][0, 1, 0, :4] = torch.tensor([-(2.0**-20), 0.0, 30.0, -30.0])
+    ours, theirs = attngen.quantize(**given).q, in_torch(given).q
+    assert int((ours.view(torch.uint8) != theirs.view(torch.uint8)).sum()) == 64
+    others = torch.zeros(640_000, dtype=torch.uint8)
+    alike(*(torch.cat([t.view(torch.uint8).flatten(), others]).view(rounded) for t in (ours, theirs)))
+
+
+@pytest.mark.parametrize("rounded", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_numbers_that_are_not_alike(rounded: torch.dtype) -> None:
+    """Neighbours are, and 0 and -0; a number of another step is not, nor is NaN."""
+    numbers = torch.arange(0, 0x7C, dtype=torch.uint8).view(rounded)
+    theirs = numbers.repeat(10_000)
+    for number, other in ((0, 0x80), (0x80, 0), (0x40, 0x41), (0x41, 0x40), (1, 0), (0x80, 1)):
+        ours = theirs.view(torch.uint8).clone()
+        wanted = ours.clone()
+        ours[5], wanted[5] = number, other
+        alike(ours.view(rounded), wanted.view(rounded))
+    for number, other in ((0x40, 0x42), (0x42, 0x40), (0xC0, 0x40), (0x7F, 0x40), (0x40, 0x7F)):
+        ours = theirs.view(torch.uint8).clone()
+        wanted = ours.clone()
+        ours[5], wanted[5] = number, other
+        with pytest.raises(AssertionError, match="1 of 1240000 differ, 1 by more than a step: "):
+            alike(ours.view(rounded), wanted.view(rounded))
+
+
 @pytest.mark.parametrize("granularity", ["head", "token"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_sets_that_share_a_scale(host: HostDriver, dim: int, granularity: str) -> None:
