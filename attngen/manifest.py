@@ -164,7 +164,8 @@ class StructureFields:
 
 @dataclass(frozen=True, eq=False)
 class LaunchFields:
-    """How one entry of a kernel's source is launched. A call launches all of a kernel's, one after the other.
+    """Launch parameters of one entry of a kernel's source. A call launches all of a kernel's entries, one after the
+    other.
 
     ``grid`` says what a block is: some ``rows`` of a head, a tile of ``queries`` or of ``keys``, or one word of the
     tile map of either (``query_words``, ``key_words``); or a range of the keys of a tile of queries (``key_shares``),
@@ -191,7 +192,7 @@ class LaunchFields:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a block of a launch takes, as the compiler says."""
+    """Shared memory of a launch's blocks, as the compiler reports it."""
 
     shared_memory: Count = 0  # bytes
 

@@ -1,4 +1,4 @@
-"""Where the specs, templates and generated sources are: the top level of a checkout, or inside an installed wheel.
+"""Folders of specs, templates and generated sources: the top level of a checkout, or inside an installed wheel.
 
 A checkout is preferred, since an editable install may hold an outdated copy of them.
 """

@@ -104,7 +104,8 @@ def _nvrtc_elsewhere() -> Nvrtc | None:
 
 
 def missing(backend: str, arch: str) -> str | None:
-    """What is lacking to compile for an arch in a backend, and how to get it; None if all is there."""
+    """The missing piece of the toolchain for an arch in a backend, and how to install it; None if nothing is
+    missing."""
     if backend == "triton":
         if toolchain("triton", arch)["triton"] is None:
             return "Triton is not installed; pip install 'attngen[build]'"

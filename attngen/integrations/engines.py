@@ -1,4 +1,4 @@
-"""What the backends of serving engines share: the variant of a layer, its arguments, and a user's own mask.
+"""Shared parts of the backends for serving engines: a layer's variant, its arguments, and a user's own mask.
 
 Nothing here imports an engine.
 """
@@ -259,7 +259,7 @@ def _variant_of(name: str | Variant) -> Variant:
 
 
 def head_dim_reason(head_dim: int, *, fp8: bool = False) -> str | None:
-    """Why no kernel has a head dimension, over a cache in ``fp8`` or in 16 bits, or None."""
+    """Reason why no kernel has this head dimension, over a cache in ``fp8`` or in 16 bits; None if one does."""
     if head_dim in HEAD_DIMS or (head_dim in WIDE_HEAD_DIMS and not fp8):
         return None
     cache = " over a cache in fp8" if head_dim in WIDE_HEAD_DIMS else ""
@@ -268,7 +268,7 @@ def head_dim_reason(head_dim: int, *, fp8: bool = False) -> str | None:
 
 
 def card_reason(major: int, minor: int) -> str | None:
-    """Why no kernel with keys in pages can be built for a card, or None."""
+    """Reason why no paged kernel can be built for a card, or None."""
     if any(arch.wgmma and arch.runs_on(10 * major + minor) for arch in ARCHES.values()):
         return None
     return f"kernels with keys in pages are for Hopper (sm90a), and the card is sm{major}{minor}"

@@ -29,7 +29,7 @@ _EIGHT_BITS = (torch.float8_e4m3fn,)
 
 @dataclass
 class Tables:
-    """Where the keys of each request lie, as pages, and how many there are. All int32, on the device."""
+    """Page tables and numbers of keys of the requests. All int32, on the device."""
 
     pages: Tensor  # (requests, most pages)
     lengths: Tensor  # (requests,)
@@ -111,7 +111,7 @@ class AttngenAttnBackend(AttentionBackend):
         return self._form_reason(runner)
 
     def _form_reason(self, runner: Any) -> str | None:
-        """What is not supported of a model's heads and of its cache, or None."""
+        """The first unsupported property of a model's heads or cache, or None."""
         return engines.head_dim_reason(runner.model_config.head_dim)
 
     # Metadata
@@ -314,7 +314,7 @@ class AttngenAttnBackend(AttentionBackend):
         return own.paged
 
     def _layer(self, layer: Any, sinks: Tensor | None) -> _Layer:
-        """What a layer is, made when it first runs."""
+        """Description of a layer, made when it first runs."""
         key = (layer.layer_id, None if sinks is None else sinks.data_ptr())
         own = self._layers.get(key)
         if own is None:

@@ -41,7 +41,7 @@ _PACKED = "fp8_ds_mla"
 
 
 class AttngenMLABackend(MLACommonBackend):
-    """What vLLM asks before it builds a model."""
+    """Properties that vLLM reads before it builds a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _PACKED]

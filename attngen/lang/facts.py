@@ -1,4 +1,4 @@
-"""What the tile analysis may assume: ranges of names, facts about tensors, and the box of a tile.
+"""Assumptions of the tile analysis: ranges of names, facts about tensors, and the box of a tile.
 
 A box is a set of rows and keys: ``q_lo <= q <= q_hi``, ``kv_lo <= kv <= kv_hi`` and, where a tile packs several
 heads of one KV head, ``h_lo <= h <= h_hi``; all bounds are inclusive and inside their sequence. Everything else

@@ -27,8 +27,9 @@ EXTRA_TOPK_LENGTH = Tensor("extra_topk_length", "int32", ("b", "seqlen_q"))
 
 @dataclass(frozen=True, slots=True)
 class KeyLists:
-    """What a variant's lists hold: entries are numbers of blocks of ``block`` keys, ``per_head`` says that each KV head
-    has lists of its own, ``counted`` that ``topk_length`` comes with them, and ``extra`` that a second cache does."""
+    """Contents of a variant's lists: entries are numbers of blocks of ``block`` keys, ``per_head`` says that each KV
+    head has lists of its own, ``counted`` that ``topk_length`` comes with them, and ``extra`` that a second cache
+    does."""
 
     per_head: bool
     block: int

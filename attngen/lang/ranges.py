@@ -1,4 +1,4 @@
-"""What is known about every name before a call: inclusive numeric ranges, the base of all interval reasoning.
+"""Inclusive numeric ranges of all names before a call, the base of all interval reasoning.
 
 A range is a pair of numbers in which ``-inf`` and ``inf`` mean "not bounded". Names of indices, box symbols,
 scalars and tensors share one mapping, since no declared name equals one of the others.

@@ -1,4 +1,4 @@
-"""What a single query row sees, as intervals of keys in closed form: a comparison per end, not a whole mask."""
+"""Keys that a single query row sees, as intervals in closed form: a comparison per end, not a whole mask."""
 
 from __future__ import annotations
 

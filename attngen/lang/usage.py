@@ -1,4 +1,4 @@
-"""How often and under which conditions each node of a set of expressions is used."""
+"""Uses of each node in a set of expressions: how often, and under which conditions."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from attngen.parallel.sharding import Sharding
 
 @dataclass(frozen=True, eq=False)
 class Assembly:
-    """Where each key comes from: ``source`` counts a rank's ``held`` own rows first, then ``received`` ones; −1 is a
-    hole, which holds zeros."""
+    """Source of each key: ``source`` counts a rank's ``held`` own rows first, then ``received`` ones; −1 is a hole,
+    which holds zeros."""
 
     source: np.ndarray
     held: int
@@ -34,12 +34,12 @@ class Assembly:
 
     @property
     def rows(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
         return len(self.source)
 
     @cached_property
     def received_at(self) -> int | None:
-        """Where the received rows begin among the keys, if they are one run in the order in which they arrive."""
+        """First received row among the keys, if all of them are one run in the order in which they arrive."""
         places = np.flatnonzero(self.source >= self.held)
         in_order = self.received > 0 and np.array_equal(self.source[places], np.arange(self.received) + self.held)
         return int(places[0]) if in_order and int(places[-1]) - int(places[0]) + 1 == len(places) else None
@@ -83,7 +83,7 @@ class Assembly:
         return keys.as_strided((self.received, 1, width), (width, width, 1), self.received_at * width)
 
     def own_rows(self, keys: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
-        """What puts own rows, and zeros for holes, among the keys."""
+        """Copy of own rows, and of zeros for holes, to their places among the keys; runs when called."""
         return partial(self._own, side_by_side(keys, widths_of(k, v), batch_first=True), of_each(k, v))
 
     def put_received(self, keys: Tensor, columns: Sequence[int], widths: Sequence[int], received: Tensor) -> None:

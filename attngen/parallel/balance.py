@@ -1,4 +1,4 @@
-"""Which rank gets which tiles of the sequence: equal numbers of tokens, balanced work, few bytes.
+"""Assignment of a sequence's tiles to ranks: equal numbers of tokens, balanced work, few bytes.
 
 Several ways to cut and deal are tried: one run for each rank, and chunks dealt by their work, heaviest first, to the
 rank that has least, then swapped between the rank that has most and others. Where two equal chunks for each rank are

@@ -12,7 +12,7 @@ from attngen.variants import PythonVariant, checked, python_variant
 
 @lru_cache(maxsize=256)
 def called(variant: Variant) -> PythonVariant:
-    """What calls take for a variant that was made from another: it goes through the checks of every variant."""
+    """Make a variant for calls from one that was made from another: it goes through the checks of every variant."""
     try:
         from attngen.schema.writing import declaration
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""What a plan weighs: the time of tiles against the time of bytes."""
+"""Cost model of plans: the time of tiles against the time of bytes."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class Cost:
         return tokens * self.token_bytes() * (1.0 if self.passes == 1 else 2.0) / (self.gigabytes * 1e9)
 
     def rows_of_heads(self, tokens: np.ndarray, ranks: int) -> np.ndarray:
-        """What ranks with so many tokens receive when they exchange rows for heads, and back, in rows of K and V."""
+        """Rows of K and V that ranks with so many tokens receive when they exchange rows for heads, and back."""
         return tokens * ((ranks - 1) / ranks * (self.heads + self.kv_heads) / self.kv_heads)

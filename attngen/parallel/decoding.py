@@ -95,7 +95,7 @@ def _source(stated: Variant, first: bool) -> tuple[Local, Any]:
 
 
 def _problem(q: Any, k: Any, v: Any, position: Any, begin: Any, stated: Variant, values: dict[str, Any]) -> str | None:
-    """What is wrong with a call on this rank."""
+    """The first problem of a call on this rank, or None."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             return f"{name} must be a tensor (batch, rows, heads, head_dim)"

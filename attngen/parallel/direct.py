@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
 
 def runs_of(needs: Needs) -> list[Run]:
-    """What ranks send to each other, the same list on every rank."""
+    """Runs of rows that ranks send to each other, the same list on every rank."""
     owner, runs = needs.sharding.owner, list[Run]()
     for target, needed in enumerate(needs.tiles):
         source = np.where(needed & (owner != target), owner, -1)

@@ -137,8 +137,8 @@ class DocumentTiles:
 
 
 class _Deal(NamedTuple):
-    """What ranks have got so far, of rows in the order in which they are dealt: the most work of a rank, where the rows
-    that each got from the begin end, and where those from the end begin, and the work before these places."""
+    """State of dealing rows to ranks: the most work of a rank, where the rows that each got from the begin end, and
+    where those from the end begin, and the work before these places."""
 
     most: float
     firsts: tuple[int, ...]
@@ -179,5 +179,5 @@ def _distinct(ascending: np.ndarray) -> np.ndarray:
 
 
 def _places(ascending: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """How many of the first are less than each value."""
+    """Number of entries of ``ascending`` below each value."""
     return np.asarray(np.searchsorted(ascending, values))

@@ -110,7 +110,7 @@ def _all_gather(rows: Tensor, count: int, group: Group | None) -> Tensor:
 
 
 def on_wire(group: Group) -> Callable[[Tensor], Tensor]:
-    """What turns a contiguous tensor into one that the backend takes: gloo knows few dtypes."""
+    """Function that views a contiguous tensor in a dtype that the backend takes: gloo takes few."""
     if dist.get_backend(group) != "gloo":
         return lambda tensor: tensor
     return lambda tensor: tensor.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What a plan does, in numbers and in words: work and bytes of each rank, and the least that either can be."""
+"""Explanation of a plan, in numbers and in words: work and bytes of each rank, and the least that either can be."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _VALUES = Struct(f"{_POINTERS}Q{_STRIDES}q{_SIZES}i4x")
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for."""
+    """Compile-time parameters of a gather kernel."""
 
     dtype: torch.dtype
     sources: int

@@ -30,7 +30,7 @@ def heads_are_alike(variant: Variant) -> bool:
 
 
 def against(heads: int, kv_heads: int, ranks: int) -> str | None:
-    """What is against giving each rank as many heads, or None."""
+    """Reason why ranks cannot get equal numbers of heads, or None."""
     if heads % ranks == 0 and kv_heads % ranks == 0:
         return None
     numbers = f"{heads} heads and {kv_heads} KV heads"

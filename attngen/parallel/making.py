@@ -180,7 +180,7 @@ def _packed(
 def _loads(
     counted: Sequence[_Counted], stated: Sequence[tuple[Any, Variant, float]], values: Mapping[str, Any]
 ) -> list[VariantLoad]:
-    """What each variant of a plan weighs."""
+    """Predicted load of each variant of a plan."""
     return [
         VariantLoad(visited, layers, _over_segments(each, values), _in_groups(each))
         for (visited, _), (_, each, layers) in zip(counted, stated, strict=True)

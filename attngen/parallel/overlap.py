@@ -1,4 +1,4 @@
-"""How a plan overlaps calls with exchanges. It follows from the visits of all ranks, so that all decide alike."""
+"""Overlap of calls with exchanges. It follows from the visits of all ranks, so that all decide alike."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def local_tiles(visits: Visits, owner: np.ndarray) -> np.ndarray:
 def overlap(
     visits: Visits, owner: np.ndarray, sending: np.ndarray, tile: int, cost: Cost, *, segments: bool, heads_alike: bool
 ) -> tuple[Overlap, float]:
-    """How a layer overlaps with least time, and the predicted seconds of the rank that takes longest.
+    """Choose the overlap of a layer with the least time; also return the predicted seconds of the slowest rank.
 
     ``sending`` is how many rows of keys each rank gets. By rows only where kernels take segments, by heads only where
     heads are alike.
@@ -110,8 +110,8 @@ def forward_groups(
 
 
 def _tiles_in_parts(alone: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
-    """How many tiles each rank has that are not ``alone``, if they are not one run of its tiles: copies of their rows
-    are made."""
+    """Count the tiles of each rank that are not ``alone``, if they are not one run of its tiles: their rows are
+    copied."""
     order = np.argsort(owner, kind="stable")
     others, of_rank = ~alone[order], owner[order]
     begins = others & np.append(True, alone[order][:-1] | (np.diff(of_rank) != 0))

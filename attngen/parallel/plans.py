@@ -105,7 +105,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Where the tokens of a sequence lie on the ranks of a group, and what attention sends between them.
+    """Placement of a sequence's tokens on the ranks of a group, and the traffic of attention between them.
 
     Made by ``attngen.parallel.plan``. A plan of a number of ranks has neither ``rank`` nor ``group``: its methods take
     ``rank=``, and it has no ``attention``.
@@ -139,7 +139,7 @@ class Plan:
     # --- where tokens lie -----------------------------------------------------------------------------------
 
     def tokens(self, rank: int | None = None) -> int:
-        """How many tokens a rank holds, by default this one."""
+        """Number of tokens that a rank holds, by default this one."""
         return int(self.sharding.counts[self._rank(rank)])
 
     @cached_property
@@ -288,7 +288,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """What two plans have in common only if they send the same rows and call the same variants."""
+        """Hash that two plans share only if they send the same rows and call the same variants."""
         digest = hashlib.sha256()
         digest.update(repr((self.seqlen, self.ranks, self.tile, self.cu_seqlens)).encode())
         digest.update(self.sharding.owner.astype("<i8").tobytes())
@@ -322,7 +322,7 @@ class Plan:
         return result if options["return_lse"] else (result, None)
 
     def rank_attention(self, layer: Layer) -> RankAttention | HeadParallelAttention:
-        """What this rank computes and exchanges in a call."""
+        """Calls and exchanges of this rank for a layer."""
         if "rank_attention" not in layer.kept:
             rank = self._in_group()
             exchanges = bool(layer.sent.received.any())
@@ -430,7 +430,7 @@ class Plan:
         return self._routes_of_all[rank]
 
     def _cutter(self, rank: int, route: Route, device: torch.device, keys: Tensor | None = None) -> Cutter:
-        """What cuts tensors to the rows of a rank, and to the keys that a route brings."""
+        """Cutter of tensors to the rows of a rank, and to the keys that a route brings."""
         keys = torch.empty(0, dtype=torch.int64) if keys is None else keys
         return Cutter(
             self.seqlen, self.rows(rank, device=device), keys.to(device),
@@ -542,7 +542,8 @@ class Plan:
     def _signature(
         self, layer: Layer, tensors: Sequence[Tensor], axis: int, values: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """What has to be the same on all ranks: shapes without the tokens, and which tensors hold those of a rank."""
+        """Properties that must agree on all ranks: shapes without the tokens, and which tensors hold those of a
+        rank."""
         shapes = [(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in tensors]
         own: list[Any] = []
         for name, value in sorted(values.items()):
@@ -602,7 +603,7 @@ class Plan:
 
 
 def _form(value: Any) -> Any:
-    """What checks look at: shape, dtype and device of a tensor, and whether it is the same value otherwise."""
+    """Properties that checks compare: shape, dtype and device of a tensor; of anything else the value itself."""
     if isinstance(value, Tensor):
         return id(value) if value.dim() == 0 else None, value.shape, value.dtype, value.device
     return type(value), value

@@ -39,7 +39,7 @@ Values = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class RankAttention:
-    """What one rank computes, in two stages, and what it exchanges.
+    """Calls of one rank, in two stages, and its exchanges.
 
     ``local``: the rows that see only the rank's own keys, of which the call gets ``local_keys[1]`` from number
     ``local_keys[0]`` on. ``remote``: the other rows, which see the keys of ``assembly``, own and received ones. Either

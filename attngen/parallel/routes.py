@@ -18,7 +18,7 @@ _HOLES = 0.875
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """Which tiles of keys each rank gets, and how they lie there."""
+    """Tiles of keys that each rank gets, and their places there."""
 
     sharding: Sharding
     runs: RankTiles
@@ -42,7 +42,8 @@ class Needs:
         return self.runs.table
 
     def place(self, rank: int) -> tuple[np.ndarray, int, int]:
-        """Where each tile of keys begins on a rank (−1: it is not there), the first key's position, and the rows."""
+        """Offset of each tile of keys on a rank (−1: it is not there), the first key's position, and the number of
+        rows."""
         sharding, need = self.sharding, self.tiles[rank]
         held = np.flatnonzero(need)
         places: np.ndarray = np.full(len(need), -1, dtype=np.int64)
@@ -58,7 +59,7 @@ class Needs:
         return places, begin, end - begin
 
     def route(self, rank: int) -> Route:
-        """What ``rank`` sends and receives."""
+        """Rows that ``rank`` sends and receives."""
         sharding, owner = self.sharding, self.sharding.owner
         places, begin, rows = self.place(rank)
         mine = owner == rank
@@ -99,8 +100,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class Route:
-    """What one rank sends and receives: local rows in the order of the ranks that get them, and where those that arrive
-    go, in the order of the ranks that they come from. Rows that stay here are in both."""
+    """Rows that one rank sends and receives: local rows in the order of the ranks that get them, and the places of
+    those that arrive, in the order of the ranks that they come from. Rows that stay here are in both."""
 
     rank: int
     held: int  # rows of this rank
@@ -132,7 +133,7 @@ class Route:
         return self._takes[device]
 
     def on(self, device: torch.device) -> tuple[Take, Put]:
-        """How to take what is sent, and how to put what arrives, with indices on ``device``."""
+        """Gather of the rows to send and scatter of those that arrive, with indices on ``device``."""
         if device not in self._on:
             self._on[device] = Take.of(self.send, device), Put(Take.of(self.receive, device), self.rows, self.dense)
         return self._on[device]

@@ -10,8 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which rows of a sequence each rank holds: tiles of ``tile`` rows, the last one ragged, or of at most as many rows
-    where ``begins`` says which row is the first of each."""
+    """Rows of a sequence by rank: tiles of ``tile`` rows, the last one ragged, or of at most as many rows where
+    ``begins`` says which row is the first of each."""
 
     owner: np.ndarray
     ranks: int
@@ -37,7 +37,7 @@ class Sharding:
         return np.searchsorted(self.begins, rows, side="right") - 1
 
     def local(self, rows: np.ndarray) -> np.ndarray:
-        """Where each row lies on the rank that holds it."""
+        """Local index of each row on the rank that holds it."""
         tiles = self.tiles_of(rows)
         places: np.ndarray = self.offsets[tiles] + rows - self.bounds[tiles]
         return places
@@ -49,7 +49,7 @@ class Sharding:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each tile begins on the rank that holds it."""
+        """Offset of each tile on the rank that holds it."""
         starts: np.ndarray = np.empty(len(self.owner), dtype=np.int64)
         for rank in range(self.ranks):
             own = np.flatnonzero(self.owner == rank)

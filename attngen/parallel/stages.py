@@ -27,7 +27,7 @@ from attngen.runtime.launch.prepared_backward import NOWHERE, Places
 
 
 class Options(NamedTuple):
-    """What a call says beside its tensors."""
+    """Options of a call: all that it says beside its tensors."""
 
     softmax_scale: float | None = None
     backend: str | None = None
@@ -285,7 +285,8 @@ class Stage:
         return x if self.lengths is None else x.flatten(0, 1)
 
     def _place(self, x: Tensor | None) -> Tensor | None:
-        """Where a kernel stores a gradient, if it can: rows of several packed sequences have to lie together."""
+        """Storage for a gradient, where a kernel can write it in place: rows of several packed sequences have to lie
+        together."""
         if x is None:
             return None
         packed = self._packed(x)

@@ -26,7 +26,8 @@ _HEAD_START = 20_000
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank sends and gets. Rows lie in two tensors: its own, and those that arrive, in the order of ranks.
+    """Rows that one rank sends and gets. They lie in two tensors: its own, and those that arrive, in the order of
+    ranks.
 
     ``places`` says where each tile begins in both together, its own rows first, and is −1 for one that is in neither.
     Where all ranks get all rows, own rows arrive too, and those that are received count.

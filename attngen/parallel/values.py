@@ -33,7 +33,8 @@ def read_by_mask(variant: Variant) -> tuple[str, ...]:
 def values_of_mask(
     variant: Variant, seqlen: int, batch: int, heads: tuple[int, int], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What the mask of a dense variant reads, with defaults, tensors on the CPU; checked. Raises CallError."""
+    """Arguments that the mask of a dense variant reads, with defaults, tensors on the CPU; checked. Raises
+    CallError."""
     read = read_by_mask(variant)
     defaults = {s.name: s.default for s in variant.arguments if s.default is not None}
     known = {name: values.get(name, defaults.get(name)) for name in read}

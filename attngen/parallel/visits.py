@@ -1,4 +1,4 @@
-"""Which tiles of keys each tile of queries visits, for one call: by the bands of its mask, evaluated for all tiles at
+"""Tiles of keys that each tile of queries visits in one call: by the bands of its mask, evaluated for all tiles at
 once; what bands do not bound is classified tile by tile, with the least and greatest values of what it reads."""
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Visits:
         return ends
 
     def needs(self, owner: np.ndarray, ranks: int) -> RankTiles:
-        """Which tiles of keys each rank visits, if ``owner`` says whose each tile is."""
+        """Tiles of keys that each rank visits, if ``owner`` gives the rank of each tile."""
         if "needs" not in self._kept or self._kept["needs"][0] is not owner:
             self._kept["needs"] = owner, RankTiles.of(self, owner, ranks)
         return self._kept["needs"][1]
@@ -87,7 +87,7 @@ class Visits:
         return Visits(row, lo, hi, np.bincount(row, weights=hi - lo, minlength=len(self.tiles)))
 
     def received(self, owner: np.ndarray, ranks: int) -> np.ndarray:
-        """How many tiles of keys each rank visits and does not hold."""
+        """Number of tiles of keys that each rank visits and does not hold."""
         needs = self.needs(owner, ranks)
         return needs.counts - np.bincount(owner, weights=needs.visited_by(owner), minlength=ranks)
 
@@ -132,7 +132,7 @@ class RankTiles:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """How many tiles each rank has."""
+        """Number of tiles of each rank."""
         counts = np.bincount(self.begin // self.tiles, weights=self.end - self.begin, minlength=self.ranks)
         return counts.astype(np.int64)
 
@@ -159,7 +159,7 @@ class RankTiles:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """Which tiles each rank has: bools (ranks, tiles)."""
+        """Table of the tiles of each rank: bools (ranks, tiles)."""
         places = np.concatenate([[0], np.stack([self.begin, self.end], axis=1).ravel(), [self.ranks * self.tiles]])
         here: np.ndarray = np.zeros(len(places) - 1, dtype=bool)
         here[1::2] = True
@@ -177,7 +177,7 @@ class RankTiles:
 def visits(
     variant: Variant, seqlen: int, tile: int, values: Mapping[str, Any], batch: int, heads: int, kv_heads: int
 ) -> Visits:
-    """Which tiles of ``tile`` keys each tile of ``tile`` queries visits in a dense call of ``seqlen`` tokens.
+    """Find the tiles of ``tile`` keys that each tile of ``tile`` queries visits in a dense call of ``seqlen`` tokens.
 
     ``values`` holds all that the mask reads, tensors on the CPU. What is visited is never less than what is visible.
     """

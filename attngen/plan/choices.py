@@ -67,7 +67,7 @@ def check_sizes(spec: KernelSpec, sizes: Sequence[tuple[str, int | None, Sequenc
 
 
 def iteration_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) -> str:
-    """How a kernel iterates over keys: ranges from bands, classification in the kernel, or a tile map.
+    """Choose the KV iteration of a kernel: ranges from bands, classification in the kernel, or a tile map.
 
     ``by_bits``: the kernel can read the mask of a partial tile as bits of a tile map. If the keys of a dense sequence
     form no ranges, that is faster than evaluating the mask, and a map of positions and scalars alone is made only once.

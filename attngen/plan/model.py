@@ -218,7 +218,7 @@ class Plan(KernelFields):
 
     @property
     def dot_precision(self) -> str | None:
-        """How ``tl.dot`` multiplies elements that tensor cores do not take, which are float32; None for others."""
+        """Precision of ``tl.dot`` for elements that tensor cores do not take, which are float32; None for others."""
         return None if self.operands.q.mma else dot_precision(self.arch, fast_math=self.fast_math)
 
     @property

@@ -78,7 +78,7 @@ def operands_of(spec: KernelSpec) -> Operands:
 
 
 def dot_precision(arch: Arch, *, fast_math: bool) -> str:
-    """How ``tl.dot`` multiplies float32, by Triton's names.
+    """Precision of ``tl.dot`` for float32, by Triton's names.
 
     "ieee": FMAs. Else on tensor cores: each operand is the sum of parts, all pairs of which are multiplied but those
     whose products are below the rounding of float32: three products of two parts in TF32 ("tf32x3"), or six of three

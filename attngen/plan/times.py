@@ -1,4 +1,4 @@
-"""How long a Hopper forward takes for a launch, a tile of work and a step, as measured; the runtime predicts calls from
+"""Measured times of Hopper forward kernels for a launch, a tile of work and a step; the runtime predicts calls from
 these (``runtime.prediction``) and takes the kernel that should be done first.
 
 ``attngen bench SPEC --oracle`` times the kernels of a spec on calls of many shapes, and fits such rows to the times.

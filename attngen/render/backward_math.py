@@ -22,7 +22,7 @@ _ELEMENT = _Q | _KV
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a kernel lays a tile out, and what it goes along: keys by rows and queries by columns, or the other way.
+    """Layout of a kernel's tile, and the axis of its loop: keys by rows and queries by columns, or the other way.
 
     ``row`` and ``key`` turn the name of a vector into one of a tile.
     """

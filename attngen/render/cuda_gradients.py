@@ -93,7 +93,7 @@ class QueryValues:
 
 @dataclass(frozen=True, slots=True)
 class Probabilities:
-    """How products become probabilities: the steps of partial and of full tiles, and what ``exp2`` is taken of.
+    """Conversion of products to probabilities: the steps of partial and of full tiles, and the argument of ``exp2``.
 
     dK and dQ are multiplied by ``factor`` at the end: what all pairs share of the derivative of the logit by the
     product. ``weighted`` is the probability times the rest of it, which elements call ``derivative``; None without.

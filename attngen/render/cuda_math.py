@@ -86,7 +86,7 @@ _COUNTED_FROM = own("counted_from", Type.FLOAT)
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What happens to the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
+    """Statements for the elements ``x`` of a tile: lines for the tile, for each row, each key, and each element.
 
     ``row_values`` are the values of a row that its elements use, each with its type. No lines for elements: nothing
     happens to them. ``cases`` are simpler lines for elements, each with the condition on a lane's two rows under which
@@ -111,8 +111,8 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """How products become logits: lines once for a tile of work, the steps of partial and of full tiles, the factor
-    that leads to units of log2, and whether the key alone may decide that an element's product does not count.
+    """Conversion of products to logits: lines once for a tile of work, the steps of partial and of full tiles, the
+    factor that leads to units of log2, and whether the key alone may decide that an element's product does not count.
 
     ``visible``: the steps that evaluate the mask of a partial tile into bits, where it is applied by these; else None.
     """

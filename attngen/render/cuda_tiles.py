@@ -1,4 +1,4 @@
-"""Which tiles a box of rows sees, as CUDA lines: ranges of tiles, and the words of a tile map."""
+"""Tiles that a box of rows sees, as CUDA lines: ranges of tiles, and the words of a tile map."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ Ends = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Which tiles a box of rows sees: the lines that find it out, and the ends of ranges by the names of their
-    fields."""
+    """Tiles that a box of rows sees: the lines that find them, and the ends of ranges by the names of their fields."""
 
     lines: tuple[Statement, ...]
     visible: tuple[Ends, ...]

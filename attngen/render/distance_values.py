@@ -1,4 +1,5 @@
-"""What a score computes from the distance of a pair alone, q - kv: once for each diagonal of a tile, by its loader."""
+"""Values of a score that depend on the distance of a pair alone, q - kv: once for each diagonal of a tile, by its
+loader."""
 
 from __future__ import annotations
 

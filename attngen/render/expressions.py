@@ -1,4 +1,4 @@
-"""What the templates of all languages share of the user's mathematics: bindings, tensors, and ends of tile ranges."""
+"""User mathematics in the templates of all languages: bindings, tensors, and ends of tile ranges."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OWN_QUERIES = replace(QUERIES, start="own_start", keys="kOwnKeys")
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """How the templates of a target call what is the same in all, and how it makes an int32 of an int64."""
+    """Names in a target language for what all targets share, and its conversion of an int64 to an int32."""
 
     target: Target
     tile_m: str

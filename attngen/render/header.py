@@ -1,4 +1,4 @@
-"""What the head of every rendered source says: what it computes, from what, and its arguments."""
+"""Header of rendered sources: what the kernel computes, from what, and its arguments."""
 
 from __future__ import annotations
 

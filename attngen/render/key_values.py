@@ -1,5 +1,5 @@
-"""What mask and score load or compute for keys, and load for rows, when that is done once: values of keys come with a
-tile of K, by its loader, and those of rows stay for a tile of work."""
+"""Values of mask and score that are loaded or computed once for a key or a row: values of keys come with a tile of K,
+by its loader, and those of rows stay for a tile of work."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class RegisterSum:
 
 @dataclass(frozen=True, slots=True)
 class SumsView:
-    """What consumers add up: ``tile`` and ``element`` are the statements of a step and of a pair; ``by_head``: the sums
-    of each head are added to gradients before the next head. dS is dlogit times ``ds_factor``, which ``ds_lines``
+    """Sums of consumers: ``tile`` and ``element`` are the statements of a step and of a pair; ``by_head``: the sums of
+    each head are added to gradients before the next head. dS is dlogit times ``ds_factor``, which ``ds_lines``
     compute."""
 
     sums: tuple[RegisterSum, ...]
@@ -84,7 +84,7 @@ class SumsView:
 
 @dataclass(frozen=True, slots=True)
 class TileSum:
-    """What a warp does with a tile of dS for one element that the score reads.
+    """Reduction of a tile of dS by one warp, for one element that the score reads.
 
     ``entry`` is that of a query of the tile, of a diagonal, or of the first pair of a bias. ``stored`` is the argument
     that says whether tiles are stored, not added, ``cleared`` the one that says whether a warp also clears the others;

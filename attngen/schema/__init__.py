@@ -1,4 +1,4 @@
-"""What a spec, the YAML that names the kernels to build, may say: loading, checks, presets, expansion into kernels."""
+"""Specs, the YAML files that name the kernels to build: loading, checks, presets, expansion into kernels."""
 
 from attngen.schema.expand import KernelSpec, appends, expand, quantizers, selectors, spec_hash, wideners
 from attngen.schema.export import json_schema

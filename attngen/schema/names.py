@@ -1,4 +1,4 @@
-"""Which names a spec may give to things, and why a name is refused.
+"""Names that a spec may give to things, and reasons why a name is refused.
 
 Names become file names and keyword arguments, so they are plain ASCII identifiers that no part of a call already uses.
 In kernels they have a namespace of their own (``plan/symbols.py``).

@@ -1,4 +1,4 @@
-"""How messages quote what a spec says."""
+"""Quotations of a spec in messages."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "readin
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What the loader stores beside a tile of Q, so that consumers do not load or compute it for each pair."""
+    """Values that the loader stores beside a tile of Q, so that consumers do not load or compute them for each pair."""
 
     bias_bytes: int  # of tiles of biases, for each pair
     by_distance: int  # values of each distance of a query from a key

@@ -29,7 +29,7 @@ GATHERED = "each thread of the loaders, when its copies have landed"
 
 
 def values_of_latents() -> Signal:
-    """What says that columns of a tile are converted, and what is copied beside them is there."""
+    """Signal that columns of a tile are converted, and that what is copied beside them is there."""
     stored = "each thread of the loaders, when it has stored what it has converted, and when its copies have landed"
     return Signal(2 * 32 * WARPGROUP, stored, "rows of a tile are there")
 

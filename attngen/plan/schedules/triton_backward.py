@@ -352,7 +352,7 @@ def _gradient(planned: Plan, kind: _Kind, tile: Tile, iteration: str) -> list[La
 
 
 def _spills(planned: Plan) -> Spills:
-    """What a thread may spill."""
+    """Bytes that a thread may spill."""
     if planned.main == _DK.name:
         return WIDE_BACKWARD_SPILLS
     return SPLIT_SPILLS if planned.dot_precision == "bf16x6" else SPILLS

@@ -1,1 +1,1 @@
-"""What fills the templates of each schedule: one module for each, under its name."""
+"""Views that fill the templates of each schedule: one module for each, under its name."""

@@ -54,7 +54,7 @@ def _view(plan: Plan, template: str, summary: str, written: Collection[str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class TilesLaunch:
-    """What the template of tiles names of one launch."""
+    """Names of one launch in the template of tiles."""
 
     symbol: str
     argument_lines: tuple[str, ...]

@@ -112,7 +112,7 @@ def mma_view(plan: Plan, template: str) -> MmaView:
 
 
 def _region_text(name: str, values: KeyValues | None) -> str:
-    """What lies in a region of shared memory."""
+    """Description of a region of shared memory, by what lies in it."""
     return _REGION_TEXTS[name].format(who=values.who if values else None)
 
 

@@ -36,7 +36,7 @@ class OutputBlock:
 
 @dataclass(frozen=True, slots=True)
 class BackwardStep:
-    """What one tile takes: loads, products, and between them the lines of score and mask.
+    """Code of one tile: loads, products, and between them the lines of score and mask.
 
     ``condition`` tells whether a tile needs the mask; None where each does.
     """

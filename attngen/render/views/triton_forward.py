@@ -26,7 +26,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ForwardStep:
-    """What one KV tile takes: loads, products, the lines of score and mask, and the logit that results.
+    """Code of one KV tile: loads, products, the lines of score and mask, and the logit that results.
 
     ``condition`` tells whether a tile needs the mask; None where each does.
     """

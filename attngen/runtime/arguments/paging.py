@@ -26,7 +26,7 @@ from attngen.runtime.arguments.shapes import (
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How a paged call finds queries and keys, as the caller passed it; ``cu_seqlens_q`` is None for queries of equal
+    """Queries and keys of a paged call, as the caller passed them; ``cu_seqlens_q`` is None for queries of equal
     lengths. ``out``: where the result goes, None for a new tensor."""
 
     page_table: Any

@@ -230,7 +230,8 @@ def _note_seen(lookup: Any, given: Given, prepared: PreparedCall | RaggedCalls) 
 
 
 def recognized(given: Given) -> PreparedCall | None:
-    """What runs a call that is recognized by its tensors, and has no other sizes than when it was prepared; or None."""
+    """The prepared call of a call that is recognized by its tensors, and has no other sizes than when it was prepared;
+    or None."""
     lookup = _seen_key(given)
     alike: Any = None if lookup is None else _SEEN[lookup[0]]
     if lookup is None or not alike or not isinstance(alike[1], PreparedCall):
@@ -247,7 +248,8 @@ def _known(cache: RecentCache[Any], key: tuple[Any, ...]) -> Any:
 
 
 def _of_kind(call: Call, addresses: Sequence[int], given: Given, prepared: Any) -> RaggedCalls | bool:
-    """What serves all calls of the kind of a prepared one; False if sizes decide more than the numbers of a launch."""
+    """Prepared calls for all calls of the kind of a prepared one; False if sizes decide more than the numbers of a
+    launch."""
     if isinstance(prepared, ExpandedCall) or not has_kinds(call.variant):
         return False
     request, driver = _request(call, addresses, given), drivers.current()

@@ -1,4 +1,4 @@
-"""What a call would run and why, as a value that prints well."""
+"""Explanation of a call: the kernel that would run and why, as a value that prints well."""
 
 from __future__ import annotations
 

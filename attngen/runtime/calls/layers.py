@@ -230,7 +230,7 @@ _ROWS = (0,), ()
 
 
 def _launches(alike: _Alike, parts: Sequence[Repeatable | None], q: Tensor, out: Tensor) -> _Launches | None:
-    """What repeats the launches of a call on q and out, or None."""
+    """Launches that repeat those of a call on q and out, or None."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not known or (q.data_ptr() | out.data_ptr()) % CHUNK_BYTES:
         return None
@@ -246,7 +246,7 @@ class _Writes:
     __slots__ = ("_addresses", "_check", "_prepared", "_resized", "_rows")
 
     def __init__(self, call: Append, prepared: Any, addresses: list[int], resized: Any) -> None:
-        """What ``APPEND.repeatable`` says of a call. Raises TypeError where tensors cannot be recognized."""
+        """Store the result of ``APPEND.repeatable``. Raises TypeError where tensors cannot be recognized."""
         self._prepared, self._addresses, self._resized = prepared, addresses, resized
         self._rows = call.slots.shape[0]
         self._check = check_of((call.k, call.v, call.slots), (_ROWS, _ROWS, NONE_FREE))
@@ -272,7 +272,7 @@ _NEW_K, _NEW_V, _SLOTS = map(FIELDS.tensors.index, ("k", "v", "slots"))
 
 
 def _writes(call: Append) -> _Writes | bool:
-    """What repeats a call that was made just now; True if another one may be repeated, False if none can."""
+    """Launches that repeat a call that was made just now; True if another one may be repeated, False if none can."""
     ready = APPEND.repeatable(call)
     if ready is None:
         return False

@@ -162,7 +162,7 @@ def _leave_out(given: Given) -> bool:
 
 
 def _kind(given: Given) -> tuple[Any, ...]:
-    """What decides whether kernels can leave out sequences."""
+    """Key of the properties that decide whether kernels can leave out sequences."""
     q, k, variant = given.q, given.k, given.variant
     named = variant if isinstance(variant, str) else id(variant)
     return named, given.package, registry.generation, q.dtype, k.dtype, q.shape[-1], given.v.shape[-1], q.get_device()

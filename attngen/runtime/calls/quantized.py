@@ -105,13 +105,13 @@ def _check(form: str, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> None:
 
 
 def _used(seqused_k: Tensor, tokens: int, layout: str) -> Tensor:
-    """Which keys count, so that it can be used beside k and v."""
+    """Boolean mask of the keys that count, which broadcasts to k and v."""
     counts = torch.arange(tokens, device=seqused_k.device)[None] < seqused_k[:, None]
     return counts[:, :, None, None] if layout == "bshd" else counts[:, None, :, None]
 
 
 def _taken(q: Tensor, mean: Tensor, softmax_scale: float | None, layout: str) -> Tensor:
-    """What each row's logits lost with the mean of the keys: (batch, heads, seqlen_q)."""
+    """Part of each row's logits that was removed with the mean of the keys: (batch, heads, seqlen_q)."""
     rows = q.transpose(1, 2) if layout == "bshd" else q
     groups = rows.float().unflatten(1, (mean.shape[1], -1))
     scale = rows.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

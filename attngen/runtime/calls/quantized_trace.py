@@ -1,4 +1,4 @@
-"""What a trace of a call that quantizes its tensors needs to know of its variant, as a constant of the program."""
+"""Facts about its variant that a trace of a quantizing call needs, as a constant of the program."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Sharded:
 
 
 class _Placing:
-    """How the arguments and results of one call may lie."""
+    """Allowed placements of the arguments and results of one call."""
 
     def __init__(self, sharded: Sharded, shapes: _Shapes, layout: str) -> None:
         self._sharded, self._shapes = sharded, shapes
@@ -212,7 +212,7 @@ class _Placing:
                 )
 
     def _reason(self, name: str, axis: str, placement: Any, spec: Any) -> str | None:
-        """Why q, k or v cannot be sharded so, or None."""
+        """Reason why q, k or v cannot be sharded so, or None."""
         from torch.distributed.tensor import Shard
 
         if type(placement) is not Shard:

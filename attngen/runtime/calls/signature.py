@@ -1,4 +1,4 @@
-"""How the operators of ``torch.library`` take a call: which parameters, in which order, and the call that they make."""
+"""Signatures of the operators of ``torch.library``: their parameters, in order, and the call that they make."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _AFTER = {form: _fields(parts) for form, parts in TRAILING.items()}
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """How an operator takes a variant's own arguments: names and defaults in order of the schema."""
+    """Variant arguments of an operator: names and defaults in order of the schema."""
 
     tensors: tuple[str, ...]
     scalars: tuple[str, ...]

@@ -70,7 +70,7 @@ Launch = tuple[Any, int, int, int, int, int]
 
 
 class Driver(Protocol):
-    """What loading and launching ask of CUDA. Devices are torch's indices; handles are opaque."""
+    """CUDA driver calls of loading and launching. Devices are torch's indices; handles are opaque."""
 
     def version(self) -> int:
         """CUDA version of the driver: 1000 * major + 10 * minor."""
@@ -110,7 +110,7 @@ class Driver(Protocol):
         """
 
     def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
-        """How many clusters of ``size`` blocks of a loaded kernel run at once: a few blocks less than there are
+        """Number of clusters of ``size`` blocks of a loaded kernel that run at once: a few blocks less than there are
         multiprocessors, since a cluster lies in one part of the chip; 0 where none fits."""
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
@@ -143,7 +143,7 @@ class Driver(Protocol):
 
 
 class _Thread(threading.local):
-    """What a thread has: whether the driver has set a context for it; and attributes of its launches through
+    """State of a thread: whether the driver has set a context for it; and attributes of its launches through
     cuLaunchKernelEx, by all but the number of blocks, which a server's calls change each time."""
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Which of the last tiles of keys of a backward are cut into parts, so that all blocks end at about the same time.
+"""Choice of the last tiles of keys of a backward that are cut into parts, so that all blocks end at about the same
+time.
 
 A block takes one tile of keys after the other and goes through the queries that see it. Where tiles are few, or the
 last of them begin late, most blocks wait for a few. So the last tiles, in the order in which blocks take them, may be
@@ -57,7 +58,7 @@ _ALIKE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How many of the last tiles are cut, and into how many parts."""
+    """Number of the last tiles that are cut, and of the parts of each."""
 
     tiles: int = 0
     parts: int = 1
@@ -149,8 +150,8 @@ def best_cut_of_each(each: tuple[tuple[int, ...], ...], group: int, kv_heads: in
 
 
 def _best_of_last(times: Sequence[float], places: Sequence[int], count: int, blocks: int) -> Cut:
-    """Which of the last tiles to cut: tiles take these ``times``, in the order in which blocks take them, and have
-    these ``places`` among all ``count``."""
+    """Choose which of the last tiles to cut: tiles take these ``times``, in the order in which blocks take them, and
+    have these ``places`` among all ``count``."""
     real = len(times)
     sizes = {real, real % blocks, real % blocks + blocks, blocks // 2, blocks, 3 * blocks // 2}
     free = [0.0] * blocks  # when each block is done with what it has taken

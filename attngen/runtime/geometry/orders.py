@@ -29,8 +29,8 @@ _GAIN = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """How many of the longest tiles of each unit come first, and how many of the shortest follow, from the shortest
-    on."""
+    """Order of the tiles of a unit: so many of the longest come first, and so many of the shortest follow, from the
+    shortest on."""
 
     long: int = 0
     short: int = 0

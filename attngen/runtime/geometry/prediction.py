@@ -1,4 +1,4 @@
-"""How long a call should take on a kernel: its tiles of work, in the order in which blocks take them, times measured
+"""Predicted time of a call on a kernel: its tiles of work, in the order in which blocks take them, times measured
 constants.
 
 A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
@@ -65,8 +65,8 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What predictions ask of a GPU: how many blocks run at once, one per multiprocessor, its name, and the bytes that
-    its memory could move in a nanosecond."""
+    """Properties of a GPU for predictions: how many blocks run at once, one per multiprocessor, its name, and the bytes
+    that its memory could move in a nanosecond."""
 
     blocks: int
     name: str = ""

@@ -36,7 +36,7 @@ _FIXED_ROW_WARPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much of a split-KV launch, or of one that cuts tiles, a device runs at once: blocks, or clusters of blocks
+    """Capacity of a device for a split-KV launch, or for one that cuts tiles: blocks at once, or clusters of blocks
     that work together. Where blocks share the keys of a tile of queries: how many do so in a call."""
 
     blocks: int = 1

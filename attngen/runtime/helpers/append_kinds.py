@@ -125,7 +125,7 @@ def kind_of(call: Append) -> Kind | None:
 
 
 class AppendCalls:
-    """What is prepared for all calls of a kind."""
+    """Prepared launches for all append calls of a kind."""
 
     __slots__ = ("_axis", "_kept", "_of_token", "_one", "_packed", "_page_rows", "_seqlen", "prepared")
 

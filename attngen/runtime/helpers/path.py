@@ -42,14 +42,14 @@ class Kind(NamedTuple):
 
 
 class Resizable(Protocol):
-    """What is prepared for all calls of a kind."""
+    """Prepared launches for all calls of a kind."""
 
     @property
     def prepared(self) -> Any:
-        """What runs them; it also takes what ``ready`` returns."""
+        """Launcher of the calls; it also takes the result of ``ready``."""
 
     def ready(self, call: Any) -> Any:
-        """What follows from the sizes of a call of the kind; None where something about them needs a look."""
+        """Values that follow from the sizes of a call of the kind; None where something about them needs a look."""
 
 
 class Helper(ABC, Generic[Record, Sizes]):
@@ -95,7 +95,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
     def of_kind(self, call: Record, prepared: Prepared) -> Resizable:
-        """What serves all calls of the kind of one that is prepared."""
+        """Prepared launches for all calls of the kind of one that is prepared."""
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
     def seen_key(self, call: Record) -> tuple[Any, ...] | None:
@@ -103,8 +103,8 @@ class Helper(ABC, Generic[Record, Sizes]):
         return None
 
     def repeatable(self, call: Record) -> tuple[Any, list[int], Any] | None:
-        """What ran a call that was made just now, its addresses and its sizes, to run it again with other addresses;
-        None for a call that is of no kind."""
+        """Launcher, addresses and sizes of a call that was made just now, to run it again with other addresses; None
+        for a call that is of no kind."""
         kind = self.kind_of(call)
         calls = None if kind is None else _kept(self._kinds, kind.key)
         if kind is None or calls is None:

@@ -116,8 +116,8 @@ def _grid(entry: Entry, units: tuple[int, int, int], *, rounds: int, threads: in
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """How threads share rows: so many lanes a row, each with vectors of one row or of two; so many bits count the
-    lanes of a transform, and the vectors of one that a thread has."""
+    """Distribution of rows over threads: so many lanes a row, each with vectors of one row or of two; so many bits
+    count the lanes of a transform, and the vectors of one that a thread has."""
 
     rows: int
     lanes: int

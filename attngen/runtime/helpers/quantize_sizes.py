@@ -63,7 +63,7 @@ class PreparedQuantize(HelperLaunches):
 
 
 def granularities(call: Quantize) -> tuple[int, int]:
-    """What a scale of q and k is of, and what one of v."""
+    """Granularity of the scales of q and k, and of v."""
     if call.granularity == "token":
         return TOKEN, HEAD
     of_all = {"tensor": TENSOR, "head": HEAD}.get(call.granularity, BLOCK)

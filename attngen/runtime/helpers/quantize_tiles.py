@@ -54,7 +54,7 @@ SET_OF_TURN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """How a call is cut: by the index of Q and of K and V, tiles that lie side by side and tiles of a sequence."""
+    """Tiles of a call: by the index of Q and of K and V, tiles that lie side by side and tiles of a sequence."""
 
     kernel: Kernel
     sizes: Sizes
@@ -156,7 +156,7 @@ def of_sample(
 
 
 def _operands(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> Operands:
-    """What launches of a call have in common."""
+    """Operands that the launches of a call have in common."""
     numbers = {**sizes_of(call, sizes), "heads": sizes.heads, "kv_heads": sizes.kv_heads}
     device = call.q.device.index or 0
     maps = {

@@ -53,7 +53,7 @@ class Entry:
 
     @cached_property
     def packer(self) -> Packer:
-        """What packs the numbers of the parameter block."""
+        """Packer of the numbers of the parameter block."""
         return Packer(self.layout)
 
     def launch_on(self, driver: Driver, device: int, blocks: int, cluster: int = 1) -> tuple[Any, int, int, int, int]:

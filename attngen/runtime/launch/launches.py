@@ -83,8 +83,8 @@ class Division:
 
 
 class Sized:
-    """What follows from the sizes of a call: the shapes of its results, the memory that its launches share, and their
-    grids and numbers."""
+    """Values that follow from the sizes of a call: the shapes of its results, the memory that its launches share, and
+    their grids and numbers."""
 
     __slots__ = (
         "functions", "launches", "lse_shape", "lse_strides", "numbers", "out_shape", "rows", "split_counters", "words",
@@ -165,7 +165,7 @@ class _PackedKernel:
         self.function(geometry, driver, device)
 
     def function(self, geometry: Geometry, driver: Driver, device: int) -> tuple[Any, int, int, int, int]:
-        """What the driver takes of a launch before the parameters."""
+        """Driver arguments of a launch, up to its parameters."""
         return self._entry.launch_on(driver, device, geometry.blocks(driver, device), geometry.cluster)
 
     def numbers(self, geometry: Geometry) -> bytes:
@@ -174,7 +174,7 @@ class _PackedKernel:
         return self._pack([geometry.number(parameter) for parameter in self._pack.numbers])
 
     def packer_of(self, names: Collection[str]) -> Callable[[Mapping[str, int]], bytes] | None:
-        """What makes ``numbers`` of sizes of these names; None if others are needed."""
+        """Packer of ``numbers`` from sizes of these names; None if others are needed."""
         pack = self._pack
         wanted = [f"{'' if one.kind == 'size' else f'{one.kind} of '}{one.of or one.name}" for one in pack.numbers]
         if len(wanted) < 2 or not set(names).issuperset(wanted):
@@ -562,7 +562,7 @@ def _descriptor(
 
 
 def places_of(elements: Mapping[str, int]) -> tuple[Sequence[int], int]:
-    """Where workspaces of so many ``elements`` begin, in bytes from the start of all, and the words of all."""
+    """Offsets of workspaces of so many ``elements``, in bytes from the start of all, and the words of all."""
     offsets, words = laid_out(elements)
     return [4 * offset for offset in offsets.values()], words
 

@@ -84,7 +84,7 @@ class PreparedCall:
         self._first = launch.first
 
     def resize(self, call: Call) -> Sized:
-        """What follows from the sizes of another call of the kind, which has something to compute and no tile map."""
+        """Size-dependent values of another call of the kind, which has something to compute and no tile map."""
         assert self._launch is not None
         return self._launch.resize(call)
 

@@ -422,7 +422,8 @@ class _KeptMaps:
         self.changes = 0  # of the maps that are kept
 
     def last(self, words: Tensor, stream: int, numbers: list[Number], decide: Sequence[Tensor]) -> _Last | None:
-        """What a call needs to know the map that was used last, if that is ``words`` and complete; else None."""
+        """Record by which a later call knows the map that was used last, if that is ``words`` and complete; else
+        None."""
         for key in reversed(self._entries):
             entry = self._entries.get(key)
             if entry is not None and entry.words is words and entry.complete:

@@ -1,4 +1,4 @@
-"""Which kernel takes a call: each candidate either accepts it or names the one reason against."""
+"""Selection of the kernel that takes a call: each candidate either accepts it or names the one reason against."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What selection looks at: the call, where it runs, and what is known of its addresses and scalars.
+    """Input of selection: the call, where it runs, and what is known of its addresses and scalars.
 
     ``addresses`` maps q, k, v and ``tensor:<name>`` to addresses; ``given`` holds the scalars that the caller passed.
     """
@@ -263,7 +263,7 @@ def _against_tensors(kernel: Kernel, request: Request) -> str | None:
 
 
 def against_own_map(name: str, tensor: Tensor, address: int) -> str | None:
-    """Why no descriptor can have a variant's tensor, or None."""
+    """Reason why no descriptor can have a variant's tensor, or None."""
     if address % tensormap.ADDRESS_ALIGNMENT:
         return f"{name} does not start at a multiple of 16 B, which a TMA descriptor needs"
     if 0 in tensor.shape:
