@@ -87,7 +87,7 @@ def with_dropout(candidates: Sequence[Candidate], rate: float, rng_state: Tensor
     ]
 
 
-#: Which candidate served the last call of a kind, by what a kernel is built for. A hint: the others are still tried.
+#: Candidate that served the last call of a kind, by what a kernel is built for. A hint: the others are still tried.
 _LAST: RecentCache[int] = RecentCache(512)
 
 

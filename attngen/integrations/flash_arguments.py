@@ -19,7 +19,7 @@ from attngen.lang.ir import MAX_SEQLEN
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_attn"
 
-#: Why arguments of version 4 are refused.
+#: Reasons for refusing arguments of version 4.
 CUTE_MASKS = "functions of CuTe are not translated; attngen.variant and attngen.integrations.flex_attention take masks"
 OWN_TILES = "kernels find the tiles that they visit in the mask"
 GATHERED_KEYS = "no kernel gathers keys by index"

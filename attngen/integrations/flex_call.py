@@ -19,7 +19,7 @@ from attngen.runtime.calls import entry as calls
 from attngen.runtime.reference.eager import row_maxima
 from attngen.runtime.registry.binding import bind_call
 
-#: What a score_mod meant at its last call without a mask, and what tells whether it still does.
+#: Meaning of a score_mod at its last call without a mask, and the facts under which it still holds.
 _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 
 

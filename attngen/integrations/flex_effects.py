@@ -23,7 +23,7 @@ _CELLS = ("STORE_DEREF", "DELETE_DEREF")
 
 _ASSIGNING = frozenset(dis.opmap[name] for name in (*_GLOBALS, *_CELLS) if name in dis.opmap)
 
-#: How deep captured functions and objects are looked into, and the longest container that is compared.
+#: Depth to which captured functions and objects are inspected, and the longest container that is compared.
 _DEPTH, _LONGEST = 4, 4096
 
 

@@ -16,7 +16,7 @@ from attngen.integrations.flex_identity import state_of
 #: Elements of the largest tensor that is searched.
 _MOST = 2**24
 
-#: What stands in pinned memory until the GPU has answered.
+#: Value in pinned memory until the GPU has answered.
 _PENDING = -1
 
 

@@ -124,7 +124,7 @@ class Template:
         self._traces = traces
         #: Captured tensors, by slot, whose numbers decided what was traced, and what tells whether they changed.
         self._numbers: dict[int, tuple[ref[Tensor], tuple[int, int]]] = {}
-        #: What it means, for each set of answers to what was asked about the tensors.
+        #: Meaning of the function, for each set of answers to what was asked about the tensors.
         self._known: list[tuple[Mapping[tuple[int, str], bool], Declared, Sequence[Captured]]] = []
         self._asked: set[int] = set()
         #: Whether it may be used again.

@@ -84,7 +84,7 @@ class Trace:
     strange: bool = False
 
 
-#: What a function may ask of a tensor without reading what it holds.
+#: Attributes of a tensor that a function may read without its values.
 _ABOUT = {
     Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__, Tensor.is_cuda.__get__,
     Tensor.requires_grad.__get__, Tensor.layout.__get__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__,

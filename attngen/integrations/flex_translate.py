@@ -455,7 +455,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-#: What torch's arithmetic of bools is.
+#: Meaning of torch's arithmetic of bools.
 _OF_CONDITIONS = {"+": "or", "*": "and"}
 
 

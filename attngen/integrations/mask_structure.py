@@ -95,7 +95,7 @@ class StructuredMask(torch.Tensor):
             return func(*args, **kwargs)
 
 
-#: What needs no values: shape, dtype and the like, and what a trace notes about its inputs.
+#: Attributes that need no values: shape, dtype and the like, and a trace's notes about its inputs.
 _ABOUT_FORM = {
     getattr(torch.Tensor, name).__get__
     for name in (

@@ -25,10 +25,11 @@ from attngen.runtime.calls.dispatch import recognized
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.registry.lookup import registry
 
-#: How often the tensors of a key are noted: calls that differ in more than the key says would note theirs each time.
+#: Most times that the tensors of a key are noted: calls that differ in more than the key says would note them each
+#: time.
 _MOST_NOTED = 8
 
-#: What a launch reads of a call whose addresses are known: q, whose form the output may have, and the scale.
+#: Arguments that a launch reads of a call whose addresses are known: q, whose form the output may have, and the scale.
 _SCALE = Given._fields.index("softmax_scale")
 _EMPTY = tuple(Given._field_defaults.get(name) for name in Given._fields)
 _BETWEEN, _BEHIND = _EMPTY[1:_SCALE], _EMPTY[_SCALE + 1 :]
@@ -37,7 +38,7 @@ _BETWEEN, _BEHIND = _EMPTY[1:_SCALE], _EMPTY[_SCALE + 1 :]
 #: The tensors of a call by their places, at least one of them None; q is the first.
 Record = tuple[Tensor | None, ...]
 
-#: What makes the tensor that stands for the argument of a place, from all arguments and the constants that are held.
+#: Maker of the tensor that stands for the argument of a place, from all arguments and the constants that are held.
 Maker = tuple[int, Callable[[Any, Any], Tensor]]
 
 

@@ -19,7 +19,7 @@ from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.transformers_versions import cache_given, gathered, kept, longest, of_kind, paged_name
 from attngen.runtime.calls.append import append_kv
 
-#: What models pass that attention over pages cannot do: sinks of each query, and keys or blocks that a query selects.
+#: Arguments of models that paged attention cannot serve: sinks of each query, and keys or blocks that a query selects.
 _ELSEWHERE = ("sinks", "indices", "block_indices")
 
 

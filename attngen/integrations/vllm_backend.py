@@ -210,7 +210,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
         self._context: Tensor | None = None
         if self._dcp[0] > 1:
             self._context = torch.zeros(scheduler.max_num_seqs, dtype=torch.int32, device=device)
-        # What a captured loop of drafts reads are the tensors that vLLM updates in place; nothing follows from them.
+        # Captured loops of drafts read the tensors that vLLM updates in place; nothing follows from them.
         self.supports_draft_decode_metadata_update = self._dcp[0] == 1 and self._mask is None
 
     def build(

@@ -28,7 +28,7 @@ MAX_RATE = 1.0 - 2.0**-24
 DROPOUT_P = Scalar("dropout_p", "fp32", min=0.0, max=MAX_RATE)
 RNG_STATE = Tensor("rng_state", "int64", (2,))
 
-#: How many values a random number of 16 bits has; thresholds count in units of 1 / UNITS.
+#: Number of values of a random number of 16 bits; thresholds count in units of 1 / UNITS.
 UNITS = 2**16
 
 #: Constants of a round (Salmon et al. 2011): multipliers of the words, and increments of the key.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attngen.lang.declared import Scalar, Tensor
     from attngen.lang.variant import Variant
 
-#: Where the sequence starts in the packed tensor: ``q_global = q + q_start``, ``kv_global = kv + kv_start``.
+#: Start of the sequence in the packed tensor: ``q_global = q + q_start``, ``kv_global = kv + kv_start``.
 Q_START, KV_START = own("q_start"), own("kv_start")
 STARTS: dict[str, tuple[str, Var]] = {"q_global": ("q", Q_START), "kv_global": ("kv", KV_START)}
 

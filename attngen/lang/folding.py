@@ -32,13 +32,13 @@ Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of 
 POSITION_FIRST = own("position_first")
 _FIRST = {"q": Q_FIRST, "q_pos": Q_POS_FIRST, POSITION.name: POSITION_FIRST}
 ONE = Const(1.0, Type.FLOAT)
-#: What the names of values begin with that are computed once for a key, for a query, and for the distance of a pair.
+#: Prefixes of the names of values that are computed once for a key, for a query, and for the distance of a pair.
 _OF_KEY, _OF_QUERY, _OF_DISTANCE = "of key ", "of query ", "of distance "
 
 _ROWS = frozenset({"q", "q_pos", "q_global", POSITION.name})
 _KEYS = frozenset({"kv", "kv_global"})
 _KV = Var("kv", Type.INT)
-#: What differs from element to element of a tile.
+#: Names whose values differ from element to element of a tile.
 _VARYING = _ROWS | _KEYS | {"s", PRODUCT.name}
 
 

@@ -16,7 +16,7 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
     "abs": abs, "lt": lt, "le": le, "gt": gt, "ge": ge, "eq": eq, "ne": ne, "and": and_, "or": or_, "not": not_,
     "select": lambda condition, yes, no: yes if condition else no,
 }  # fmt: skip
-#: How many operands they have; the others have two.
+#: Number of operands; of operators that are missing here, two.
 _OPERANDS = {"neg": 1, "abs": 1, "not": 1, "select": 3}
 
 #: A scalar that only the call knows is assumed to be the number of keys over the first number, a small one over the

@@ -83,7 +83,7 @@ def spelled(name: str) -> str:
     return name.removeprefix(_OWN)
 
 
-#: Where a row lies, in kernels that compute it for a tile of rows (``lang.runs``).
+#: Position of a row, in kernels that compute it for a tile of rows (``lang.runs``).
 POSITION = own("position")
 
 

@@ -8,7 +8,7 @@ from attngen.lang.ir import OPERATORS, Const, Expr, Op, Type
 from attngen.lang.ranges import truncated
 from attngen.lang.source import ExpressionError
 
-#: How each operator is written, for error messages.
+#: Spelling of each operator in error messages.
 SPELLING: dict[str, str] = {
     "add": "+", "sub": "-", "mul": "*", "neg": "-", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
     "bitand": "&", "bitor": "|", "bitxor": "^", "invert": "~", "lshift": "<<", "rshift": ">>",

@@ -78,7 +78,7 @@ EXTENTS: Mapping[str, Range] = MappingProxyType(
     }
 )
 
-#: What an element of each dtype may be.
+#: Ranges of the elements of each dtype.
 DTYPE_RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "bool": (0, 1),

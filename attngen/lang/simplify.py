@@ -58,7 +58,7 @@ def _round_to(rounding: Callable[[float], int]) -> Callable[[Number], Number]:
     return lambda a: math.copysign(float(rounding(float(a))), a) if math.isfinite(a) else a
 
 
-#: What each operator does to literals; what is missing here (transcendental functions) stays as it is.
+#: Operators on literals; those that are missing here (transcendental functions) are not folded.
 FOLD: dict[str, Callable[..., Number]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,

@@ -36,7 +36,7 @@ _CALLS = {
     "log2": "tl.log2", "rsqrt": "tl.rsqrt", "sin": "tl.sin", "cos": "tl.cos",
     "sigmoid": "tl.sigmoid", "erf": "tl.erf",
 }  # fmt: skip
-#: What follows a load, so that int and float are always int32 (or int64) and float32.
+#: Conversions after a load, so that int and float are always int32 (or int64) and float32.
 _CONVERT = {
     "bool": " != 0", "int8": ".to(tl.int32)", "uint8": ".to(tl.int32)", "int16": ".to(tl.int32)",
     "fp16": ".to(tl.float32)", "bf16": ".to(tl.float32)",

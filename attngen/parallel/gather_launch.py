@@ -21,7 +21,7 @@ _ELEMENTS, _COLUMNS = 4096, 512
 
 _WARPS = 4
 
-#: What the kernel adds up, by the names of Triton.
+#: Dtypes that the kernel adds up, by the names of Triton.
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 #: Tensors, strides and sizes of the kernel, in the order of its parameters.

@@ -21,11 +21,11 @@ from attngen.lang.runs import TILE
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.parallel.one_row import scalar_without_lengths, tensor_without_lengths
 
-#: How positions of rows or keys are known: all of them lie here, or a run of them, or of rows two runs, or a table says
+#: Positions of rows or keys: all of them lie here, or a run of them, or of rows two runs, or a table says
 #: where each lies, of rows also where each tile of them lies. Of runs, bands have closed forms without a search.
 Positions = Literal["all", "run", "runs", "tiles", "table"]
 
-#: What tells the names of local variants apart.
+#: Suffixes that tell the names of local variants apart.
 _SUFFIXES = {
     ("rows", "all"): "", ("rows", "run"): "_from_row", ("rows", "runs"): "_by_runs", ("rows", "tiles"): "_by_tiles",
     ("rows", "table"): "_by_rows",
@@ -42,7 +42,7 @@ TOKENS, TOTAL = "tokens", "tokens_of_all"
 OF_TOKENS = ("seqlen_q", "seqlen_k")
 
 
-#: What of a tensor lies along an axis of tokens: the rows of a rank, its keys, or all tokens.
+#: Part of a tensor along an axis of tokens: the rows of a rank, its keys, or all tokens.
 Part = Literal["rows", "keys", "all"]
 
 

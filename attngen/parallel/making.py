@@ -31,7 +31,7 @@ from attngen.parallel.visits import Visits, runs_of_tiles, visits
 from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
 
-#: How keys reach the rows that see them.
+#: Ways by which keys reach the rows that see them.
 METHODS = ("auto", "gather", "exchange", "heads")
 
 #: Rows of the tiles that are dealt and sent, in order of preference: the first of which all ranks get as many.

@@ -43,7 +43,7 @@ from attngen.variants import PythonVariant
 
 _numbers = count()
 
-#: What q, k and v may be: keys that are exchanged have no scales.
+#: Dtypes of q, k and v: keys that are exchanged have no scales.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 #: Arguments of ``attngen.attention`` that calls of plans do not have, and what does the same.

@@ -261,5 +261,5 @@ def _add(plan: Plan, tensor: _Tensor, value: Code, tests: list[Code]) -> Stateme
     return statement('tl.atomic_add({}, {}{}, sem="relaxed")', joined(" + ", parts), value, mask)
 
 
-#: Which index is inside which extent by what it means.
+#: Pairs of index and extent that are inside by their meaning.
 _NEVER_OUTSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_heads")}

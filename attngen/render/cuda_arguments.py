@@ -15,7 +15,7 @@ _TYPES = {
 }  # fmt: skip
 
 
-#: What a forward writes.
+#: Outputs of a forward.
 _OF_FORWARD = frozenset({"out", "lse", "tile_counter", "partials", "split_counters"})
 
 

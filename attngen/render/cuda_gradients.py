@@ -73,7 +73,7 @@ _HIDE_BY_BITS = statement(f"if (!({{visible}}[{{i}} / 8] >> ({_ELEMENT}) & 1)) {
 #: The queries of a sequence from the first one of a lane on, and what hides elements of others.
 _QUERIES_LEFT = int_constant("queries_left", "{seqlen_q} - {q_first}")
 _HIDE_BEYOND = statement("if (8 * {i} + {j} >= {queries_left}) {x} = kMasked;")
-#: What differs from step to step; all else comes from arguments of the kernel.
+#: Names that differ from step to step; all else comes from arguments of the kernel.
 _VARYING = (
     *_ROW_NAMES, "kv_first", "q_first", "q_pos_first", "position_first", "b", "h", "hk", "q_begin", "k_begin",
     "seqlen_q", "seqlen_k",

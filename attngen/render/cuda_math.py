@@ -75,7 +75,7 @@ from attngen.render.expressions import (
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed", "position")
-#: What the mask and the score call keys.
+#: Names of keys in the mask and the score.
 _KEY_NAMES = frozenset({"kv", "kv_global"})
 #: Number of an element of a lane, by the two loops over these, and what it is in its word of bits.
 _ELEMENT = "4 * ({i} % 16 / 2) + 2 * {row} + {i} % 2"

@@ -79,7 +79,7 @@ TRITON = Language(
 CUDA = Language(Target.CUDA, "kBlockM", "kBlockN", "kLog2e", lambda value: written("static_cast<int>({})", value))
 
 
-#: What the products of quantized operands are multiplied by: the softmax scale, and those of Q and K.
+#: Factor of the products of quantized operands: the softmax scale times the scales of Q and K.
 LOGIT_SCALE = "logit_scale"
 
 #: Lengths that may be 0 while a block is at work, by the axis along which it goes.

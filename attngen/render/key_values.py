@@ -24,7 +24,7 @@ from attngen.render.cuda_statements import int_constant
 
 #: The types that values are held in; bool takes as much room as int.
 HELD = {"bool": "int", "int": "int", "float": "float"}
-#: What the loader calls a key, and what consumers call it.
+#: Names of a key in the loader, and in consumers.
 _NUMBERS = frozenset({"key", "kv", "kv_packed"})
 #: Who reads the values of a key, by whether the mask does, and whether the score does.
 _WHO = {(True, False): "the mask reads", (False, True): "the score reads", (True, True): "mask and score read"}

@@ -20,11 +20,11 @@ from attngen.render.cuda_statements import int_constant, number_queries
 from attngen.render.expressions import CUDA, emit_for, in_product, known_ranges, scalar_bindings
 
 _KEY, _QUERY, _TILE = frozenset({"kv"}), frozenset({"q"}), frozenset({"q", "kv"})
-#: What a record of a step of dS holds, as expressions read it.
+#: Fields in the record of a step of dS, as expressions read them.
 _OF_STEP = ("b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
 #: Registers of a thread with which ptxas plans a warp's matrix products.
 _OF_PRODUCTS = 32
-#: Which index is inside which extent by what it means.
+#: Pairs of index and extent that are inside by their meaning.
 _NEVER_OUTSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_heads")}
 
 

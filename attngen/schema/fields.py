@@ -19,10 +19,10 @@ from attngen.schema.quoting import show
 
 T = TypeVar("T")
 
-#: What ``split_kv`` may say beside true and false.
+#: Values of ``split_kv`` beside true and false.
 SPLIT_TILES = "tiles"
 
-#: How a spec asks for kernels that take v as ``quantize="fp8"`` makes it.
+#: Order of v in kernels that take it as ``quantize="fp8"`` makes it.
 IN_GROUPS = "groups"
 
 
@@ -82,7 +82,7 @@ _EXTENT_SCHEMA = {
 Extent = Annotated[int | str, PlainValidator(names.check_extent), WithJsonSchema(_EXTENT_SCHEMA)]
 
 
-#: What a mapping of dtypes might name.
+#: Keys of a mapping of dtypes.
 _OPERANDS = ("q", "k", "v", "out")
 
 

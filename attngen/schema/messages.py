@@ -33,7 +33,7 @@ _FORMS = {
 _BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "more than"),
            "less_than_equal": ("le", "at most"), "less_than": ("lt", "less than")}  # fmt: skip
 
-#: What other libraries and people call a choice, in lower case; the nearest spelling would be another one.
+#: Names of choices in other libraries, in lower case; the nearest spelling would be another choice.
 _CALLED = {
     **dict.fromkeys(("packed", "thd", "ragged", "jagged", "nested", "unpadded", "var_len", "cu_seqlens"), "varlen"),
     **dict.fromkeys(("bshd", "bhsd", "sbhd", "padded", "batched", "contiguous"), "dense"),

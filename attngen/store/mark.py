@@ -30,7 +30,7 @@ KEY = re.compile(_KEY, re.ASCII)
 LOCK = re.compile(f"(?:{_KEY}|{_SMALL})")
 TEMPORARY = re.compile(f"(?:(?P<key>{_KEY}|{_SMALL})|probe)-{_HEX12}")
 
-#: What each folder of a cache may hold.
+#: Allowed contents of each folder of a cache.
 FOLDERS = {
     "kernels": KEY,
     "locks": LOCK,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from attngen.store.jobs import Workers
 
-#: How long processes without a job wait for one.
+#: Seconds for which processes without a job wait for one.
 SECONDS = 20.0
 
 

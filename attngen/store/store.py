@@ -28,7 +28,7 @@ from attngen.store.lock import Lock
 from attngen.store.mark import FOLDER_MODE, FOLDERS, KEY, LOCK, TEMPORARY, claim
 from attngen.store.trust import distrust
 
-#: How long to wait for another process to build a kernel; a compile takes seconds.
+#: Seconds to wait for another process to build a kernel; a compile takes seconds.
 LOCK_SECONDS = 600.0
 
 

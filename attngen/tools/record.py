@@ -15,12 +15,12 @@ from typing import Any
 from attngen import resources
 from attngen.files import read_regular
 
-#: What decides the machine code of a kernel and its launches, below the folder of ``resources``.
+#: Sources that decide the machine code of a kernel and its launches, below the folder of ``resources``.
 SOURCES = (
     "templates", "attngen/lang", "attngen/plan", "attngen/render", "attngen/compile", "attngen/runtime",
 )  # fmt: skip
 
-#: What becomes of a test. A kernel that the compiler compiles wrongly is refused; nothing is known of the others.
+#: Outcomes of a test. A kernel that the compiler compiles wrongly is refused; nothing is known of the others.
 PASSED, FAILED, REFUSED, NOT_RUN = OUTCOMES = ("passed", "failed", "refused", "not run")
 
 

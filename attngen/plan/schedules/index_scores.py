@@ -44,7 +44,7 @@ _STAGES, _FEW_STAGES = 8, 4
 DTYPES = ("bf16", "fp16", "fp8_e4m3")
 HEAD_DIMS = (64, 128)
 
-#: What a mask may not read: all heads share the scores, and there is no softmax.
+#: Names that a mask may not read: all heads share the scores, and there is no softmax.
 _WITHOUT_MEANING = ("h", "hk", "kv_heads", "softmax_scale")
 
 

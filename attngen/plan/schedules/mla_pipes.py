@@ -24,7 +24,7 @@ _FLOAT = 4
 UNFINISHED_BYTES = 2 * 16
 
 
-#: What full barriers of rows that loaders copy by threads expect.
+#: Arrivals that full barriers of rows copied by threads expect.
 GATHERED = "each thread of the loaders, when its copies have landed"
 
 

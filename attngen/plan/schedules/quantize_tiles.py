@@ -43,7 +43,7 @@ GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 #: Bytes through which threads exchange values, more than they need.
 _TOLD = {QUANTIZE: 1024, KEPT: 2048, SAMPLE: 256, SAMPLED: 1024, ROTATED: 1024}
 
-#: How often the code of a launch has a tile multiplied.
+#: Transforms of a tile in each launch.
 _TRANSFORMS = {QUANTIZE: 1, KEPT: 2, SAMPLE: 0, SAMPLED: 1, ROTATED: 0}
 
 _ROUNDED = ("q_out", "k_out", "v_out")

@@ -52,7 +52,7 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
     ("ieee", 256, Tile(32, 16, 1, 8)),
 )
 
-#: What is tried where the table's tile takes too many registers after all: tiles with fewer keys, more warps, and at
+#: Fallbacks where the table's tile takes too many registers after all: tiles with fewer keys, more warps, and at
 #: last such small ones that products are not of warpgroups, which ptxas neither serializes nor splits.
 _SMALLER = (
     Tile(64, 64, 2, 4), Tile(64, 32, 2, 4), Tile(64, 64, 2, 8), Tile(64, 16, 2, 4), Tile(64, 32, 1, 8),

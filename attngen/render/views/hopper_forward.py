@@ -36,7 +36,7 @@ _REGION_TEXTS = {
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "more_partials": "what partial results take beyond Q, K and V",
 }  # fmt: skip
-#: How descriptors of wgmma name the swizzle of a row of so many bytes.
+#: Swizzle fields of wgmma's descriptors, by the bytes of a row.
 SWIZZLES = {128: 1, 64: 2, 32: 3}
 
 

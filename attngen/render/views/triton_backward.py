@@ -187,7 +187,7 @@ def _kernel(plan: Plan, part: Launch, form: Form) -> GradientKernel:
     )
 
 
-#: What a step adds to each gradient.
+#: Terms that a step adds to each gradient.
 _FORMULAS = {"dq": "dQ += dS K", "dk": "dK += dS^T Q", "dv": "dV += P^T dO"}
 
 _ROWS = ("q_row", "q_pos", "q_packed")

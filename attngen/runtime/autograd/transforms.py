@@ -29,7 +29,7 @@ class Beside:
 
     #: Name of the number of one → the extent of axes that have something for each of them.
     numbers: Mapping[str, str]
-    #: What else an expression may read that depends on how many there are, or on those before.
+    #: Other names that depend on the number of axes, or on the axes before, and that an expression may read.
     counts: frozenset[str]
 
 

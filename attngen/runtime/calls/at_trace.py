@@ -24,10 +24,10 @@ from attngen.runtime.registry.binding import bind_call
 from attngen.runtime.registry.lookup import registry
 from attngen.runtime.registry.select import Request, describe, first_that_fits
 
-#: What was asked for and could not be made.
+#: Requests that could not be met.
 _FAILED: RecentCache[bool] = RecentCache(256)
 
-#: What addresses are taken to be multiples of, as those of torch's allocations are.
+#: Assumed alignment of addresses, in bytes, as torch's allocations have it.
 _ALIGNED = 512
 
 

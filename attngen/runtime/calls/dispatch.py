@@ -56,7 +56,7 @@ from attngen.runtime.registry.lookup import Resolved, registry
 from attngen.runtime.registry.order import card_of, preferred
 from attngen.runtime.registry.select import Request, first_that_fits, foreseen, no_kernel, reason_against, select
 
-#: What runs a call, by the key of its kind (packed and paged calls), or by the key of everything, sizes included. False
+#: Prepared calls by the key of their kind (packed and paged calls), or by the key of everything, sizes included. False
 #: for a kind: its calls are prepared one by one, under the latter.
 _PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
 

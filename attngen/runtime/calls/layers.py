@@ -52,7 +52,7 @@ class _Alike:
         self.last: tuple[tuple[Any, ...], _Launches] | None = None
         #: Whether a query and an output are like those of an earlier call, but for their rows.
         self.like: Callable[[Tensor, Tensor], bool] | None = None
-        #: What wrote tokens last; False if it cannot be repeated.
+        #: Launch that wrote tokens last; False if it cannot be repeated.
         self.writes: _Writes | bool = True
 
 
@@ -74,7 +74,7 @@ class PagedBatch:
     ) -> None:  # fmt: skip
         self.page_table, self.seqused_k, self.cu_seqlens_q = page_table, seqused_k, cu_seqlens_q
         self.max_seqlen_q, self.tokens, self.num_decodes = max_seqlen_q, tokens, num_decodes
-        #: What layers alike repeat, once one of them has run; None where they cannot.
+        #: Launches that layers alike repeat, once one of them has run; None where they cannot.
         self.repeats: dict[_Alike, _Launches | None] = {}
         self._key: tuple[Any, ...] = ()
 

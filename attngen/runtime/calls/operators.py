@@ -36,7 +36,7 @@ from attngen.runtime.calls.signature import TAGS, Signature, arguments_of, first
 from attngen.runtime.registry.binding import bind_call
 from attngen.runtime.registry.lookup import NO_PACKAGE, SHARED_NAMESPACE, Resolved, registry
 
-#: What the names of operators end with, by the form of their calls.
+#: Suffixes of the names of operators, by the form of their calls.
 _SUFFIXES = {"dense": "", "varlen": "__varlen", "paged": paged_operators.SUFFIX}
 
 #: Arguments of a backward operator before those of its forward: dout, dlse, out, lse.

@@ -21,7 +21,7 @@ from attngen.runtime.calls import at_trace, dispatch, flops
 from attngen.runtime.calls.sharding import Sharded, register
 from attngen.runtime.calls.signature import TAGS, Signature, parameters_of
 
-#: What the names of both end with: of the one that allocates its output, and of the other.
+#: Suffixes of both names: of the operator that allocates its output, and of the other.
 SUFFIX = "__paged"
 INTO = "__paged_out"
 

@@ -25,7 +25,7 @@ from attngen.runtime.calls.quantize import quantize_by_sample, quantize_centered
 from attngen.runtime.helpers.quantize_arguments import in_rows
 from attngen.runtime.registry.binding import find
 
-#: What ``quantize=`` of a call may say. "fp8": e4m3, a scale for each KV head of a batch entry.
+#: Values of ``quantize=`` of a call. "fp8": e4m3, a scale for each KV head of a batch entry.
 FORMATS = ("fp8",)
 
 _SIXTEEN = (torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.launch.tile_map import TileMap
 
-#: What operators of each form take before the variant's own arguments, and after them, in torch's schema language.
+#: Parameters of operators of each form before the variant's own arguments, and after them, in torch's schema language.
 LEADING = {
     "dense": ("Tensor q", "Tensor k", "Tensor v"),
     "varlen": (

@@ -60,7 +60,7 @@ class Frame:
         return ctypes.addressof(array)
 
 
-#: How a kernel is launched, as bits. Dependent: it may start before the work ahead of it is done. Cooperative: all of
+#: Launch attributes, as bits. Dependent: it may start before the work ahead of it is done. Cooperative: all of
 #: its blocks run at the same time, or the launch fails.
 PLAIN, DEPENDENT, COOPERATIVE = 0, 1, 2
 

@@ -24,7 +24,7 @@ from attngen.runtime.kernels.module import Launch
 #: and those that it takes for each part of its tile, since the last one reads them all.
 _TILE, _PART, _READ = 2.6, 3.6, 0.5
 
-#: What a part of a query tile takes more than a whole tile, which stores O in float32, and for each part of its tile.
+#: Extra cost of a part of a query tile over a whole tile, which stores O in float32, and for each part of its tile.
 _PART_OF_QUERIES, _READ_OF_QUERIES = 1.0, 0.3
 
 #: Parts of a tile at most, and of all tiles, as a multiple of the blocks: they take memory.
@@ -43,7 +43,7 @@ _ROWS = 4
 #: Parts of a long row of a tile map, and the steps of one that are worth it.
 _PARTS_OF_ROW, _LONG_STEPS = 4, 16
 
-#: What a cut has to gain.
+#: Least gain for which tiles are cut.
 _GAIN = 0.01
 
 #: Of the steps that a mask may have, what is taken to be there if data decide: one part of so many.

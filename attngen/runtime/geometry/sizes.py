@@ -485,7 +485,7 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
 }
 
 
-#: What ``plain_sizes`` computes of any launch, and of those whose blocks share keys.
+#: Sizes that ``plain_sizes`` computes of any launch, and of those whose blocks share keys.
 _PLAIN = frozenset({
     "batch", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "stride of page_table",
 })  # fmt: skip

@@ -30,7 +30,7 @@ from attngen.runtime.reference.eager import (
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import Resolved
 
-#: What a mask may not read: all heads share the scores, and there is no softmax.
+#: Names that a mask may not read: all heads share the scores, and there is no softmax.
 _WITHOUT_MEANING = ("h", "hk", "kv_heads", "softmax_scale")
 
 

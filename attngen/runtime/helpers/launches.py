@@ -98,7 +98,7 @@ class _Block:
         for launch, frame in zip(launches, self.frames, strict=True):
             start = launch.addresses.size
             frame.bytes[start : start + len(launch.constants)] = launch.constants
-        #: Where the numbers of each launch that change begin.
+        #: Offset of the size-dependent numbers of each launch.
         self._starts = [launch.addresses.size + len(launch.constants) for launch in launches]
         self._functions = [launch.function for launch in launches]
         self._pointers = [frame.pointers(launch.offsets) for launch, frame in zip(launches, self.frames, strict=True)]
@@ -126,7 +126,7 @@ class _PackedLaunch:
         self, direction: str, operands: Operands, grid: Grid, driver: Driver, device: int, changing: Collection[Key]
     ) -> None:
         layout, tensors = grid.entry.layout, operands.tensors
-        #: What packs the addresses of all tensors.
+        #: Packer of the addresses of all tensors.
         self.addresses = Struct(f"{len(tensors)}Q{-8 * len(tensors) % DESCRIPTOR_ALIGNMENT}x")
         self.offsets = [self.addresses.size + offset for offset in layout.offsets]
         #: Byte and tensor of each descriptor, with its maker.
@@ -165,7 +165,7 @@ class _PackedLaunch:
         )
         self.size = end + self._pack.size
         function, _, threads, shared, how = grid.entry.launch_on(driver, device, grid.blocks)
-        #: What the driver takes of a launch, without blocks and parameters.
+        #: Driver arguments of a launch, without blocks and parameters.
         self.function = function, grid.threads or threads, shared, how
 
     def numbers(self, changes: Mapping[Key, float]) -> bytes:

@@ -15,7 +15,7 @@ from attngen.runtime.arguments.shapes import check_rank, index_vector
 from attngen.runtime.helpers.operands import check_rotary
 from attngen.runtime.helpers.records import Fields, Flag, OptionalTensor, TensorArgument, Text
 
-#: What a scale is of. The numbers are tokens: a block of so many, of one head.
+#: Extent of a scale. The numbers are tokens: a block of so many, of one head.
 GRANULARITIES: tuple[str | int, ...] = ("tensor", "head", 64, 128, "token")
 
 #: dtypes of inputs and of rotary tables, and of results with the largest number of each.

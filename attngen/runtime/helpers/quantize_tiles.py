@@ -39,7 +39,7 @@ _GROUP, _COLUMNS = 128, 128
 #: With fewer tiles for each group, a call is left to the general kernel, which begins and ends sooner: by launch.
 LEAST_TURNS = {"quantize": 2, "kept": 1, "rotated": 2}
 
-#: What the angles of a band cost, in turns of a group.
+#: Cost of the angles of a band, in turns of a group.
 TURNS_OF_ANGLES = 0.25
 
 #: Rows of a KV head from which its scales are taken, at most.

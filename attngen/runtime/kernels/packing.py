@@ -59,7 +59,7 @@ def lay_out(arguments: Iterable[Argument]) -> Layout:
             raise LoadError(
                 f"parameter '{argument.name}': type '{argument.type}' is none of {', '.join(TYPE_BYTES)}"
             ) from None
-        # Where the cubin has it; its alignment holds in the constant bank, not from the start of the block.
+        # The cubin's own offset; its alignment holds in the constant bank, not from the start of the block.
         offset = argument.offset if argument.offset >= 0 else -(-end // alignment) * alignment
         end = offset + size
         parameters.append(argument if argument.offset == offset else replace(argument, offset=offset))

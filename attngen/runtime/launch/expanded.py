@@ -25,7 +25,7 @@ from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.select import Request, against_own_map, first_that_fits
 
-#: What tells KV heads apart in expressions, and extents that count them.
+#: Names that tell KV heads apart in expressions, and extents that count them.
 _OF_KV_HEADS = frozenset({"hk", "kv_heads"})
 
 #: The axis of heads, by the order of the axes of a call.

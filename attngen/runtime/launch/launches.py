@@ -48,7 +48,7 @@ MAX_DESCRIBED = 4096
 _DESCRIBED: RecentCache[bytes] = RecentCache(MAX_DESCRIBED)
 _TOKENS = count()
 
-#: What a tile map has addresses of: itself, hashes of its tiles, and a list of tiles whose visible pairs are wanted.
+#: Addresses of a tile map: itself, hashes of its tiles, and a list of tiles whose visible pairs are wanted.
 MAP_PARTS = ("tile_map", "tile_hashes", "tile_list")
 
 #: Changes of a block's bytes: where, and to what.
@@ -376,7 +376,7 @@ class Launches:
         self._plain = kernels[0].packer_of(plain_names(kernel)) if kernels else None
         terms = [term for workspace in kernel.workspaces for term in workspace.terms]
         names = {factor for term in terms for factor in term if isinstance(factor, str)}
-        #: What workspaces depend on among sizes, and where they begin, by that.
+        #: Sizes on which workspaces depend, and the offsets of workspaces by these sizes.
         self._factors: Callable[[Mapping[str, int]], Any] = itemgetter(*names) if names else bool
         self._places: RecentCache[tuple[Sequence[int], int]] = RecentCache(256)
         #: The numbers of the call for which this was prepared, and those of the launches that make its tile maps.
@@ -387,7 +387,7 @@ class Launches:
             self._classify[owner] = Chain([one], count, driver, device)
             self._of_maps[owner] = Sized(call)
             self._classify[owner].fill(self._of_maps[owner], [geometry])
-        #: Where the addresses of tile maps begin: one of each map, then of its hashes, then of its list of tiles.
+        #: Index of the first address of tile maps: one of each map, then of its hashes, then of its list of tiles.
         self.first_map = count - len(MAP_PARTS) * len(self.maps)
         self._counted = any(launch.counted for launch in kernel.launches)
 

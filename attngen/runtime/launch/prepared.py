@@ -22,7 +22,7 @@ from attngen.runtime.launch.launches import Launches, Sized
 from attngen.runtime.launch.repeatable import Repeatable
 from attngen.runtime.launch.tile_map import MapMaker
 
-#: What calls leave of themselves to be repeated; None of one that cannot be.
+#: Repeatable launches of a call, one for each part; None for a part that cannot be repeated.
 Repeats = list[Repeatable | None]
 
 #: Forward calls that are kept prepared, and as many backward calls; each takes a few kilobytes of host memory.

@@ -27,7 +27,7 @@ from attngen.runtime.reference.sinks import add_gradients, learned
 #: dq, dk and dv; gradients of the variant's own tensors by name.
 Gradients = tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]
 
-#: Where the caller wants dq, dk and dv, None for a tensor of its own.
+#: Tensors of the caller for dq, dk and dv, None for a new tensor.
 Places = tuple[Tensor | None, Tensor | None, Tensor | None]
 NOWHERE: Places = (None, None, None)
 

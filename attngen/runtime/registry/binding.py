@@ -19,7 +19,7 @@ from attngen.runtime.arguments.paging import bind_paged, given_out
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.registry.lookup import Resolved, registry
 
-#: What ``backend=`` may say.
+#: Values of ``backend=``.
 BACKENDS = ("triton", "cuda", "reference")
 
 
@@ -41,7 +41,7 @@ def find(variant: str | Variant, package: str | None) -> Resolved:
     return registry.of_value(variant, package)
 
 
-#: What only calls of one form take, the first tensor of that form, and the function that takes it.
+#: Arguments that only calls of one form take, the first tensor of that form, and the function that takes it.
 _OF_FORM = {
     "cu_seqlens_k": ("varlen", "cu_seqlens_q"), "max_seqlen_q": ("varlen", "cu_seqlens_q"),
     "max_seqlen_k": ("varlen", "cu_seqlens_q"), "page_layout": ("paged", "page_table"),

@@ -32,7 +32,7 @@ __all__ = [
 RANKS = ("loaded", "installed", "built")
 
 
-#: What helps where none of a package's kernels can be read.
+#: Remedies where none of a package's kernels can be read.
 _REMEDIES = {
     "loaded": "put its folder in place again, and load it",
     "installed": "reinstall it",

@@ -14,7 +14,7 @@ from attngen.tools.bench.timing import SAMPLE_MS, Clock, Contender, Work
 #: Milliseconds that a graph takes at least, and the most calls that it holds.
 _GRAPH_MS, _MOST_CALLS = 1.0, 256
 
-#: How many calls estimate the time of one, and how many are enqueued to time the host.
+#: Calls that estimate the time of one, and calls that are enqueued to time the host.
 _ESTIMATED, _ENQUEUED = 4, 32
 
 #: Takes calls and returns what replays them, and the result of the last one.

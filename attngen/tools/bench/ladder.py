@@ -21,7 +21,7 @@ _START: Mapping[str, Any] = {
 }  # fmt: skip
 _OF_WARPS = ("producer", "schedule", "overlap")
 
-#: What each rung adds to the one before, in the order of the published kernels: FlashAttention-3 specializes warps,
+#: Additions of each rung to the one before, in the order of the published kernels: FlashAttention-3 specializes warps,
 #: overlaps and adds ping-pong; the lazy maximum is FlashAttention-4's.
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("warp specialization", {}),

@@ -34,7 +34,7 @@ DISTRIBUTIONS = ("torch", "triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-d
 #: Milliseconds between two readings of the card.
 _QUERY_MS = 20
 
-#: What nvidia-smi calls the power of this very moment, on cards that know it; else it is a mean over a second or so.
+#: Names in nvidia-smi of the power of this very moment, on cards that know it, and of the mean over a second or so.
 _POWER, _MEAN_POWER = "power.draw.instant", "power.draw"
 
 

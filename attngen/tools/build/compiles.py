@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attngen.schema import KernelSpec
     from attngen.store.jobs import Job, JobResult, Workers
 
-#: What the workers of a build have loaded.
+#: Name of the function that loads the modules of a build's workers.
 LOAD = "attngen.tools.build.compiles:load_all"
 
 #: The function that compiles, by name, since it runs in other processes.

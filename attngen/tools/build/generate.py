@@ -14,7 +14,7 @@ from attngen.tools.build.pipeline import Prepared, prepare
 if TYPE_CHECKING:
     from attngen.schema import Spec
 
-#: What every rendered source says in its header; a file that does not is never removed.
+#: Mark in the header of every rendered source; a file without it is never removed.
 _MARK = "by `attngen build "
 
 

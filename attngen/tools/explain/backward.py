@@ -41,7 +41,7 @@ def memory_of(plan: Plan, launch: Launch) -> GradientMemory:
     )
 
 
-#: What dropout does, in a few words.
+#: Description of dropout.
 DROPOUT = "of pairs whose 16-bit Philox number is below dropout_p * 65536"
 
 

@@ -24,7 +24,7 @@ _OVERLAPS = {
 }
 
 
-#: How gradients of tensors are added up.
+#: Descriptions of the ways by which gradients of tensors are added up.
 _WAYS = {
     Way.HEAD: "in a register of each consumer thread, added once for each head of a tile of keys",
     Way.KEY: "in registers of consumers, added once for each head of a tile of keys",

@@ -163,7 +163,7 @@ def _count(mask: Tensor) -> Counted:
     return Counted((batch, heads, queries, keys), int(mask.sum()), full, partial, empty)
 
 
-#: What tells the sizes of a mask that differs by head or by sequence, where no tensor does.
+#: Advice where a mask differs by head or by sequence and no tensor tells the sizes.
 _SAY_SIZES = "pass sizes as (batch, heads, queries, keys)"
 
 

@@ -19,13 +19,13 @@ from attngen.tools.bench.kernels import Team
 from attngen.tools.bench.runner import Bench
 from attngen.tools.build.pipeline import Prepared
 
-#: How many of the candidates are measured on every case, beside the plan's own choice.
+#: Number of candidates that are measured on every case, beside the plan's own choice.
 FINALISTS = 4
 
 #: The speed that a candidate needs over the plan's own choice: times of one kernel differ as much.
 MARGIN = 1.01
 
-#: How often the search goes on from the best candidate so far; a schedule may vary one of its launches at a time.
+#: Number of times that the search goes on from the best candidate; a schedule may vary one of its launches at a time.
 _PASSES = 3
 
 #: Compiles kernels just as they are planned; those that the compiler refuses are missing.

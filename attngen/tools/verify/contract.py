@@ -30,10 +30,10 @@ RMSE_FACTOR = 1.2
 #: The accuracy of float32 arithmetic itself: exp2 is approximate (PTX ISA, ex2.approx.f32: 2 units in the last place).
 _FLOAT32_UNIT = 2.0**-23
 
-#: How often a score is computed as in fused kernels, each time with other rounding errors.
+#: Number of times that a score is computed as in fused kernels, each time with other rounding errors.
 DRAWS = 2
 
-#: Where rounding to the dtype changes a logit by more than this, plain PyTorch is not a yardstick.
+#: Limit of a logit's change by rounding to the dtype, beyond which plain PyTorch is not a yardstick.
 _LOGIT_ROUNDING = 1 / 16
 
 #: Relative error of a log-sum-exp that float32 accumulation of exact products, exp2 and log2 explains.

@@ -40,7 +40,7 @@ def prepare_process() -> None:
     torch.set_num_threads(1)  # many such processes run side by side
 
 
-#: What Triton's interpreter multiplies rightly.
+#: Dtypes that Triton's interpreter multiplies correctly.
 INTERPRETED_DTYPES = ("fp16", "fp32")
 
 

@@ -32,7 +32,7 @@ _POSITIONS = 4096
 #: Query heads and KV heads; more where rows are rotated, since kernels of tiles share angles among them.
 _HEADS, _ROTATED_HEADS = (6, 2), (16, 8)
 
-#: How far numbers may be from those of torch, relative to these: neighbours in 8 bits, and scales in float32. Subnormal
+#: Allowed distances from torch's numbers, relative to these: neighbours in 8 bits, and scales in float32. Subnormal
 #: neighbours are at most twice as large.
 _STEPS = (1.0, 1e-6)
 

@@ -25,7 +25,8 @@ from attngen.tools.verify.poison import poisoned, poisoned_gradients
 Launch = Callable[[Call, Buffers], None]
 GradientLaunch = Callable[[Call, GradientBuffers], None]
 
-#: How far integer tensors without a declared range are narrowed, step by step, until no index leaves its extent.
+#: Factors by which integer tensors without a declared range are narrowed, step by step, until no index leaves its
+#: extent.
 _CALM = (1.0, 0.5, 0.0)
 
 

@@ -20,7 +20,7 @@ from attngen.tools.verify.trial import Trial, try_cases
 
 _BATCH, _KV_HEADS, _PAGE_SIZE = 3, 2, 16
 
-#: What rows that are not used hold before.
+#: Value of unused rows before the launch.
 _BEFORE = -7.0
 
 
