@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-_INDIRECT = re.compile(r"(Return|Yield)s? (what|how|why|which|whether|where|when|who|whose)\b")
+_INDIRECT = re.compile(
+    r"(Return|Yield)s? whether\b|((Return|Yield)s? )?(what|how|why|which|where|when|who|whose)\b", re.IGNORECASE
+)
 
 #: Files by folder: those of ``attngen`` and ``tests`` themselves, and of each folder in them with all below it.
 FILES: dict[str, list[Path]] = {}
@@ -45,6 +47,8 @@ def test_words(folder: str) -> None:
     [
         ('"""Return what a call takes."""', 1),
         ('"""Yields how many there are."""', 1),
+        ('"""What a call takes."""', 1),
+        ('"""Whether a call takes more."""', 0),
         ('def f():\n    """Return the arguments of a call."""\n    """Return what is no docstring."""', 0),
         ("found = 1\nfound: int = 1\nfor found in x: pass\nif found := x: pass\ndef f(found): return found", 5),
     ],

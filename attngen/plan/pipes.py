@@ -30,7 +30,7 @@ class Signal:
 
     @property
     def sources(self) -> str:
-        """Who arrives, in words."""
+        """Arriving warps or threads, in words."""
         return f"{self.by}, and the bytes of the copy" if self.bytes else self.by
 
 

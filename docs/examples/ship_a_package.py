@@ -50,7 +50,7 @@ print("as plain attention computes it")
 
 
 def architecture() -> str:
-    """Return what to compile for: the GPU that is here, or Hopper."""
+    """Architecture to compile for: the GPU that is here, or Hopper."""
     if not torch.cuda.is_available():
         return "sm90a"
     from attngen.arch import arch_of

@@ -213,7 +213,7 @@ RUNS: dict[str, tuple[Attend, torch.dtype, bool]] = {
 
 
 def differences(losses: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return how far losses are apart, of all steps the largest and the mean."""
+    """Distances of losses: the largest and the mean of all steps."""
     pairs = {
         "attngen and SDPA": ("bf16, attngen", "bf16, SDPA"),
         "SDPA flipped and SDPA": ("bf16, SDPA, flipped", "bf16, SDPA"),

@@ -72,7 +72,7 @@ def fwd_sm100a_tma_bf16_d64_packed_documents_m64n64s3w4(
     softmax_scale,
     write_lse, has_seqused_k,
 ):
-    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
     b = unit // heads
     h = unit % heads
@@ -85,7 +85,7 @@ def fwd_sm100a_tma_bf16_d64_packed_documents_m64n64s3w4(
     q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
     scale_log2e = softmax_scale * LOG2E
 
-    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    # Keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
@@ -110,7 +110,7 @@ def fwd_sm100a_tma_bf16_d64_packed_documents_m64n64s3w4(
     full_hi = tl.minimum(tl.maximum(tl.where(u_doc_q_pos_lo_max_0 == u_doc_q_pos_hi_max_0, q_pos_lo + 1, 0), 0) // BLOCK_N, whole_tiles)
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
+    # State of a block: its queries, and for each of them the running max, the row sum and O.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 64])
     u_doc_b = u_doc + b.to(tl.int64) * stride_u_doc_0
     u_doc_q_pos = tl.load(u_doc_b + q_pos[:, None].to(tl.int64), mask=q_pos[:, None] >= 0, other=0)

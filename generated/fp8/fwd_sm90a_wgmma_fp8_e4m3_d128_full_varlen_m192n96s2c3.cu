@@ -24,7 +24,7 @@ constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
-// What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
+// Info of a KV tile for consumers, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
@@ -93,7 +93,7 @@ static_assert(kConsumers * kOutBytes == 49152);
 static_assert(QRing::kStages * kQBytes == 49152);
 static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
-// How wgmma reads these: all are K-major.
+// Layouts of wgmma's operands: all are K-major.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
@@ -413,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       work_ring.wait();
       return place_at(work_ring.stage);
     };
-    // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
+    // Scales that bring products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
     const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.h / group;
       scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];

@@ -97,18 +97,18 @@ static_assert(kConsumers * kOutBytes == 24576);
 static_assert(QRing::kStages * kQBytes == 24576);
 static_assert(KRing::kStages * kKBytes == 12288 && VRing::kStages * kVBytes == 12288);
 
-// How wgmma reads these: all are K-major.
+// Layouts of wgmma's operands: all are K-major.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 2>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 2>;
 using VMatrix = Matrix<16, 8 * kVBoxBytes, 3>;
 
-// What the mask reads of a key; it comes with the tile of K.
+// Values that the mask reads of a key; they come with the tile of K.
 struct KeyValues {
   int u_doc_kv;
 };
 static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1536);
 
-// What it reads of a row.
+// Values that it reads of a row.
 struct RowValues {
   int u_doc_q_pos;
 };
@@ -456,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       work_ring.wait();
       return place_at(work_ring.stage);
     };
-    // What brings products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
+    // Scales that bring products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
     const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.hk;
       scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];

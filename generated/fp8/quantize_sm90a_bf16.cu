@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_bf16(
     const int unit = index - part.begin, tile_of_all = part.heads.quotient(unit), b = part.tiles.quotient(tile_of_all);
     return Unit{which, b, unit - tile_of_all * part.heads.value, tile_of_all - b * part.tiles.value};
   };
-  // Where a thread works in the units of a part: its row, and its first vector there. A thread without a row of its own
+  // A thread's share of the units of a part: its row, and its first vector there. A thread without a row of its own
   // does what another one does, but for writing it.
   struct Share {
     int row, first;

@@ -86,18 +86,18 @@ static_assert(kConsumers * kOutBytes == 49152);
 static_assert(QRing::kStages * kQBytes == 98304);
 static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
-// How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
+// Layouts of wgmma's operands: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
 
-// What the mask reads of a key; it comes with the tile of K.
+// Values that the mask reads of a key; they come with the tile of K.
 struct KeyValues {
   int u_doc_kv;
 };
 static_assert(2 * KRing::kStages * kBlockN * sizeof(KeyValues) == 1024);
 
-// What it reads of a row.
+// Values that it reads of a row.
 struct RowValues {
   int u_doc_q_pos;
 };

@@ -22,7 +22,7 @@ constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 1;  // warpgroups that multiply
 constexpr int kThreads = 256;
-// What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
+// Info of a KV tile for consumers, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 23) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 23, kSkippedBit = kPartialBit + kConsumers;
@@ -80,7 +80,7 @@ static_assert(kConsumers * kOutBytes == 8192);
 static_assert(QRing::kStages * kQBytes == 16384);
 static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
-// How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
+// Layouts of wgmma's operands: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;

@@ -23,7 +23,7 @@ constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
-// What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
+// Info of a KV tile for consumers, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
@@ -83,12 +83,12 @@ static_assert(kConsumers * kOutBytes == 24576);
 static_assert(QRing::kStages * kQBytes == 49152);
 static_assert(KRing::kStages * kKBytes == 24576 && VRing::kStages * kVBytes == 24576);
 
-// How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
+// Layouts of wgmma's operands: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;
 
-// What the score reads of the distance of a query from a key; it comes with the tile of K, one for each diagonal:
+// Values that the score reads of the distance of a query from a key; they come with the tile of K, one for each diagonal:
 //
 //   diagonal = key - row + kBlockM - 1       row 0:            kBlockM - 1, kBlockM, ...
 //                                            row kBlockM - 1:  0, 1, 2, ...

@@ -56,7 +56,7 @@ def fwd_sm90a_tma_bf16_d128_neighbourhood_2d_m64n64s3w4(
     u_width, u_radius,
     write_lse, has_seqused_k,
 ):
-    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
     b = unit // heads
     h = unit % heads
@@ -68,7 +68,7 @@ def fwd_sm90a_tma_bf16_d128_neighbourhood_2d_m64n64s3w4(
     q_row = tl.minimum(q_index, seqlen_q - 1)  # rows beyond the end repeat the last one; they are not stored
     scale_log2e = softmax_scale * LOG2E
 
-    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    # Keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
@@ -78,7 +78,7 @@ def fwd_sm90a_tma_bf16_d128_neighbourhood_2d_m64n64s3w4(
     visible_hi = visible_hi.to(tl.int32)
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
+    # State of a block: its queries, and for each of them the running max, the row sum and O.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
     u_q_div_width = q_row[:, None] // u_width
     u_q_mod_width = q_row[:, None] % u_width

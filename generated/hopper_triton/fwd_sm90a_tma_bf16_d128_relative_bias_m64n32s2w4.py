@@ -53,7 +53,7 @@ def fwd_sm90a_tma_bf16_d128_relative_bias_m64n32s2w4(
     u_radius,
     write_lse, has_seqused_k,
 ):
-    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
     b = unit // heads
     h = unit % heads
@@ -66,13 +66,13 @@ def fwd_sm90a_tma_bf16_d128_relative_bias_m64n32s2w4(
     q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
     scale_log2e = softmax_scale * LOG2E
 
-    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    # Keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     full_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     ragged_tiles = (full_hi > whole_tiles).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
+    # State of a block: its queries, and for each of them the running max, the row sum and O.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     q = tl.load(q_rows + tl.arange(0, 128)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     u_softmax_scale_times_LOG2E = softmax_scale * LOG2E

@@ -49,7 +49,7 @@ def fwd_sm90a_tma_bf16_d128_softcap_m64n64s3w4(
     u_cap,
     write_lse, has_seqused_k,
 ):
-    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
     b = unit // heads
     h = unit % heads
@@ -62,7 +62,7 @@ def fwd_sm90a_tma_bf16_d128_softcap_m64n64s3w4(
     q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
     scale_log2e = softmax_scale * LOG2E
 
-    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    # Keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
@@ -72,7 +72,7 @@ def fwd_sm90a_tma_bf16_d128_softcap_m64n64s3w4(
     partial_hi = (tl.maximum(q_pos_hi + 1, 0) + BLOCK_N - 1) // BLOCK_N
     ragged_tiles = ((full_hi > whole_tiles) | ((full_hi <= whole_tiles) & (partial_hi > whole_tiles))).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
+    # State of a block: its queries, and for each of them the running max, the row sum and O.
     q = tl.reshape(q_desc.load([b, q_start, h, 0]), [BLOCK_M, 128])
     u_softmax_scale_over_cap = softmax_scale / u_cap
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

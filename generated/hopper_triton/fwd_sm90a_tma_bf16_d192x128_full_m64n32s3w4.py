@@ -48,7 +48,7 @@ def fwd_sm90a_tma_bf16_d192x128_full_m64n32s3w4(
     softmax_scale,
     write_lse, has_seqused_k,
 ):
-    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
     b = unit // heads
     h = unit % heads
@@ -59,13 +59,13 @@ def fwd_sm90a_tma_bf16_d192x128_full_m64n32s3w4(
     q_index = q_start + tl.arange(0, BLOCK_M)
     scale_log2e = softmax_scale * LOG2E
 
-    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    # Keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
     ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
+    # State of a block: its queries, and for each of them the running max, the row sum and O.
     q_0 = tl.reshape(q_desc_0.load([b, q_start, h, 0]), [BLOCK_M, 128])
     q_1 = tl.reshape(q_desc_1.load([b, q_start, h, 128]), [BLOCK_M, 64])
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -70,7 +70,7 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
     softmax_scale,
     write_lse, has_seqused_k,
 ):
-    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
     b = unit // heads
     h = unit % heads
@@ -82,7 +82,7 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
     q_row = tl.minimum(q_index, seqlen_q - 1)  # rows beyond the end repeat the last one; they are not stored
     scale_log2e = softmax_scale * LOG2E
 
-    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    # Keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
@@ -90,7 +90,7 @@ def fwd_sm90a_tma_bf16_d64_allowed_m64n64s3w4_tilemap(
     tile_map = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_tile * stride_tile_map_q
     ragged_tiles = (visible_hi > whole_tiles).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
+    # State of a block: its queries, and for each of them the running max, the row sum and O.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     q = tl.load(q_rows + tl.arange(0, 64)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     u_allowed_b = u_allowed + b.to(tl.int64) * stride_u_allowed_0

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_sm90a_bf16(
   const int rows = 2 * kv_heads + heads;  // of a token
   const int token = row / rows, own = row - token * rows;
 
-  // Which row of the token it is, of K, V or Q, and of which head.
+  // The row of the token: of K, V or Q, and of which head.
   const bool of_q = own >= 2 * kv_heads, of_v = !of_q && own >= kv_heads;
   const int h = own - (of_q ? 2 * kv_heads : of_v ? kv_heads : 0);
   const int element = kElements * lane;  // the first one of the thread

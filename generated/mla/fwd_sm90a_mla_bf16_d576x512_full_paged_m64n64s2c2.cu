@@ -53,7 +53,7 @@ static_assert(kRows == kBlockN);  // so that boxes of Q and P have as many bytes
 
 constexpr float kRaiseAbove = 8.0f;  // growth of the running max, in units of log2, at which the row max follows
 
-// How work is distributed, in tiles of keys.
+// Distribution of work, in tiles of keys.
 constexpr int kLeastTiles = 2;  // of a block at least; with fewer, fewer blocks work
 constexpr int kCutTiles = 2;  // how many more than an equal share a block may have, if it then works on one work item only
 constexpr int kWholeTiles = 512;  // of a block: with more, idle blocks cost more than merging
@@ -114,7 +114,7 @@ constexpr uint32_t kFewBox = kFewRows * kBoxBytes;
 constexpr uint32_t kSharedSums = 4 * 4 * kFewRows;  // bytes of four warps' row maxima, after which their row sums lie
 static_assert(2 * kFewRows <= kRows);
 
-// How wgmma reads these: Q, P and, for S, K are K-major; for O, K is MN-major, since its rows are keys.
+// Layouts of wgmma's operands: Q, P and, for S, K are K-major; for O, K is MN-major, since its rows are keys.
 using RowMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using ValueMatrix = Matrix<kBox, 8 * kBoxBytes, 1>;
 
@@ -1101,7 +1101,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     } else {
       consume(Consumer<1>());
     }
-    // Where other blocks have parts of this one's first or last item: each of them merges some of the rows once all parts are there.
+    // Merge of partial results where other blocks have parts of this one's first or last item: each merges some of the rows once all parts are there.
     // No block depends on others being resident: one that has waited in vain leaves, and the last one to leave does what is left.
     if (!listed_splits) {
       const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 128 * kConsumers); };

@@ -74,7 +74,7 @@ def bwd_sm80_ptr_fp32_d16_full_m16n64s2w4_m64n16s2w4_unaligned_dkdv(
     BLOCK_N: tl.constexpr = 64  # keys of a block
     STAGES: tl.constexpr = 2  # Q and dO tiles in flight
 
-    # Which keys of which KV head. Heads of one section run side by side, the first keys first: most queries see them.
+    # Keys and KV head of the block. Heads of one section run side by side, the first keys first: most queries see them.
     unit, kv_tile = schedule_tile(tl.program_id(0), kv_tiles, batch * kv_heads, section)
     kv_tile = kv_tiles - 1 - kv_tile
     b = unit // kv_heads
@@ -86,7 +86,7 @@ def bwd_sm80_ptr_fp32_d16_full_m16n64s2w4_m64n16s2w4_unaligned_dkdv(
     kv_index = kv_start + tl.arange(0, BLOCK_N)
     scale_log2e = softmax_scale * LOG2E
 
-    # What a block keeps: its keys and values, and their gradients.
+    # State of a block: its keys and values, and their gradients.
     k_rows = k_ptr + b * stride_k_b + hk * stride_k_h + kv_index[:, None] * stride_k_s
     k = tl.load(k_rows + tl.arange(0, 16)[None, :], mask=(kv_index[:, None] < seqlen_k), other=0.0)
     v_rows = v_ptr + b * stride_v_b + hk * stride_v_h + kv_index[:, None] * stride_v_s
@@ -94,7 +94,7 @@ def bwd_sm80_ptr_fp32_d16_full_m16n64s2w4_m64n16s2w4_unaligned_dkdv(
     dk = tl.zeros([BLOCK_N, 16], tl.float32)
     dv = tl.zeros([BLOCK_N, 16], tl.float32)
 
-    # Which queries: tiles of which some row sees some key, and the full ones, of which every row sees every key.
+    # Queries: tiles of which some row sees some key, and the full ones, of which every row sees every key.
     q_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     whole_tiles = seqlen_q // BLOCK_M
     visible_hi = (seqlen_q + BLOCK_M - 1) // BLOCK_M
@@ -159,7 +159,7 @@ def bwd_sm80_ptr_fp32_d16_full_m16n64s2w4_m64n16s2w4_unaligned_dq(
     BLOCK_N: tl.constexpr = 16  # keys of one step
     STAGES: tl.constexpr = 2  # K and V tiles in flight
 
-    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
     b = unit // heads
     h = unit % heads
@@ -170,12 +170,12 @@ def bwd_sm80_ptr_fp32_d16_full_m16n64s2w4_m64n16s2w4_unaligned_dq(
     q_index = q_start + tl.arange(0, BLOCK_M)
     scale_log2e = softmax_scale * LOG2E
 
-    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    # Keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     visible_hi = (seqlen_k + BLOCK_N - 1) // BLOCK_N
 
-    # What a block keeps: its queries and the gradients of their outputs, the sums of their rows, and dQ.
+    # State of a block: its queries and the gradients of their outputs, the sums of their rows, and dQ.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     q = tl.load(q_rows + tl.arange(0, 16)[None, :], mask=(q_index[:, None] < seqlen_q), other=0.0)
     dout_rows = dout_ptr + b * stride_dout_b + h * stride_dout_h + q_index[:, None] * stride_dout_s

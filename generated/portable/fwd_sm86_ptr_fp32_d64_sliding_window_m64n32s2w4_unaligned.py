@@ -51,7 +51,7 @@ def fwd_sm86_ptr_fp32_d64_sliding_window_m64n32s2w4_unaligned(
     u_window,
     write_lse, has_seqused_k,
 ):
-    # Which rows of which head. Heads of one section run side by side, the longest query tiles first.
+    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
     unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
     b = unit // heads
     h = unit % heads
@@ -64,7 +64,7 @@ def fwd_sm86_ptr_fp32_d64_sliding_window_m64n32s2w4_unaligned(
     q_pos = q_row + (seqlen_k - seqlen_q)  # aligned at the bottom right
     scale_log2e = softmax_scale * LOG2E
 
-    # Which keys: tiles that some row sees, and among them those that every row sees whole.
+    # Keys: tiles that some row sees, and among them those that every row sees whole.
     kv_tiles = tl.cdiv(seqlen_k, BLOCK_N)
     whole_tiles = seqlen_k // BLOCK_N
     q_hi = tl.minimum(q_start + BLOCK_M, seqlen_q) - 1
@@ -77,7 +77,7 @@ def fwd_sm86_ptr_fp32_d64_sliding_window_m64n32s2w4_unaligned(
     full_hi = tl.minimum(tl.maximum(q_pos_lo + 1, 0) // BLOCK_N, whole_tiles)
     ragged_tiles = ((visible_lo <= whole_tiles) & (visible_hi > whole_tiles)).to(tl.int32)
 
-    # What a block keeps: its queries, and for each of them the running max, the row sum and O.
+    # State of a block: its queries, and for each of them the running max, the row sum and O.
     q_rows = q_ptr + b * stride_q_b + h * stride_q_h + q_index[:, None] * stride_q_s
     k_head = k_ptr + b * stride_k_b + hk * stride_k_h
     v_head = v_ptr + b * stride_v_b + hk * stride_v_h

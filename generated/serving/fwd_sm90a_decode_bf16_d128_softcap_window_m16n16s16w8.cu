@@ -34,7 +34,7 @@ constexpr int kCluster = 8;  // blocks that can work together
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 
-// How work is shared, in tiles of keys; measured.
+// Distribution of work, in tiles of keys; measured.
 constexpr int kLeastTiles = 8;  // of a block at least; with fewer, fewer blocks work
 constexpr int kCutTiles = 12;  // how many more than an equal share a block may have, if it then works on one work item only
 constexpr int kWholeTiles = 1024;  // of a block: with more, idle blocks cost more than merging
@@ -352,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     return;
   }
 
-  // Where each lane reads its 8 columns of a key, in rows that the copies have swizzled.
+  // The 8 columns of a key that each lane reads, in swizzled rows.
   const int k_row = lane / 16 * 8 + lane % 8, k_chunk = lane / 8 % 2, v_row = lane / 8 % 2 * 8 + lane % 8, v_chunk = lane / 16;
   const auto place_of = [&](int row, int column, int chunk) {
     return column / kBoxColumns * (kBlockN * kBoxBytes) + row * kBoxBytes + ((column % kBoxColumns / 8 + chunk) ^ (row % 8)) * 16;

@@ -38,7 +38,7 @@ constexpr int kCluster = 8;  // blocks that can work together
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 
-// How work is shared, in tiles of keys; measured.
+// Distribution of work, in tiles of keys; measured.
 constexpr int kLeastTiles = 8;  // of a block at least; with fewer, fewer blocks work
 constexpr int kCutTiles = 12;  // how many more than an equal share a block may have, if it then works on one work item only
 constexpr int kWholeTiles = 1024;  // of a block: with more, idle blocks cost more than merging
@@ -356,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     return;
   }
 
-  // Where 16 bytes of a key lie, in rows that the copies have swizzled. A lane reads K of one key of each 8, and V of four of
+  // Swizzled offsets of 16 bytes of a key. A lane reads K of one key of each 8, and V of four of
   // each 16.
   const int k_row = scattered(lane / 4), v_run = scattered(lane / 4);
   const auto place_of = [&](int row, int chunk) {
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       }
     }
 
-    // What brings products back to their units.
+    // Factors that bring products back to their units.
     float factor[2] = {1.0f, 1.0f};
 #pragma unroll
     for (int row = 0; row < 2; ++row) {

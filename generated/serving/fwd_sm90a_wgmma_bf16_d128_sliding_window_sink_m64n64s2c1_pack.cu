@@ -84,7 +84,7 @@ static_assert(kConsumers * kOutBytes == 16384);
 static_assert(QRing::kStages * kQBytes == 32768);
 static_assert(KRing::kStages * kKBytes == 32768 && VRing::kStages * kVBytes == 32768);
 
-// How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
+// Layouts of wgmma's operands: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;

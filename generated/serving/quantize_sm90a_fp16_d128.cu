@@ -37,7 +37,7 @@ constexpr uint32_t kTile = 2 * kBox;
 constexpr uint32_t kFactorBox = kHeadDim * 128;  // 64 rows of the Hadamard matrix
 constexpr uint32_t kAngles = 272, kTable = kRows * kAngles;  // rows of angles lie in different banks
 
-// Where things begin in shared memory, beside tiles.
+// Offsets in shared memory, beside tiles.
 constexpr uint32_t kFactors = kGroups * kStages * kTile;
 constexpr uint32_t kShared = 229376;
 constexpr uint32_t kTables = kGroups * kRotatedStages * kTile;  // cosines and sines
@@ -231,7 +231,7 @@ struct Part {
   long long to_b, to_s, to_h;  // strides, in elements
 };
 
-// What threads exchange through shared memory.
+// Shared memory of a block.
 struct Shared {
   uint64_t full[kGroups * kStages];  // barriers: a tile is there
   Part parts[3];
@@ -443,7 +443,7 @@ __device__ __forceinline__ void subtract_mean(char* tile, const Element* mean, i
   fence_async_proxy();  // before wgmma reads them, and TMA writes the next tile
 }
 
-// What threads exchange through shared memory.
+// Shared memory of a block.
 struct KeptShared {
   uint64_t full[kGroups * kStages];  // barriers: a tile is there
   int4 tasks[kGroups][kStages];      // which: part, batch entry, head, place in its sequence
@@ -674,7 +674,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm90a_fp16_d1
 
 constexpr float kSpan = 64.0f;
 
-// What threads exchange through shared memory.
+// Shared memory of a block.
 struct SampleShared {
   float sums[kWarps][kHeadDim];  // of each column, of the rows of a warp
   float squares[kWarps], removed[kWarps];
@@ -1012,7 +1012,7 @@ struct alignas(16) Task {
   bool last;     // of its group and band
 };
 
-// What threads exchange through shared memory.
+// Shared memory of a block.
 struct RotatedShared {
   uint64_t full[kGroups * kRotatedStages];  // barriers: a tile is there
   uint64_t angles[2 * kAngleTables];        // tables are there, and have been read

@@ -4,7 +4,7 @@
 // Rendered from templates/cuda/widen/kernel.cu.j2 by `attngen build specs/serving.yaml`.
 //
 // A block has the keys or the values of 32 tokens of a sequence, of all heads; a thread eight numbers of a row at a time.
-// What is written is (batch, seqlen_k, kv_heads, head_dim); rows beyond the used ones stay as they are.
+// The output is (batch, seqlen_k, kv_heads, head_dim); rows beyond the used ones stay as they are.
 #include "divisor.cuh"
 #include "pdl.cuh"
 #include "e4m3.cuh"

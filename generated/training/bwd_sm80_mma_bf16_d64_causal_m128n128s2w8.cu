@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
 
   const int key_warp = warp % kKeyWarps, query_warp = warp / kKeyWarps;
   const int dq_group = warp / kDqWarps, dq_column = warp % kDqWarps * kWarpDq;  // of the warp: which 32 queries, and columns
-  // Where a lane reads rows by ldmatrix: as the A operand or as B with rows of its k, transposed; and as B with rows of its n.
+  // Rows that a lane reads by ldmatrix: as the A operand or as B with rows of its k, transposed; and as B with rows of its n.
   const int b_row = lane / 16 * 8 + lane % 8;
   const uint32_t a_lane = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
   const uint32_t b_lane = b_row * kBoxBytes + 16 * swizzled<kBoxBytes>(b_row, lane / 8 % 2);
@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d64_
   float dk[2][kWarpQk / 2] = {}, dv[2][kWarpV / 2] = {};
   float logits[2][kWarpM / 2], dp[2][kWarpM / 2];  // S^T, then P^T; dP^T
   uint32_t probabilities[2][kWarpM / 4], ds[2][kWarpM / 4];  // in pairs of 16 bits
-  // What may stand among products, at one of so many places: work for groups of elements, a block of keys by 8 queries, or
+  // Work that may stand among products, at one of so many places: work for groups of elements, a block of keys by 8 queries, or
   // copies, in the first quarter.
   const auto for_elements = [](const auto& work) {
     return [=](int place, int places) {
@@ -563,7 +563,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d64_causal_m
     int total_q, int total_k,
     float softmax_scale
 ) {
-  // What was written last is read first, while L2 holds it.
+  // The rows that were written last are read first, while L2 holds them.
   int unit, q_tile;
   place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
   const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;

@@ -91,7 +91,7 @@ constexpr uint32_t kRowBytes = kBlockM * 4;
 constexpr int kSumsOfBlock = kBlockM * kDqColumns;  // floats of dQ of a block and a tile of queries, in the order of registers
 constexpr int kSumsOfTile = 2 * kSumsOfBlock;
 
-// How wgmma reads these: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
+// Layouts of wgmma's operands: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
 // dS has rows of queries.
 using KeyRows = Matrix<16, 8 * kBoxBytes, 2>;
 using QueryRows = Matrix<16, 8 * kBoxBytes, 2>;
@@ -389,7 +389,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    // What the warpgroups of values and of keys have in common: the rings of their steps, and how dK and dV leave.
+    // Common state of the warpgroups of values and of keys: the rings of their steps, and the stores of dK and dV.
     const int group_thread = threadIdx.x % 128;
     const bool leader = group_thread == 0;
     const uint32_t row_numbers = 4 * (2 * (lane % 4));  // of the first pair of queries
@@ -397,7 +397,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     DoutRing dout_ring(0, 0, here);
     QRing q_ring(0, 0, here);
     DsRing ds_ring(0, 0, here);  // of P, too: dS takes its place
-    // Where a thread of the warpgroup of values puts four pairs of P for the same thread of that of keys, whose warp then
+    // Address at which a thread of the warpgroup of values puts four pairs of P for the same thread of that of keys, whose warp then
     // overwrites them with dS.
     const auto place_of_pairs = [&](int i) {
       const int q = 32 * (i / 2) + lane, chunk = 2 * (warp % 4) + i % 2;
@@ -649,7 +649,7 @@ extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_cluster_bf16_d192_ca
     int total_q, int total_k,
     float softmax_scale
 ) {
-  // What was written last is read first, while L2 holds it.
+  // The rows that were written last are read first, while L2 holds them.
   int unit, q_tile;
   place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
   const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;

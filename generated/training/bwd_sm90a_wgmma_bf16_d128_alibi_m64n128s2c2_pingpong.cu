@@ -94,7 +94,7 @@ constexpr int kDqBlockBytes = 8192;  // of the dQ accumulator that are rounded a
 constexpr int kSumsOfTile = kConsumers * kDqBytes / 4;  // floats of dQ of a tile of queries, in the order of registers
 constexpr int kDqBlocksOfTile = 4 * kSumsOfTile / kDqBlockBytes;
 
-// How wgmma reads these: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
+// Layouts of wgmma's operands: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
 // dS has rows of queries, in boxes of the 64 keys of a consumer.
 using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
 using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
@@ -120,7 +120,7 @@ constexpr int kPartial = 1 << 24;
 static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
-// Where dQ of a step goes: its tile of the dQ accumulator. The last step of a tile of keys, or of a part of one, names its KV
+// Destination of a step's dQ: its tile of the dQ accumulator. The last step of a tile of keys, or of a part of one, names its KV
 // head, others -1, and says how many parts of a tile are done then.
 struct Sum {
   int tile, unit, parts;
@@ -241,11 +241,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   // the order in which heads are computed. Whichever warp is free takes the next block.
   // Counters, after the dQ accumulator.
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_state_ptr) + place; };
-  // How many parts of tiles of keys of a KV head have been added; after the last head, how many blocks of dQ have been taken.
+  // Number of parts of tiles of keys of a KV head that have been added; after the last head, number of blocks of dQ that have been taken.
   const auto done = [&](int unit) { return counter_at(unit); };
   // The state of a tile of the dQ accumulator: whether it has been begun, and whether the first sum is in memory.
   const auto state_of = [&](int tile) { return done(batch * kv_heads) + 1 + tile; };
-  // How many parts of a tile of keys that is cut are done, for each consumer.
+  // Number of finished parts of a tile of keys that is cut, for each consumer.
   const auto parts_done = [&](int cut_tile) { return state_of(sum_tiles) + kConsumers * cut_tile; };
   // Takes a block of dQ and waits until it is complete. False if none is left.
   const auto take_dq_block = [&](DqBlock& dq_block) {

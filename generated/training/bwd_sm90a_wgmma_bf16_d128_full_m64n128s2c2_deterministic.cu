@@ -90,7 +90,7 @@ constexpr int kDqBlockBytes = 8192;  // of the dQ accumulator that are rounded a
 constexpr int kSumsOfTile = kConsumers * kDqBytes / 4;  // floats of dQ of a tile of queries, in the order of registers
 constexpr int kDqBlocksOfTile = 4 * kSumsOfTile / kDqBlockBytes;
 
-// How wgmma reads these: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
+// Layouts of wgmma's operands: by rows (K-major) for S and dP, and the same memory by columns (MN-major) for the other products.
 // dS has rows of queries, in boxes of the 64 keys of a consumer.
 using KeyRows = Matrix<16, 8 * kBoxBytes, 1>;
 using QueryRows = Matrix<16, 8 * kBoxBytes, 1>;
@@ -112,7 +112,7 @@ constexpr int kPartial = 1 << 24;
 static_assert(16777215 < kPartial);  // the last tile of the longest sequence
 constexpr int kEndOfTile = -1, kEndOfAll = -2;
 
-// Where dQ of a step goes: its tile of the dQ accumulator, the counter of its tile of keys (those of earlier keys precede
+// Destination of a step's dQ: its tile of the dQ accumulator, the counter of its tile of keys (those of earlier keys precede
 // it), and its turn among the steps of the KV head. The last step of a tile of keys names that head, others -1.
 struct Sum {
   int tile, counter, kv_tile;
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   // the order in which heads are computed. Whichever warp is free takes the next block.
   // Counters, after the dQ accumulator: of tiles of keys, for the order.
   const auto counter_at = [&](int place) { return reinterpret_cast<uint32_t*>(dq_sum_ptr + static_cast<long long>(batch * heads * q_tiles) * kSumsOfTile) + place; };
-  // How many tiles of keys of a KV head have been added; after the last head, how many blocks of dQ have been taken.
+  // Number of tiles of keys of a KV head that have been added; after the last head, number of blocks of dQ that have been taken.
   const auto done = [&](int unit) { return counter_at(batch * kv_heads * kv_tiles + unit); };
   // Takes a block of dQ and waits until it is complete. False if none is left.
   const auto take_dq_block = [&](DqBlock& dq_block) {

@@ -33,12 +33,12 @@ constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must
 constexpr uint32_t kQ = 0;  // 32768 B: Q
 constexpr uint32_t kRing = 32768;  // 49152 B: tiles of K and V in turn
 constexpr uint32_t kKeyValues = 81920;  // 512 B: values of the keys of tiles under way, which the mask reads
-// What the mask reads of a key; it comes with the tile of K.
+// Values that the mask reads of a key; they come with the tile of K.
 struct KeyValues {
   int u_doc_kv;
 };
 constexpr int kValueTiles = kStages / 2 + 1;  // whose keys have values in shared memory
-// What it reads of a row.
+// Values that it reads of a row.
 struct RowValues {
   int u_doc_q_pos;
 };
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) store_values(values_of(listed[i]), i);
 
-  // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
+  // Shared-memory address of a lane's rows of Q, K and V for ldmatrix: columns that are multiples of 16 are added by XOR.
   const uint32_t q_place = shared + kQ + (kWarpRows * warp + lane % 16) * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
   const int k_row = lane / 16 * 8 + lane % 8, v_row = lane % 16, v_chunk = lane / 16;
   const uint32_t k_lane = shared + k_row * kBoxBytes + 16 * swizzled<kBoxBytes>(k_row, lane / 8 % 2);

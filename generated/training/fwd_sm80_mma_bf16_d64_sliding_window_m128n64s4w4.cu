@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     finish_copies();
   }
 
-  // Where a lane reads rows of Q, K and V by ldmatrix: columns that are multiples of 16 are added by XOR.
+  // Shared-memory address of a lane's rows of Q, K and V for ldmatrix: columns that are multiples of 16 are added by XOR.
   const uint32_t q_place = shared + kQ + (kWarpRows * warp + lane % 16) * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
   const int k_row = lane / 16 * 8 + lane % 8, v_row = lane % 16, v_chunk = lane / 16;
   const uint32_t k_lane = shared + k_row * kBoxBytes + 16 * swizzled<kBoxBytes>(k_row, lane / 8 % 2);

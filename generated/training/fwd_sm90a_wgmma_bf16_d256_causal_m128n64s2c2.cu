@@ -23,7 +23,7 @@ constexpr int kHeadDimQk = 256;
 constexpr int kHeadDimV = 256;
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
-// What consumers learn of a KV tile, in one word: its number, a bit for each consumer that must apply the mask, and a bit
+// Info of a KV tile for consumers, in one word: its number, a bit for each consumer that must apply the mask, and a bit
 // for each that sees nothing of it.
 constexpr int kTileMask = (1 << 24) - 1;  // holds the last tile of the longest sequence
 constexpr int kPartialBit = 24, kSkippedBit = kPartialBit + kConsumers;
@@ -82,7 +82,7 @@ static_assert(kConsumers * kOutBytes == 32768);
 static_assert(QRing::kStages * kQBytes == 65536);
 static_assert(KRing::kStages * kKBytes == 65536 && VRing::kStages * kVBytes == 65536);
 
-// How wgmma reads these: Q and K are K-major; V is MN-major, since its rows are keys.
+// Layouts of wgmma's operands: Q and K are K-major; V is MN-major, since its rows are keys.
 using QMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using KMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using VMatrix = Matrix<kBlockN * kBoxBytes, 8 * kBoxBytes, 1>;

@@ -74,7 +74,7 @@ def _cpu() -> Iterator[None]:
 
 
 def generated(folder: Path, more: dict[str, Any]) -> tuple[list[Any], int]:
-    """What the engine generates, and how often it preempted a request."""
+    """The engine's completions, and the number of times that it preempted a request."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 

@@ -1,4 +1,5 @@
-"""What a call with dropout multiplies its probabilities by: the numbers that it draws next, as a dense tensor."""
+"""Factors by which a call with dropout multiplies its probabilities: the numbers that it draws next, as a dense
+tensor."""
 
 from __future__ import annotations
 

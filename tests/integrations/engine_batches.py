@@ -59,7 +59,7 @@ class Batch:
 
     @property
     def starts(self) -> Tensor:
-        """Where the queries of each request begin, with those of padding."""
+        """Start of each request's queries, with those of padding."""
         counts = [*self.queries, *[0] * self.padded]
         return torch.tensor([0, *counts]).cumsum(0).int()
 

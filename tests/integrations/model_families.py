@@ -28,7 +28,7 @@ _IMAGES = 4  # tokens of an image: (image_size / patch_size)²
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is made, by its classes, and how it is run. ``decodes``: its models generate text by themselves."""
+    """Classes of a family, and the way it is run. ``decodes``: its models generate text by themselves."""
 
     make: Callable[[], tuple[Any, Any]]
     run: Callable[[Any], None]

@@ -1,4 +1,4 @@
-"""What a backend of SGLang has to compute, case by case: run with the stub, and inside of SGLang's release."""
+"""Cases that a backend of SGLang has to compute: run with the stub, and inside of SGLang's release."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def seen_by(case: Case) -> Seen:
 
 
 def runner_of(engine: Engine, case: Case, pool: Any, rows: Tensor) -> Any:
-    """What a backend reads of a model runner."""
+    """Attributes of a model runner that a backend reads."""
     model = SimpleNamespace(
         attention_arch=None, context_len=128, is_local_attention_model=False, head_dim=case.dim,
         is_encoder_decoder=case.encoder is not None,
@@ -247,7 +247,7 @@ def write(pool: Any, layer: Any, slots: Tensor, k: Tensor, v: Tensor, scales: An
 
 
 def rounded(t: Tensor, scale: float | None) -> Tensor:
-    """What a cache in 8 bits holds of numbers."""
+    """Numbers as a cache in 8 bits holds them."""
     return t if scale is None else (t / scale).to(torch.float8_e4m3fn).float() * scale
 
 

@@ -1,4 +1,4 @@
-"""What attngen's backend uses of SGLang, small and without SGLang; ``engine_contracts`` checks the real ones."""
+"""Stand-in for the parts of SGLang that attngen's backend uses; ``engine_contracts`` checks the real ones."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def layer(heads: int, dim: int, scaling: float, kv_heads: int, **more: Any) -> A
 
 
 def latent(like: Tensor) -> Any:
-    """What steps of latent attention need of an engine; tensors have the device and the dtype of ``like``."""
+    """Stand-in for the parts of an engine that steps of latent attention need; tensors have the device and the dtype of
+    ``like``."""
 
     def latent_layer(*given: Any, v_head_dim: int, **more: Any) -> Any:
         made = layer(*given, k_scale=None, v_scale=None, **more)

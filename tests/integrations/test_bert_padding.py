@@ -83,7 +83,7 @@ def test_gradients_of_rows() -> None:
 
 
 def test_a_padded_batch_in_packed_calls() -> None:
-    """What flash-attn's users do with them: attention of padded sequences without their padding."""
+    """Packed calls as flash-attn's users make them: attention of padded sequences without their padding."""
     torch.manual_seed(0)
     mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
     qkv = torch.randn(2, 5, 3, 4, 8, requires_grad=True)

@@ -36,7 +36,7 @@ from tests.integrations.serving import serve
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of attention asked for: any of the variants, most specific first."""
+    """Request of one call of attention: any of the variants, most specific first."""
 
     variants: tuple[str, ...]
     head_dim_qk: int
@@ -48,7 +48,7 @@ class Call:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
-    """What the calls of a test asked for."""
+    """Requests of the calls of a test."""
     seen: set[Call] = set()
 
     def noting(attend: Any) -> Any:

@@ -20,7 +20,7 @@ pytest.importorskip("psutil", reason="transformers asks it how much memory a cac
 
 @pytest.fixture
 def paged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many sequences each call over pages had."""
+    """Number of sequences in each call over pages."""
     calls: list[int] = []
     attend = transformers_paged.attend_cached
 

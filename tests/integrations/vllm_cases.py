@@ -1,4 +1,4 @@
-"""What a backend of vLLM has to compute, case by case: run with the stub, and inside of vLLM's releases.
+"""Cases that a backend of vLLM has to compute: run with the stub, and inside of vLLM's releases.
 
 After what vLLM's own test of its backends checks, and more of the contract. ``Engine`` holds what differs between the
 two: how configurations and layers are made.
@@ -157,7 +157,7 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def metadata(engine: Engine, case: Case, made: Batch) -> Any:
-    """What vLLM hands to a builder."""
+    """Metadata that vLLM hands to a builder."""
     causal = case.causal
     if not isinstance(causal, bool):
         causal = torch.tensor(causal, dtype=torch.int32, device=engine.device)

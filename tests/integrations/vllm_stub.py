@@ -1,4 +1,4 @@
-"""What attngen's backend uses of vLLM, small and without vLLM: names, fields and defaults are those of its releases.
+"""Stand-in for the parts of vLLM that attngen's backend uses: names, fields and defaults are those of its releases.
 
 ``install`` puts it in the place of vLLM, for tests of the backend's own logic. That vLLM has these names, with these
 meanings, is what ``engine_contracts`` checks in its releases.

@@ -1,4 +1,4 @@
-"""Which parts of a score depend on the distance of a query and a key alone; they have the same value as such."""
+"""Parts of a score that depend on the distance of a query and a key alone; they have the same value as such."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def planned(group: Any, ranks: int) -> Iterator[tuple[Case, Plan]]:
 
 
 def variants(ranks: int) -> dict[str, PythonVariant]:
-    """What the ranks call, by name."""
+    """Variants that the ranks call, by name."""
     called = (plan.called() for _, plan in planned(ranks, ranks))
     return {made.name: made for made in called if isinstance(made, PythonVariant)}
 

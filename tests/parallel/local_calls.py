@@ -45,11 +45,11 @@ class LocalCalls:
 
     @cached_property
     def variant(self) -> PythonVariant:
-        """What is called."""
+        """The variant that is called."""
         return called(self.local.variant)
 
     def rows(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
-        """Where the rows of a rank lie."""
+        """Positions of the rows of a rank."""
         place = torch.arange(self.seqlen, device=device)
         return place[place // TILE % self.ranks == rank]
 

@@ -29,7 +29,7 @@ _SINKS = {"window": 300, "sinks": 5}
 
 
 def variants(ranks: int) -> Iterator[PythonVariant]:
-    """What the ranks call beside the variants themselves."""
+    """Variants that the ranks call beside the original ones."""
     calls: list[Any] = [
         _DROPPED,
         attngen.parallel.plan(_DROPPED, SEQLEN, ranks, tile=128).called(),

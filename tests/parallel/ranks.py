@@ -76,7 +76,7 @@ def _few_tokens(rank: int, world: int) -> None:
 
 
 def _whole_again(rank: int, world: int) -> None:
-    """What is sharded becomes whole again, along any axis, and gradients of all ranks are added up."""
+    """Sharded tensors become whole again, along any axis, and gradients of all ranks are added up."""
     plan = attngen.parallel.plan("causal", RAGGED, tile=TILE)
     whole = torch.arange(RAGGED * 6.0).view(2, RAGGED, 3).requires_grad_()
     again = plan.unshard(plan.shard(whole))
@@ -160,7 +160,7 @@ def _in_many_groups(rank: int, world: int) -> None:
 
 
 def _refused_together(rank: int, world: int) -> None:
-    """What one rank does wrong on the first call is an error of all ranks, and none waits."""
+    """An error of one rank on the first call is an error of all ranks, and none waits."""
     q = torch.zeros(1, EVEN // world, HEADS, HEAD_DIM)
 
     def refused(match: str, plan: Any, *given: Any, **values: Any) -> None:
@@ -184,7 +184,7 @@ def _refused_together(rank: int, world: int) -> None:
 
 
 def _refused_alone(rank: int, world: int) -> None:
-    """What is wrong in the same way on all ranks."""
+    """Errors that are the same on all ranks."""
     q = torch.zeros(1, EVEN // world, HEADS, HEAD_DIM)
     plan = attngen.parallel.plan("sliding_window", EVEN, tile=TILE, window=20)
     with pytest.raises(CallError, match="'window' is read by the mask of sliding_window, so the plan fixes it"):
@@ -340,7 +340,7 @@ def _sharded_parameters(rank: int, world: int) -> None:
 
 
 def _lost(rank: int, world: int) -> None:
-    """Where a rank is lost, the others raise."""
+    """The others raise after a rank is lost."""
     plan = attngen.parallel.plan("causal", EVEN, tile=TILE)
     q = torch.zeros(1, plan.tokens(), HEADS, HEAD_DIM)
     plan.attention(q, q, q)

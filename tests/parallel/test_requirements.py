@@ -1,4 +1,4 @@
-"""What plans need beside torch is named where it is missing."""
+"""Missing requirements of plans beside torch are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a CUDA backward clears of a bias's gradient, on the CPU: lanes are fibers.
+"""Clearing of a bias's gradient by a CUDA backward, on the CPU: lanes are fibers.
 
 Every entry is either cleared once by the warp that rounds dQ, or lies in a tile of which the loader makes a step, whose
 dS is stored. The rendered lines of both run as they are.

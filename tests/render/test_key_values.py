@@ -209,7 +209,7 @@ def test_a_tile_map_leaves_the_score_to_values_of_a_key() -> None:
     assert isinstance(plan.structure, HopperForward)
     assert plan.iteration == "tile_map"
     assert plan.structure.key_values == 1
-    assert "What the score reads of a key" in render(plan).text
+    assert "Values that the score reads of a key" in render(plan).text
 
 
 def test_packed_heads_have_values_of_their_own() -> None:
@@ -226,7 +226,7 @@ def test_there_is_room_for_values_of_mask_and_score() -> None:
     assert isinstance(plan.structure, HopperForward)
     assert plan.structure.key_values == 2
     text = render(plan).text
-    assert "What mask and score read of a key" in text
+    assert "Values that mask and score read of a key" in text
     assert "key_values[i] = {u_doc_kv, u_bias_kv_times_LOG2E};" in text
     # full tiles take that of the score
     assert text.count("const auto [u_doc_kv, u_bias_kv_times_LOG2E] = of_key(key);") == 2
@@ -347,7 +347,7 @@ def test_which_parts_of_a_score_are_values_of_a_query(score: str, mask: str, cou
                   backward="{backend: cuda}")  # fmt: skip
     assert isinstance(plan.structure, HopperBackward)
     assert plan.structure.query_values == count
-    assert ("What the score reads of a query" in render(plan).text) == (count > 0)
+    assert ("Values that the score reads of a query" in render(plan).text) == (count > 0)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])

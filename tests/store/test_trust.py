@@ -1,4 +1,4 @@
-"""Whose cache is used: ours or root's, to which nobody else may write."""
+"""Only caches of the user or of root, to which nobody else may write, are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What explain assumes: any legal mask is counted, in bounded memory; values are as declared; files are checked."""
+"""Assumptions of explain: any legal mask is counted, in bounded memory; values are as declared; files are checked."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def measured_backward(team: Team, *peers: Any) -> tuple[dict[str, GridResult], G
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many gradients each contender returned that the memory was counted of."""
+    """Numbers of gradients that each contender returned when its memory was counted."""
     counts: list[int] = []
 
     def count(device: torch.device, call: Callable[[], Sequence[Tensor]]) -> int:

@@ -1,4 +1,4 @@
-"""What is read of a machine."""
+"""Properties of a machine, as the benchmark reads them."""
 
 from __future__ import annotations
 

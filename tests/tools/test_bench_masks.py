@@ -284,7 +284,7 @@ def test_tensors_over_pairs_end_at_16k() -> None:
 
 
 def test_processes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ended in time is returned, and what still runs is killed."""
+    """Finished processes return their results when time is up, and the others are killed."""
     monkeypatch.setattr(first_calls, "_LOAD", "time:sleep")  # fails, which is no error
     monkeypatch.setattr(first_calls, "_FIRST", "tests.tools.test_bench_masks:sleep_but_once")
     cells = [Cell(CASES[name], 128, 8, 8) for name in ("tanh", "causal", "softcap")]

@@ -218,7 +218,7 @@ def test_measured_choices_are_taken_and_named(spec: Path, store: Store, log: Pat
 
 
 def test_cards_that_differ_have_a_kernel_each(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
-    """Where one has no choice, it takes the plan's own; what both choose alike is one kernel."""
+    """A card without a choice takes the plan's own; cards that choose alike share one kernel."""
     spec.write_text(OPEN)
     narrow, wide = {"tile": {"n": 64}, "warps": {"consumer": 2}}, {"tile": {"n": 96}, "warps": {"consumer": 2}}
     (own, _) = build(spec, jobs=1, store=store, compiler=FAKE).kernels

@@ -243,7 +243,7 @@ def test_values_are_read_by_type() -> None:
 
 
 def test_listed_keys_have_no_tiles(tmp_path: Path) -> None:
-    """Which keys are visited is in the lists of a call, so that nothing is counted."""
+    """The lists of a call decide which keys are visited, so that nothing is counted."""
     spec = tmp_path / "listed.yaml"
     spec.write_text(
         "schema: 1\narch: [sm90a]\nvariants:\n  listed: {keys: index}\n"

@@ -1,4 +1,4 @@
-"""What ``attngen explain`` says of backwards: derivatives, and floors by hand."""
+"""Explanations of backward kernels by ``attngen explain``: derivatives, and floors by hand."""
 
 from __future__ import annotations
 

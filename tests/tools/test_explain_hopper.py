@@ -266,7 +266,8 @@ def test_rings_and_barriers_are_those_of_the_kernel(tmp_path: Path, variant: str
 
 @pytest.mark.parametrize(("variant", "head_dim", "more"), CHOICES + BACKWARDS)
 def test_registers_of_roles_are_those_of_the_kernel(variant: str, head_dim: int, more: str) -> None:
-    """What a warpgroup gives up or takes is what its role declares; ``setmaxnreg`` is of whole warpgroups."""
+    """Registers that a warpgroup gives up or takes are those that its role declares; ``setmaxnreg`` is of whole
+    warpgroups."""
     choice = (
         spec_text(variant, head_dim, more).replace("backend:", "backward: {backend:") if "backward" in more else None
     )

@@ -238,7 +238,7 @@ def test_pictures() -> None:
 
 
 def test_gradients_that_are_zero_may_be_off_by_rounding() -> None:
-    """Where rows see one key, dP and D cancel but for their rounding to float32."""
+    """In rows that see one key, dP and D cancel but for their rounding to float32."""
     q, k, v = (torch.randn(2, n, 8, 64, dtype=torch.bfloat16) for n in (9, 1, 1))
     compared = attngen.debug.compare(q, k, v, variant="full", gradients=True)
     (dq,) = {part.allowed for part in compared.parts if part.what == "dq"}

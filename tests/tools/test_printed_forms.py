@@ -1,4 +1,4 @@
-"""What a Python prompt prints of a spec and of what becomes of it is one line that says which it is."""
+"""A Python prompt prints a spec, and each value made from it, as one line that says which it is."""
 
 from __future__ import annotations
 

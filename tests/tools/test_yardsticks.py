@@ -53,7 +53,7 @@ SCORES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What a model kernel does wrong."""
+    """Error of a model kernel."""
 
     edge: int = 0  # keys that the mask shows too many
     scale: float = 1.0
@@ -296,7 +296,7 @@ def test_the_arithmetic_of_a_fused_backward_is_right(layout: str, dropout: bool)
 
 
 def test_keys_that_are_values_have_both_gradients() -> None:
-    """What is expected of k and of v becomes the gradient of k, of which v is a view."""
+    """Expected gradients of k and of v become the gradient of k, of which v is a view."""
     latent = SimpleNamespace(**vars(kernel("s * 0.5", "fp32")) | {"v_of_key": True, "head_dim_v": 16})
     inputs, call, _ = prepare_case(latent, CASES[0], "cpu", 3)
     wanted = expected_gradients(call, inputs.q, inputs.k, inputs.v, torch.Generator().manual_seed(1)).of_keys()

@@ -1,4 +1,4 @@
-// Which sequence a new token belongs to, and where in a cache its key and value go.
+// Sequence of a new token, and the places of its key and value in a cache.
 #pragma once
 
 #include "types.cuh"

@@ -1,4 +1,4 @@
-// Which of several blocks is the last one to be done.
+// Election of the last of several blocks to be done.
 #pragma once
 
 #include "types.cuh"

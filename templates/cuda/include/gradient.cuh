@@ -1,4 +1,4 @@
-// What the kernels of a backward need besides the softmax and the products.
+// Parts of backward kernels besides the softmax and the products.
 #pragma once
 
 #include "types.cuh"
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_float4(uint32_t to, float x, float y, floa
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
-// Where LSE or D of a row lies among those of a tile: a lane reads four of each 16 rows, by one load.
+// Place of the LSE or D of a row among those of a tile: a lane reads four of each 16 rows, by one load.
 __device__ __forceinline__ int row_place(int row) { return row & ~15 | row / 2 % 4 * 4 | row / 8 % 2 * 2 | row % 2; }
 
 // Adds floats of shared memory to global memory, in no fixed order (PTX ISA, "cp.reduce.async.bulk").

@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t signs_of_pair(uint32_t flips, int i) {
   return (flips >> 2 * i & 1) << 15 | (flips >> 2 * i + 1 & 1) << 31;
 }
 
-// Where the angles of a vector begin: row and column of the tables.
+// First angle of a vector: row and column of the tables.
 struct Angle {
   int row, first;
 };

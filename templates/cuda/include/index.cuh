@@ -29,7 +29,7 @@ __device__ __forceinline__ void sum_of_quad(float (&values)[kCount]) {
   }
 }
 
-// How many sums a lane keeps, and the number of the first.
+// Number of sums that a lane keeps, and the number of the first.
 template <int kCount>
 __device__ __forceinline__ constexpr int own_of_quad() {
   return kCount < 4 ? 1 : kCount / 4;

@@ -1,6 +1,6 @@
 // Probabilities in 8 bits in the order of the keys, where V has these in their order, too.
 //
-// What a lane has of S, the two columns 2 t and 2 t + 1 of a block of 8 keys and of the next, lies in a register; the A
+// A lane's elements of S, the two columns 2 t and 2 t + 1 of a block of 8 keys and of the next, lie in a register; the A
 // operand wants the keys 4 t to 4 t + 3 of the 16 there. So the four lanes of a row exchange: two registers take two
 // shuffles, since in each of them half of the lanes send what they have of the first block, and half what of the second.
 #pragma once

@@ -1,4 +1,4 @@
-// What four neighbouring lanes of a warp, a quad, hold of the same row of a product.
+// Exchange among a quad: four neighbouring lanes of a warp, which hold the same row of a product.
 #pragma once
 
 #include "types.cuh"

@@ -25,7 +25,7 @@ struct alignas(16) Vector {
   __device__ __forceinline__ void store(Element* to) const { *reinterpret_cast<Vector*>(to) = *this; }
 };
 
-// What the numbers of a table of cosines or sines are.
+// Dtypes of a table of cosines or sines.
 enum Form { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 // One number of a table.

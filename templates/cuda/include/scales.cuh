@@ -3,7 +3,7 @@
 
 #include "hadamard.cuh"
 
-// What has a scale of its own.
+// Extent of a scale.
 enum Granularity { kTensor = 0, kHead = 1, kBlock = 2, kToken = 3 };
 
 template <typename Rounded>

@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32
       : "memory");
 }
 
-// What lies outside the tensor is not written.
+// Rows and columns outside the tensor are not written.
 __device__ __forceinline__ void store_box(const TensorMap& map, uint32_t from, int c0, int c1, int c2) {
   asm volatile(
       "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];"

@@ -21,7 +21,7 @@ __device__ __forceinline__ float score_of(uint32_t key) {
   return __uint_as_float(key >> 31 ? key ^ 0x80000000 : ~key);
 }
 
-// What threads share beside candidates.
+// Shared state of a selection, beside candidates.
 struct Selection {
   uint32_t bins[kBins];  // zeros between uses
   int warp_sums[2][kWarps];
@@ -128,7 +128,7 @@ struct Cut {
   }
 };
 
-// Where to cut candidates, so that k of them remain; up to `most`, if that is larger. Sets their number.
+// Cut of the candidates, so that k of them remain; up to `most`, if that is larger. Sets their number.
 __device__ __forceinline__ Cut cut_of(
     Selection& shared, const uint32_t* keys, const uint32_t* indices, int count, int& k, int most) {
   bool whole;

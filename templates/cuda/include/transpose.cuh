@@ -1,7 +1,7 @@
 // Transposing a tile of 8-bit elements, rows of keys, so that keys lie along the rows: products take such operands K-major
 // alone. Both tiles are swizzled, as copies write them and wgmma reads them.
 //
-// What a lane has of S goes into the registers of P as it is (softmax.cuh), so that the sum over keys runs in another
+// A lane's elements of S go into the registers of P as they are (softmax.cuh), so that the sum over keys runs in another
 // order: place 16a + 4t + 2b + c of a row has key 16a + 8b + 2t + c. Columns change their order, too, so that
 // neighbouring rows are written together: row 16m + 8b + c has column 16m + 2c + b.
 #pragma once

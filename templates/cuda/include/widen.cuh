@@ -15,7 +15,7 @@ struct alignas(kCount) Bytes {
   uint32_t words[kCount / 4];
 };
 
-// Which row of 8, or run of columns of 8, is number `place` of a product: lanes have 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+// Row of 8, or run of columns of 8, that is number `place` of a product: lanes have 0 and 4, 1 and 5, 2 and 6, 3 and 7.
 __device__ __forceinline__ int scattered(int place) { return place / 2 + place % 2 * 4; }
 
 // Two columns that follow each other of two keys, from four of each, as fp16: both keys of the first, then of the second.
@@ -76,7 +76,7 @@ __device__ __forceinline__ void exponentiate(
   }
 }
 
-// What a page has: the scale of its keys, and the logarithm and the reciprocal of that of its values. Values with a smaller
+// Scales of a page: the scale of its keys, and the logarithm and the reciprocal of that of its values. Values with a smaller
 // one than 2^-60 count, and add nothing.
 __device__ __forceinline__ float4 page_scales(float of_keys, float of_values) {
   const float positive = fmaxf(of_values, 0x1p-60f);
