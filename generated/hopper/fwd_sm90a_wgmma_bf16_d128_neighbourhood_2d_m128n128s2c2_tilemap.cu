@@ -661,7 +661,7 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
       const int kv = kv_start + key;
       const int of_key_0 = kv / by_u_width;
       const int of_key_1 = kv % by_u_width;
-      // Values of the mask that depend on a query alone; a lane has one query.
+      // The mask's values of a query; a lane has one query.
       int lane_u_q_div_width;
       int lane_u_q_mod_width;
       {
