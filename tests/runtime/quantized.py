@@ -96,12 +96,12 @@ def alike(ours: Tensor, theirs: Tensor) -> None:
     apart = (in_order(ours) - in_order(theirs)).abs()
     far = (apart > 1) & ~((ours.float() - theirs.float()).abs() <= ORDER_OF_SUMS * LARGEST[ours.dtype])
     places = [(at, float(ours[tuple(at)]), float(theirs[tuple(at)])) for at in far.nonzero()[:8].tolist()]
-    found = f"{int(differ.sum())} of {ours.numel()} differ, {int(far.sum())} by more than a step: {places}"
-    assert not far.any(), found
-    assert int(differ.sum()) <= max(1e-4 * ours.numel(), 1), found
+    message = f"{int(differ.sum())} of {ours.numel()} differ, {int(far.sum())} by more than a step: {places}"
+    assert not far.any(), message
+    assert int(differ.sum()) <= max(1e-4 * ours.numel(), 1), message
 
 
-#: What the order of sums changes of a number, as a part of the largest one: a row's largest sum is at least a root of
+#: Change of a number by the order of its sum, as a part of the largest one: a row's largest sum is at least a root of
 #: 128 smaller than the sum of all magnitudes, and each of some dozen additions rounds off 2^-24 of that, or 2^-23.
 ORDER_OF_SUMS = 2.0**-18
 

@@ -299,7 +299,7 @@ def test_events(stub: Stub) -> None:
 
 
 def in_a_thread(work: Any) -> list[Any]:
-    """What a function returns or raises in a thread that has made no call before."""
+    """Results and errors of a function in a thread that has made no call before."""
     results: list[Any] = []
 
     def call() -> None:
