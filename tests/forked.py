@@ -21,7 +21,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
 
-#: What most processes of tests need, but no Triton: whether it interprets is settled when it is imported.
+#: Modules that most processes of tests need, but no Triton: whether it interprets is settled when it is imported.
 ATTNGEN = (
     "import torch\n"
     "import attngen.compile.cuda, attngen.compile.triton, attngen.plan, attngen.render, attngen.schema\n"

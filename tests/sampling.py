@@ -10,7 +10,7 @@ import pytest
 
 Axis = Iterable[Any] | Mapping[str, Any]
 
-#: What this run asks for; ``tests/conftest.py`` sets it.
+#: Sample of this run; ``tests/conftest.py`` sets it.
 _ASKED = {"exhaustive": False}
 
 

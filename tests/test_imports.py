@@ -36,7 +36,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 #: The doors: what they import is fetched at the first use.
 FACADES = {"__init__.py", "__main__.py"}
 
-#: What a shipped package must not need; the runtime reads manifests.
+#: Modules that a shipped package must not need; the runtime reads manifests.
 NOT_FOR_RUNTIME = {"schema", "plan", "render", "compile"}
 
 #: The same inside ``attngen/tools``: what all share first.

@@ -183,7 +183,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, spec: Path) -> None:
     assert "this needs pydantic, which is not installed; pip install 'attngen[build]'" in result.stderr
 
 
-#: What a build that has nothing to do must not import.
+#: Modules that a build with nothing to do must not import.
 HEAVY = (
     "triton",
     "torch",

@@ -17,7 +17,7 @@ _TENSORS = {
     "bias": "{dtype: fp32, shape: [seqlen_k]}",
     "slope": "{dtype: fp32, shape: [h]}",
 }
-#: What the condition asks for, how deep it is, and whether an arm is without the product.
+#: Question of the condition, its depth, and whether an arm is without the product.
 SCORES = {
     "odd keys cut": "s if kv % 2 == 0 else -inf",
     "blocks of keys cut": "s if kv % 16 < 8 else -inf",

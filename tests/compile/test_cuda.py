@@ -113,7 +113,7 @@ def check_parameters(plan: Plan, artifact: Artifact) -> None:
             end = offset + size
 
 
-#: What a spec may choose that makes other code: the first rung of a ladder, no overlap, and a kernel that skips.
+#: Choices of a spec that make other code: the first rung of a ladder, no overlap, and a kernel that skips.
 CHOICES: tuple[tuple[str, dict[str, object]], ...] = (
     ("causal", {"warps": "{overlap: false}", "softmax": "exact_max", "epilogue": "direct"}),
     ("causal", {"warps": "{overlap: false}", "layout": "varlen"}),

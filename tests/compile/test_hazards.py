@@ -32,7 +32,7 @@ def test_registers_of_q_given_to_p_are_found() -> None:
 
 
 def test_registers_of_their_own_are_right() -> None:
-    # What stands after the loop may overwrite Q, and a wait that branches back into the loop is none itself.
+    # Code after the loop may overwrite Q, and a wait that branches back into the loop is none itself.
     assert overwritten(parse(_LOOP.replace("{p}", "R104"))) == []
 
 

@@ -58,7 +58,7 @@ FUNCTIONS = ROOT / "docs/flex_attention.md"
 #: The model whose spec is written.
 CONFIG = '{"model_type": "llama", "num_hidden_layers": 2, "dtype": "bfloat16"}'
 
-#: What stands for the words in capitals that prose uses.
+#: Values for the words in capitals that prose uses.
 PLACEHOLDERS = {"SPEC": f"specs/{MINE}", "KERNEL": "my_mask", "NAME": "example", "P": "sliding_window", "FILE": "file"}
 
 

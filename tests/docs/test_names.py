@@ -53,7 +53,7 @@ OTHERS = {
 #: Page whose names are FlashInfer's, in the first column of its table.
 MIGRATION = ROOT / "docs" / "migration.md"
 
-#: What stands for a word of the reader's choice in a path.
+#: Placeholders for a word of the reader's choice in a path.
 _PLACEHOLDER = re.compile(r"<\w+>|\bNAME\b|\*")
 
 

@@ -20,7 +20,7 @@ from tests.docs.blocks import DOCUMENTS, README, ROOT, TOUR, Block, anchors, blo
 YAML = [block for path in DOCUMENTS for block in blocks(path, "yaml")]
 PYTHON = [path for path in DOCUMENTS if blocks(path, "python")]
 
-#: What a block's comment begins with where the block is no program to run.
+#: First word of a block's comment where the block is no program to run.
 NOT_RUN, EXCERPT = "not run:", "excerpt of the kernel of "
 
 

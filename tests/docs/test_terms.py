@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: What was said, as a pattern, and the term that has its place.
+#: Replaced words, as a pattern, and the term that has their place.
 REPLACED = {
     r"\banew\b": "again",
     r"\bbehind (the|its|their) (end|last)\b": "after",

@@ -181,7 +181,7 @@ def variant_of(chance: random.Random, layout: str) -> Fields:
         variant["sink"] = scores.sink()
     if chance.random() < 0.12:
         variant["dropout"] = True
-    # What was declared for an expression that another was taken for is left out.
+    # Declarations for an expression that another one replaced are left out.
     said = f"{variant} {[tensor['shape'] for tensor in declared.tensors.values()]}"
     named = {"tensors": declared.tensors, "scalars": declared.scalars}
     for kind, values in named.items():

@@ -11,7 +11,7 @@ from tests.fuzz.language import drawn
 from tests.fuzz.mask_calls import Findings, MaskCall
 from tests.sampling import seeds
 
-#: What a mask or score of a thousand has to show, at least some ten times.
+#: Traits that a thousand masks and scores have to show, at least some ten times each.
 _FORMS = {
     "a division by a literal": r"// \d", "a division by a scalar": r"// (period|size|open)", "a remainder": r" % ",
     "a divisor of a head": r"// stride", "a negative divisor": r"(//|%) -\d", "clamp": "clamp", "min": r"\bmin\(",

@@ -26,7 +26,7 @@ LONG = (
     "test_flash_grids",
 )  # fmt: skip
 
-#: What a worker's allocator may keep of the card's memory between tests: many workers share the card.
+#: Share of the card's memory that a worker's allocator may keep between tests: many workers share the card.
 _KEPT_BYTES = 3 * 2**29
 
 

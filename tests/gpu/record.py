@@ -49,7 +49,7 @@ _ALONE_SHARE, _ALONE_LONGER = 0.45, 20.0
 #: begun again.
 _REST_SHARE, _REST_SECONDS, _REST_TESTS = 0.08, 45.0, 100
 
-#: What the files of tests are about.
+#: Topics of the files of tests.
 FAMILIES = {
     "forward": (
         "accuracy", "hidden", "memory", "stress", "narrow", "attempts", "constants", "divisions", "divisors", "bounds",

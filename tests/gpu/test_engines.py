@@ -22,7 +22,7 @@ from tests.integrations.test_vllm import NAMES
 #: Cases of SGLang, but for those with a pool of windows, and in graphs, whose stubs are on the CPU.
 SGLANG_NAMES = [name for name in SGLANG_CASES if "graph" not in name and "pool" not in name]
 
-#: How many times as long requests, windows and images are as in the tests on the CPU.
+#: Factor by which requests, windows and images are longer than in the tests on the CPU.
 TIMES = 13
 
 

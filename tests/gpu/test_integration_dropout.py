@@ -32,7 +32,7 @@ from tests.integrations.test_sdpa import described
 #: Its factor is 2, which has no rounding error in bf16.
 RATE = 0.5
 
-#: What shipped kernels with dropout serve.
+#: Calls that shipped kernels with dropout serve.
 FLASH = [given for given in FLASH_OPTIONS if "alibi" not in given]
 SDPA = [(variant, given) for variant, given in SDPA_OPTIONS if variant != "allowed_by_head"]
 

@@ -27,7 +27,7 @@ PACKAGE = "attngen_serving"
 E4M3 = torch.float8_e4m3fn
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: What the shipped spec has not: a tile map, head dims that are padded, fp16, other tiles and depths, a chunked mask.
+#: Kernels beyond the shipped spec: a tile map, padded head dims, fp16, other tiles and depths, a chunked mask.
 MORE = """
 schema: 1
 package: attngen_serving

@@ -193,7 +193,7 @@ def tiles_take_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", dict.fromkeys(quantize_tiles.LEAST_TURNS, 0))
 
 
-#: What kernels of tiles take.
+#: Calls that kernels of tiles take.
 OF_TILES = [64, 128, "head", "token"]
 
 

@@ -24,7 +24,7 @@ from tests.gpu.family import DEVICE, Kernels, rendered
 SPEC = Path(__file__).with_name("shared.yaml")
 _PLANS = plans(load_spec(SPEC))
 PLANNED = {plan.name: (spec, plan) for spec, plan in _PLANS if spec.split_tiles}
-#: What takes calls of many tiles.
+#: Kernel that takes calls of many tiles.
 ORDINARY = {
     plan.name: (spec, plan) for spec, plan in _PLANS if plan.name == "fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2"
 }

@@ -10,7 +10,7 @@ from tests.gpu.packages import indexed
 from tests.integrations import families
 from tests.integrations.serving import NEW, PROMPTS, plain, prompts, serve
 
-#: How far the largest logit may be above that of the token that was chosen: rounding to bf16, through all layers.
+#: Allowed distance of the largest logit from that of the chosen token: rounding to bf16, through all layers.
 CLOSE = 0.25
 
 

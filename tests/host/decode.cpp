@@ -27,7 +27,7 @@ using Query = Element;
 static const Element kNan = {0x7fff};
 #endif
 
-// What kernels multiply by to divide.
+// Multipliers by which kernels divide.
 static int reciprocal(int divisor) {
   if (divisor <= 0) return 0;
   int shift = 0;
@@ -45,7 +45,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   std::vector<float> lse(batch * rows * heads, 7.0f);
   for (Query& x : q) x = element<Query>(random_number());
 
-  // What no sequence has is NaN, and no entry of the table beyond a length is a page.
+  // Rows of no sequence are NaN, and no entry of the table beyond a length is a page.
   const int pages_of_row = PAGED ? (longest + page_size - 1) / page_size : 1, pages = batch * pages_of_row + 2;
   std::vector<int> table(batch * (pages_of_row + 1), -7), order(pages);
   for (int i = 0; i < pages; ++i) order[i] = pages - 1 - i;

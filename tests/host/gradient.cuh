@@ -1,4 +1,4 @@
-// What the kernels of a backward need besides the softmax and the products.
+// Parts of backward kernels besides the softmax and the products.
 #pragma once
 
 #include "tma.cuh"

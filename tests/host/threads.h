@@ -46,7 +46,7 @@ struct Dim { int x, y, z; };
 constexpr int kSharedBytes = 228 * 1024, kSharedStart = 1024, kRankBits = 24;
 
 struct Barrier { int expected = 0, pending = 0, phase = 0; long long bytes = 0; };
-// What lanes bring to a meeting stays until all have come to the next, so that two places are enough.
+// The values that lanes bring to a meeting stay until all have come to the next, so that two places are enough.
 struct Warp {
   int arrived = 0;
   long long meetings = 0;

@@ -32,7 +32,7 @@ PACKAGES = {
     "opentelemetry-exporter-otlp", "multipart": "python-multipart", "sgl_kernel": "sgl-kernel",
 }  # fmt: skip
 
-#: What engines are known to import.
+#: Modules that engines are known to import.
 KNOWN = (
     "aiohappyeyeballs", "aiohttp", "aiosignal", "apache-tvm-ffi", "blake3", "cachetools", "cbor2", "certifi",
     "charset-normalizer", "cloudpickle", "compressed-tensors", "depyf", "dill", "diskcache", "distro", "einops",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-#: What sums of the same float32 products in another order differ by. With one key, gradients are exactly 0 in plain
+#: Difference of sums of the same float32 products in another order. With one key, gradients are exactly 0 in plain
 #: torch, and the rounding of some hundred queries in a kernel.
 NOISE = 5e-5
 

@@ -18,7 +18,7 @@ from tests.integrations import tiny_configs
 LENGTHS = (14, 11, 8)
 STEPS = 4
 
-#: How many features a frame of sound has, by the name of the field.
+#: Features of a frame of sound, by the name of the field.
 _FEATURES = (
     "num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "n_mel_bins", "feature_size", "input_dim",
 )  # fmt: skip

@@ -24,7 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"attention_chunk": 5, "window_size": (3, 0), "softcap": 1.5},
     {"attention_chunk": 100, "softcap": 1.5},
 ]
-#: What tunes flash-attn's kernels.
+#: Arguments that tune flash-attn's kernels.
 TUNING: list[dict[str, Any]] = [
     {"num_splits": 4}, {"num_splits": 0}, {"pack_gqa": True}, {"pack_gqa": False}, {"sm_margin": 8},
 ]  # fmt: skip

@@ -318,7 +318,7 @@ def compiled(function: Any, **options: Any) -> Any:
     return torch.compile(function, backend="aot_eager", **{"fullgraph": True, **options})
 
 
-#: What a program cannot read, and its graph breaks for: a bound method.
+#: A value that a program cannot read, so that its graph breaks: a bound method.
 BREAKING = {"method"}
 SAMPLE = (
     "causal",

@@ -138,7 +138,7 @@ def _shrunk(name: str, value: Any, given: Mapping[str, Any], layers: int) -> Any
 
 
 _NEVER_NONE = {"head_dim": HEAD_DIM, "vocab_size": VOCABULARY}
-#: What names a checkpoint, or layers that the tiny model does not have.
+#: Fields that name a checkpoint, or layers that the tiny model does not have.
 _DROPPED = ("transformers_version", "architectures", "_name_or_path", "stage_names", "out_features", "out_indices")
 _MAIN_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: Lists with an item for each layer.
@@ -219,7 +219,7 @@ def _token_ids(fields: dict[str, Any]) -> None:
             fields[name] = next(free)
 
 
-#: What some classes need to be made at all.
+#: Arguments without which some classes cannot be made.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {
         "text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}

@@ -41,7 +41,7 @@ OTHER = "schema: 1\npackage: attngen_other\narch: sm90a\nkernels: [{variant: cau
 
 FAKE_COMPILER = "tests.runtime.manifests:compile_as_manifest"
 
-#: What a package must do without.
+#: Modules that a package must do without.
 BLOCKED = (
     "attngen", "triton", "cupy", "cupy_backends", "jinja2", "pydantic", "yaml", "click", "rich", "platformdirs",
     "hatchling",

@@ -318,7 +318,7 @@ def test_the_stubs_know_each_variant(site: Path, tmp_path: Path) -> None:
     assert errors == wanted, done.stdout + done.stderr
 
 
-#: What a package does with a cache, beside the places and the rotation written out.
+#: Program that uses a package's cache, beside the places and the rotation written out.
 APPENDS = """
 import torch, attngen_cached
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import attngen
 from attngen.packaging.vendor import COPIED, runtime_files
 
-#: What torch brings, and what Python has.
+#: Modules of torch's requirements, and of Python.
 ALLOWED = {"torch", "cuda"} | set(sys.stdlib_module_names)
 
 

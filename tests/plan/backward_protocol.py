@@ -16,7 +16,7 @@ from tests.plan.simulation import WARPS, Place, ProtocolError, Ring, Role, Simul
 CONSUMERS = 2
 SUMS = 8
 
-#: What comes instead of a step.
+#: Events that come instead of a step.
 END_OF_TILE, END_OF_ALL = "end of tile", "end of all"
 
 

@@ -21,7 +21,7 @@ BLOCKS = 2  # of a pair
 SUMS = 8
 END = "end"
 
-#: What stands in a piece of memory, and what should.
+#: Contents of a piece of memory, and the expected ones.
 Read = tuple[list[object], object]
 
 

@@ -21,7 +21,7 @@ LANES = 3  # of a warp, which ask that many earlier tiles at once
 IN_FLIGHT = 4  # steps that the loader is ahead of the adder
 PIECES = 2  # of the sums of a unit, which are rounded at once
 
-#: What a tile of keys goes to: turns, ascending.
+#: Turns of a tile of keys, ascending.
 Visits = tuple[int, ...]
 #: Steps in flight: the index of the tile of keys, the turn, and whether it is the last one; None is the end.
 Queue = list[tuple[int, int, bool] | None]

@@ -53,7 +53,7 @@ def test_figures_stand_where_the_table_says(row: object) -> None:
         assert measured.figures in text
 
 
-#: What gives a variant a trait: its score, its mask, what it declares.
+#: Sources of a variant's traits: its score, its mask, its declarations.
 SCORES = {
     frozenset({"varying_derivative"}): "tanh(s)",
     frozenset({"both_read"}): "s + bias[kv]",

@@ -13,7 +13,7 @@ from attngen.plan.schedules import schedules
 
 PACKAGE = Path(attngen.__file__).parent
 ALL = [row for direction in ("forward", "backward") for row in schedules(direction)]
-#: What each schedule names for itself: its view, and what it tells ``attngen explain``.
+#: Attributes of each schedule: its view, and its answers to ``attngen explain``.
 OWN = {
     PACKAGE.parent / f"{name.partition(':')[0].replace('.', '/')}.py"
     for row in ALL

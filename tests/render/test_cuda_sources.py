@@ -207,7 +207,7 @@ def is_legal(name: str) -> bool:
     return True
 
 
-#: How many names one rendering tries: the end of a range that reads as many is still found in closed form.
+#: Names that one rendering tries: the end of a range that reads as many is still found in closed form.
 TOGETHER = 16
 
 

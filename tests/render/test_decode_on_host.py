@@ -29,7 +29,7 @@ COMPILED = (
     "quad.cuh", "lane_max.cuh", "few_heads.cuh",
 )  # fmt: skip
 
-#: What headers ask of the hardware in PTX, and the same on the host.
+#: Stand-ins on the host for the PTX in headers.
 PTX = {
     r'asm\("ex2\.approx\.ftz\.f32 .*?\);': "y = exp2f(x);",
     r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(quotient.*?\);': "quotient = 1.0f / sum[row];",
@@ -67,7 +67,7 @@ CASES = [
     "8,2,1,17,0,16," + ",".join(["200"] * 16),  # 32 units for 17 blocks: 16 of them take two each
 ]
 
-#: What kernels of 8 bits have of their own: the step, and the scales of pages.
+#: Parts of 8-bit kernels only: the step, and the scales of pages.
 FEW_CASES = [
     "4,1,1,8,0,16,100",
     "8,2,1,16,0,16,300," + "0," * 20 + "200,0,0,0",

@@ -21,7 +21,7 @@ from tests.plan.specs import planned
 
 COMPILER = shutil.which("g++")
 
-#: What the lines name beside the corners: numbers of a call, and what shuffles and searches do.
+#: Names in the lines beside the corners: numbers of a call, and results of shuffles and searches.
 PROGRAM = """
 #include <cstdio>
 #include <cstdlib>

@@ -39,7 +39,7 @@ SHAPES = ((1, 1, 70, 4200), (2, 2, 330, 330), (2, 1, 1, 259))
 #: Kernels of other tests, of which a symbol may be asked for, too.
 OTHERS: list[Prepared] = []
 
-#: What the host lacks of CUDA.
+#: Stand-ins for the parts of CUDA that the host lacks.
 LACKING = """
 inline int __float2int_rz(float x) {
   return x != x ? 0 : x >= 2147483648.0f ? 2147483647 : x <= -2147483648.0f ? -2147483647 - 1 : int(x);

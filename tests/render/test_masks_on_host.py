@@ -68,7 +68,7 @@ extern "C" void visible(int seqlen_q, int seqlen_k, const int* scalars, const in
   };
 """
 
-#: Which tiles a box sees: the ends of ranges, or a word of the tiles for each of which a lane votes.
+#: Tiles that a box sees: the ends of ranges, or a word of the tiles for each of which a lane votes.
 _TILES = """
   const auto __ballot_sync = [](unsigned, bool seen) {{ return seen ? 1u : 0u; }};
   const int kv_tiles = (seqlen_k + kBlockN - 1) / kBlockN, q_tiles = (seqlen_q + kBlockM - 1) / kBlockM;

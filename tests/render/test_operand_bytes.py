@@ -243,7 +243,7 @@ def test_every_schedule_and_layout_is_among_them() -> None:
     assert {plan.layout for plan in plans} == set(LAYOUTS) - {"paged"}
 
 
-#: What rendered kernels may not show, since no plan here takes that line: sizes, boxes and steps of two bytes.
+#: Lines that rendered kernels may lack, since no plan here takes them: sizes, boxes and steps of two bytes.
 _OF_TWO_BYTES = re.compile(
     r"\* 2[,)]* *(?:\w+_)?map\b|% kBoxColumns \* 2|\bk\w*Bytes = [^;]* \* 2;|2 \* kBoxColumns;|\+= 16\)"
 )

@@ -16,7 +16,7 @@ from tests.render.cuda_sources import identifiers
 
 PACKAGE = Path(attngen.__file__).parent
 TEMPLATES = sorted(path for part in ("cuda", "triton") for path in (templates_dir() / part).rglob("*.*"))
-#: What gives kernels their names beside the templates.
+#: Sources of names in kernels beside the templates.
 MODULES = sorted(
     path for part in ("plan", "render", "lang") for path in (PACKAGE / part).rglob("*.py") if path.name != "symbols.py"
 )

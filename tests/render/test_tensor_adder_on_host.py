@@ -30,7 +30,7 @@ _ADD_FOUR = (
     'if (reinterpret_cast<uintptr_t>(to) % 16) fail("four sums at such an address"); '
     "to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;"
 )
-#: What the header asks of the hardware in PTX, and the same on the host.
+#: Stand-ins on the host for the PTX in the header.
 PTX = {
     r'asm volatile\("red\.relaxed\.gpu\.global\.add\.f32 .*?\);': "*to += x;",
     r'asm volatile\(\s*"red\.relaxed\.gpu\.global\.add\.v4\.f32 .*?\);': _ADD_FOUR,

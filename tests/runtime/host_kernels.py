@@ -36,7 +36,7 @@ kernels:
 """
 
 
-#: What asks for 8 bits, and so brings the kernels that quantize.
+#: Entry that asks for 8 bits, and so brings the kernels that quantize.
 SPEC_OF_8_BITS = """
 schema: 1
 package: eight
@@ -46,7 +46,7 @@ kernels:
 """
 
 
-#: What asks for caches in 8 bits and ordinary kernels, and so brings those that widen.
+#: Entry that asks for caches in 8 bits and ordinary kernels, and so brings those that widen.
 SPEC_OF_CACHES = """
 schema: 1
 package: caches
@@ -62,7 +62,7 @@ kernels:
     split_kv: true
 """
 
-#: What asks for index scores, and so brings the kernel that selects.
+#: Entry that asks for index scores, and so brings the kernel that selects.
 SPEC_OF_INDEX = """
 schema: 1
 package: index

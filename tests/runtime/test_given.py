@@ -27,9 +27,9 @@ DOORS: dict[str, Callable[..., Any]] = {
 }
 #: Keywords that a call has under another name.
 FIELDS = {"k_pages": "k", "v_pages": "v", "page_layout": "layout"}
-#: What becomes another call.
+#: Arguments that make another call.
 BEFORE = {"quantize", "num_decodes"}
-#: What operators need not be told: their name says it, or their results.
+#: Arguments that operators do without: their name says it, or their results.
 OF_OPERATORS = {"variant", "package", "return_lse", "out"}
 
 every_form = pytest.mark.parametrize("form", DOORS)

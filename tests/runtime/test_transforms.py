@@ -203,7 +203,7 @@ def near(actual: Any, wanted: Any) -> None:
         torch.testing.assert_close(one.double(), other, rtol=0, atol=0.03 * float(other.abs().max()))
 
 
-#: What each launches, whatever wraps the tensors.
+#: Launches of each, whatever wraps the tensors.
 LAUNCHED = {
     "grad": ["forward", "preprocess", "dkdv", "dq"],
     "vjp": ["forward", "preprocess", "dkdv", "dq"],

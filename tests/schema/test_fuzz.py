@@ -134,7 +134,7 @@ SPECS = st.fixed_dictionaries(
 )
 
 
-#: What no message may hold: it tells of the program, not of the file.
+#: Words that no message may hold: they tell of the program, not of the file.
 RAW = re.compile(
     r"\bNone\b|NoneType|pydantic|Traceback|\w+_type\b|input_value|https?:|[Ii]nput should"
     r"|(String|Value|List) (should|error)|validation error|\b1 (errors|elements|kernels|characters|files)\b"
