@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from attngen.cli import group
 from attngen.schema import load_spec_text
 from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import arch_here
@@ -26,7 +28,10 @@ def to_build() -> list[Prepared]:
 
 
 def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
-    """Under NCCL they wait for the timeout of their group; where torch's watchdog hangs, its monitor ends them."""
+    """Under NCCL they wait for the timeout of their group; where torch's watchdog hangs, its monitor ends them.
+
+    How long they may wait counts from the loss: on a host that is busy with other tests, ranks take minutes to begin.
+    """
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "8"}
@@ -38,10 +43,10 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
             command = [sys.executable, "-c", program, str(rank)]
             started.append(subprocess.Popen(command, env=environment, stderr=file))
     try:
-        assert started[1].wait(100) == 3, printed[1].read_text()
-        assert started[0].wait(100) not in (0, 3), printed[0].read_text()
+        assert started[1].wait(150) == 3, printed[1].read_text()
+        assert started[0].wait(80) not in (0, 3), printed[0].read_text()
     except subprocess.TimeoutExpired as error:
-        pytest.fail(f"{error}\n{printed[0].read_text()}")
+        pytest.fail("\n".join([str(error), *(file.read_text() for file in printed)]))
     finally:
         for process in started:
             process.kill()
@@ -66,8 +71,6 @@ def _run_on(
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")  # before NCCL is loaded
     path = folder / "parallel.yaml"
     path.write_text(spec(world, arch_here().name))
-    built = subprocess.run(
-        [sys.executable, "-m", "attngen", "build", str(path)], capture_output=True, text=True, check=False
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
+    built = CliRunner().invoke(group, ["build", str(path)])
+    assert built.exit_code == 0, built.output
     torch.multiprocessing.spawn(run, args=(world, str(folder / "meeting")), nprocs=world)
