@@ -19,6 +19,7 @@ from attngen import cli, resources
 from attngen.tools import record as records
 from attngen.tools.record import Record
 from tests.gpu import prebuilt, record
+from tests.gpu.conftest import in_order, parts_of
 from tests.gpu.record import FAMILIES, family_of, run
 
 ROOT = Path(__file__).parents[1]
@@ -161,6 +162,71 @@ def test_of_several_cards_one_is_for_the_tests_that_need_it(tmp_path: Path, monk
     suite, said = run([suite_in(tmp_path / "suite", text)], workers=1, limit=None, folder=tmp_path, prebuild=False)
     assert sorted(names(suite.tests, "passed")) == ["test_alone", "test_beside_others"]
     assert len(said) == 2
+
+
+def test_tests_wait_for_their_kernels_before_their_time_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several cards, workers begin while kernels are compiled."""
+    text = """
+        import os
+        from pathlib import Path
+
+        READY = Path(os.environ["ATTNGEN_TEST_READY"])
+
+        def test_package():  # of which nothing is compiled ahead
+            assert not (READY / "family").exists()
+            (READY / "first").touch()
+
+        def test_memory():
+            assert (READY / "family").exists()
+            assert not (READY / "nearly").exists()
+            (READY / "second").touch()
+
+        def test_others():
+            assert (READY / "nearly").exists()
+    """
+    compiling = (
+        "import sys, time; from pathlib import Path; ready = Path(sys.argv[-1])\n"
+        "def wait(name):\n    for _ in range(900):\n        (ready / name).exists() or time.sleep(0.1)\n"
+        "wait('first')\n"
+        "(ready / 'family').touch()\n"
+        "wait('second')\n"
+        "time.sleep(6)"  # 'nearly' follows when it has ended
+    )
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    python = folder / "python"
+    python.write_text(
+        f'#!/bin/sh\nif [ "$2" = tests.gpu.prebuilt ]; then exec {sys.executable} -c "{compiling}" "$@"; fi\n'
+        f'exec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(record, "TEST_SECONDS", 5)
+    monkeypatch.setattr(record, "cards", lambda: 4)
+    monkeypatch.setattr(sys, "executable", str(python))
+    path = Path(suite_in(tmp_path / "suite", text))
+    path.with_name("conftest.py").write_text("from tests.gpu.conftest import pytest_runtest_protocol")
+    suite, said = run([str(path)], workers=3, limit=120, folder=tmp_path)
+    assert len(names(suite.tests, "passed")) == 3, (tmp_path / "tests").read_text()
+    assert all(test.seconds < 5 for test in suite.tests.values())
+    assert [line.split(":")[0] for line in said][:2] == ["nearly all kernels are compiled", "kernels are compiled"]
+
+
+def test_long_tests_and_those_that_wait_for_few_kernels_come_first() -> None:
+    class Item:
+        def __init__(self, name: str) -> None:
+            self.nodeid, self.path = name, Path(name.split("::")[0])
+
+    names = [f"test_{file}.py::test_{n}" for file in ("accuracy", "calls", "memory", "pages") for n in range(20)]
+    long = ["test_memory.py::test_nothing_is_read", "test_x.py::test_static_cache", "test_package.py::test_it"]
+    items: Any = [Item(name) for name in [*names, *long]]
+    ordered = in_order(list(items), 3)
+    assert sorted(map(id, ordered)) == sorted(map(id, items))
+    shares = [ordered[:27], ordered[27:55], ordered[55:]]
+    assert sorted(share[0].nodeid for share in shares) == sorted(long)
+    for share in shares:
+        waits = ["nearly" in parts_of(item) for item in share[1:]]
+        assert waits == sorted(waits)
+        assert 10 < sum(waits) < 16
 
 
 def test_a_file_that_cannot_be_imported_fails_alone(tmp_path: Path) -> None:

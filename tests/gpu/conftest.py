@@ -10,21 +10,38 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-#: Words in the names of tests that take long, most of all those under compute-sanitizer: each worker begins with some.
-#: Those of the first word begin before all others: they start processes of their own, and one waits for a timeout.
+from tests.gpu.events import NEARLY
+
+#: Words in the names of tests that take long, the longest first: each worker begins with some.
 LONG = (
-    "test_parallel", "nothing_is_read", "no_races_in_shared", "barriers_are_right", "sanitizer", "beyond_its_memory",
-    "within_their_memory", "generated_specs", "thousand", "test_bench", "example_runs", "races_under_load",
-    "a_server_gives", "static_cache", "test_models_first_call", "test_package", "test_model_spec", "every_divisor",
-    "test_flash_grids",
+    "test_parallel", "nothing_is_read", "barriers_are_right", "no_races_in_shared", "sanitizer", "example_runs",
+    "test_package", "generated_specs", "within_their_memory", "test_model_spec",
+    "static_cache", "thousand", "test_models_first_call", "a_server_gives", "beyond_its_memory", "races_under_load",
+    "every_divisor", "test_flash_grids", "few long ones", "many short sequences", "test_first_call",
 )  # fmt: skip
+
+#: Parts of the kernels compiled ahead, by a word in the names of the tests that call them; the first that fits counts.
+#: Such tests wait for these parts alone, all others for nearly all kernels.
+PARTS: dict[str, tuple[str, ...]] = {
+    "example_runs[ship": (), "example_runs[train": (), "example_runs[port": (), "example_runs[add": (),
+    "example_runs[route_sdpa": ("packages.sdpa",), "example_runs[transformers": ("packages.transformers",),
+    "example_runs[use_flash_attn": ("packages.flash_attn",),
+    "example_runs[serve_llama": ("packages.flash_attn_kvcache",),
+    "test_a_server_gives": ("packages.flash_attn_kvcache", "packages.transformers"),
+    "test_package": (), "test_model_spec": (), "test_models_first_call": (), "test_first_call": (),
+    "test_flash_grids": (), "test_flash_attn_4": (),
+    "test_memory": ("family",), "test_accuracy": ("family",), "test_hidden": ("family",), "test_stress": ("family",),
+    "test_decode": ("test_decode",), "test_cards": ("test_cards",), "test_divisions": ("test_divisions",),
+    "test_generated": ("test_generated",), "test_parallel": ("test_parallel",), "test_listed": ("test_listed",),
+}  # fmt: skip
 
 #: Share of the card's memory that a worker's allocator may keep between tests: many workers share the card.
 _KEPT_BYTES = 3 * 2**29
@@ -84,21 +101,50 @@ def in_order(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     """Return tests so that each worker's share begins with its part of the long ones.
 
     ``--dist worksteal`` gives each worker a run of tests of the same length. Those of one kernel follow each other, so
-    that few workers load it.
+    that few workers load it. Tests that wait for few kernels come before those that wait for nearly all.
     """
-    long = [item for item in items if any(word in item.nodeid for word in LONG)]
-    long.sort(key=lambda item: LONG[0] not in item.nodeid)
+    long = [item for item in items if _length(item) < len(LONG)]
+    long.sort(key=lambda item: (NEARLY in parts_of(item), _length(item)))
     chosen = set(map(id, long))
     short = sorted((item for item in items if id(item) not in chosen), key=_place)
+    early = [item for item in short if NEARLY not in parts_of(item)]
+    late = [item for item in short if NEARLY in parts_of(item)]
     ordered = []
     for worker in range(workers):
         own = long[worker::workers]
         # as xdist divides: what is left, evenly among the workers that are left
         share = (len(items) - len(ordered)) // (workers - worker)
-        taken = max(share - len(own), 0)
-        ordered += own + short[:taken]
-        del short[:taken]
-    return ordered + short
+        first = min(len(early) // (workers - worker), max(share - len(own), 0))
+        taken = max(share - len(own) - first, 0)
+        ordered += own + early[:first] + late[:taken]
+        del early[:first], late[:taken]
+    return ordered + early + late
+
+
+def _length(item: pytest.Item) -> int:
+    """Place of a test among the long ones, or behind these."""
+    return next((place for place, word in enumerate(LONG) if word in item.nodeid), len(LONG))
+
+
+def parts_of(item: pytest.Item) -> tuple[str, ...]:
+    """Parts of the kernels compiled ahead that a test waits for."""
+    return next((parts for word, parts in PARTS.items() if word in item.nodeid), (NEARLY,))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Wait for the kernels that a test calls, before its time counts."""
+    folder = os.environ.get("ATTNGEN_TEST_READY")
+    if folder is not None:
+        wait_for(Path(folder), parts_of(item))
+    return (yield)
+
+
+def wait_for(folder: Path, parts: Iterable[str]) -> None:
+    """Wait until a folder names all parts as compiled, or nearly all kernels."""
+    wanted = [folder / part for part in parts]
+    while not (all(file.exists() for file in wanted) or (folder / NEARLY).exists()):
+        time.sleep(0.2)
 
 
 def _place(item: pytest.Item) -> tuple[str, str]:

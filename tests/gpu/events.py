@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+#: The file of the kernels that are compiled ahead which says that one of twelve is left, or none.
+NEARLY = "nearly"
+
 
 class Events:
     """Appends a line of JSON for each event."""

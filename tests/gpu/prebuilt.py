@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +20,16 @@ from attngen.store.key import key_of
 from attngen.store.limits import available_cores
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels
+from tests.gpu.events import NEARLY
 from tests.gpu.family import for_this_gpu
 from tests.gpu.packages import CALLED
 
 FOLDER = Path(__file__).parent
 
-#: Kernels that take longest to compile come first, so that no core ends alone.
+#: Parts that tests wait for which take longest: these are compiled before all others.
+FIRST = ("test_parallel", "family", "test_decode", "test_cards", "test_divisions", "test_generated")
+
+#: Of the others, kernels that take longest to compile come first, so that no core ends alone.
 _SECONDS = {("triton", "backward"): 4, ("triton", "forward"): 2, ("cuda", "backward"): 2}
 
 #: Processes that plan, at most.
@@ -50,25 +54,25 @@ def parts_of(module: str) -> list[tuple[str, str | None]]:
 
 
 def wanted(jobs: int | None = None) -> dict[str, list[tuple[str, Prepared]]]:
-    """Return the kernels of each module; planning all of them takes one core half a minute, and more processes would
-    take longer to start than they save."""
+    """Return the kernels of each part by its name; planning all of them takes one core half a minute, and more
+    processes would take longer to start than they save."""
     names = sorted(modules(), key=lambda name: name != "packages")  # what takes longest is begun first
     parts = [part for name in names for part in parts_of(name)]
     calls = [Job(name, "tests.gpu.prebuilt:planned", (name, part)) for name, part in parts]
-    kernels: dict[str, list[tuple[str, Prepared]]] = {name: [] for name in names}
+    kernels: dict[str, list[tuple[str, Prepared]]] = {}
     for result in run_jobs(calls, min(jobs or available_cores(), _PLANNERS)):
-        name, _ = parts[result.index]
+        name = ".".join(filter(None, parts[result.index]))
         if result.error is not None:
             print(f"{name}: {result.error}", flush=True)
-        kernels[name] += result.value or []
-    return kernels
+        kernels[name] = result.value or []
+    return dict(sorted(kernels.items(), key=lambda part: part[0] not in FIRST))
 
 
 def batches(kernels: Sequence[Prepared]) -> list[list[Prepared]]:
-    """Cut kernels into parts in which no name occurs twice: several specs have a kernel of one name."""
+    """Cut kernels, in their order, into parts in which no name occurs twice: several specs have one of one name."""
     parts: list[list[Prepared]] = []
     seen: Counter[str] = Counter()
-    for kernel in sorted(kernels, key=lambda one: -_SECONDS.get((one.plan.backend, one.plan.direction), 1)):
+    for kernel in kernels:
         number = seen[kernel.plan.name]
         seen[kernel.plan.name] += 1
         if number == len(parts):
@@ -95,34 +99,48 @@ def build(kernels: Sequence[Prepared], jobs: int | None = None) -> tuple[int, li
     return done, wrong
 
 
-def note(keys: Sequence[str], left: int, file: Path) -> None:
-    """Write a file when no more kernels are left than that; the cache is looked at, since builds say nothing."""
-    missing = set(keys)
-    while len(missing) > left:
-        missing = {key for key in missing if not Store().path(key).exists()}
+def note(parts: Mapping[str, Sequence[str]], left: int, folder: Path) -> None:
+    """Write a file for each part whose kernels, by their keys, are all compiled, and one when no more than ``left``
+    of all are missing; the cache is looked at, since builds say nothing."""
+    missing = {name: set(keys) for name, keys in parts.items()}
+    while missing:
+        missing = {name: {key for key in keys if not Store().path(key).exists()} for name, keys in missing.items()}
+        for name in [name for name, keys in missing.items() if not keys]:
+            (folder / name).touch()
+            del missing[name]
+        if len(set().union(*missing.values())) <= left:
+            (folder / NEARLY).touch()
         time.sleep(0.5)
-    file.touch()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="say how many kernels there are, and compile none")
     parser.add_argument("--jobs", type=int, help="compiles at once; left out: as many as cores")
-    parser.add_argument("--nearly", type=Path, help="a file that is written when one of twelve is left, or none")
+    parser.add_argument("--ready", type=Path, help="a folder for files that say which parts are compiled")
     chosen = parser.parse_args()
     begun = time.monotonic()
     kernels_by_part = wanted(chosen.jobs)
     print(", ".join(f"{name} {len(rows)}" for name, rows in kernels_by_part.items()))
-    kernels = list({key: kernel for rows in kernels_by_part.values() for key, kernel in rows}.values())
+    by_key = {key: (name, kernel) for name, rows in reversed(kernels_by_part.items()) for key, kernel in rows}
+    kernels = [kernel for _, kernel in sorted(by_key.values(), key=_place)]
     kinds = Counter(f"{kernel.plan.backend} {kernel.plan.direction}" for kernel in kernels)
     print(f"{len(kernels)} kernels: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}", flush=True)
     if not chosen.list:
         print(f"planned and rendered after {time.monotonic() - begun:.0f} s", flush=True)
-        if chosen.nearly:
-            keys = [key for rows in kernels_by_part.values() for key, _ in rows]
-            Thread(target=note, args=(keys, len(kernels) // 12, chosen.nearly), daemon=True).start()
+        if chosen.ready:
+            keys = {name: [key for key, _ in rows] for name, rows in kernels_by_part.items()}
+            Thread(target=note, args=(keys, len(kernels) // 12, chosen.ready), daemon=True).start()
         done, wrong = build(kernels, chosen.jobs)
+        for name in (*kernels_by_part, NEARLY) if chosen.ready else ():
+            (chosen.ready / name).touch()  # tests judge what did not compile
         print(*wrong, f"{done} built, {len(wrong)} not, after {time.monotonic() - begun:.0f} s", sep="\n", flush=True)
+
+
+def _place(part: tuple[str, Prepared]) -> tuple[int, int]:
+    name, kernel = part
+    first = FIRST.index(name) if name in FIRST else len(FIRST)
+    return first, -_SECONDS.get((kernel.plan.backend, kernel.plan.direction), 1)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
 
 The first writes ``record.json``, the second quotes it in docs/limits.md. All cores compile what the tests call; tests
 that need a card for themselves run meanwhile, in one process, and then all others, in one process for each core. Of
-several cards, the last one is for the former alone, and the latter do not wait for these. A
-test that loses the CUDA context, crashes or hangs ends its process and fails alone. A test that found the card's memory
-taken by others runs again in the end. What has not ended when the limit is reached is named as not run. ``--log`` keeps
-what was printed, errors and times; a run of some files needs ``--out``.
+several cards, the last one is for the former alone, and the latter begin at once, each test when the kernels that it
+calls are compiled. A test that loses the CUDA context, crashes or hangs ends its process and fails alone. A test that
+found the card's memory taken by others runs again in the end. What has not ended when the limit is reached is named as
+not run. ``--log`` keeps what was printed, errors and times; a run of some files needs ``--out``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from typing import Any
 
 from attngen.store.limits import available_cores
 from attngen.tools.record import FAILED, NOT_RUN, PASSED, REFUSED, Record, records, source_hashes, table, write
+from tests.gpu.events import NEARLY
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 DOCS = ROOT / "docs" / "limits.md"
 
 #: Seconds after which a test is taken to wait forever: its process ends, and it fails.
-TEST_SECONDS = 240
+TEST_SECONDS = 270
 
 #: Of the limit, what tests may take that need the card for themselves, and how long they may take after the compiles.
 _ALONE_SHARE, _ALONE_LONGER = 0.45, 20.0
@@ -220,26 +221,37 @@ def run(
     def say(what: str, code: int) -> None:
         said.append(f"{what}: {time.monotonic() - begun:.0f} s{f', exit code {code}' if code else ''}")
 
+    ready = folder / "ready"
+    ready.mkdir()
     first = None
     if prebuild:
-        nearly = folder / "nearly"
-        command = [sys.executable, "-m", "tests.gpu.prebuilt", "--nearly", str(nearly)]
+        command = [sys.executable, "-m", "tests.gpu.prebuilt", "--ready", str(ready)]
         first = Program.start(command, folder / "prebuilt", begun + 0.8 * (deadline - begun))
     early = deadline - kept if own_card else min(deadline, begun + _ALONE_SHARE * (deadline - begun))
     command = pytest_command(paths, "alone and not exhaustive", 1)
     alone = Program.start(command, folder / "alone", early, **cores, **own_card)
+
+    def start_others() -> Program:
+        suite.read(events)
+        before_rest = deadline - (kept if suite.not_ended() or own_card else 0)
+        command = pytest_command(paths, "not alone and not exhaustive", workers)
+        shared_cards = {"ATTNGEN_TEST_CARDS": str(cards() - 1)} if own_card else {}
+        gates = {"ATTNGEN_TEST_READY": str(ready)} if prebuild else {}
+        return Program.start(command, folder / "tests", before_rest, **cores, **shared_cards, **gates)
+
+    others = None
+    if own_card:
+        alone.wait_for(events)  # which has been written when tests are collected: the others find them compiled
+        others = start_others()
     if first is not None:
-        first.wait_for(nearly)
+        first.wait_for(ready / NEARLY)
+        (ready / NEARLY).touch()  # whatever became of it
         say("nearly all kernels are compiled", 0)
-    if not own_card:
+    if others is None:
         if first is not None:
             alone.deadline = min(early, time.monotonic() + _ALONE_LONGER)
         say("tests that need the card for themselves", alone.wait())
-    suite.read(events)
-    before_rest = deadline - (kept if suite.not_ended() or own_card else 0)
-    command = pytest_command(paths, "not alone and not exhaustive", workers)
-    shared_cards = {"ATTNGEN_TEST_CARDS": str(cards() - 1)} if own_card else {}
-    others = Program.start(command, folder / "tests", before_rest, **cores, **shared_cards)
+        others = start_others()
     if first is not None:
         say("kernels are compiled", first.wait())
     say("all other tests", others.wait())
@@ -340,7 +352,7 @@ def report(suite: Suite, record: Record, said: Iterable[str], folder: Path) -> s
     for name in record.failed:
         lines += ["", f"=== {name}", *(text[-3000:] for text in suite.tests[name].texts)]
     for path in sorted(folder.iterdir()):
-        if path.name not in ("events", "nearly"):
+        if path.is_file() and path.name != "events":
             lines += ["", f"##### {path.name}", path.read_text(errors="replace")[-400_000:]]
     return "\n".join(lines) + "\n"
 

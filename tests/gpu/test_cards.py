@@ -27,6 +27,9 @@ SCHEDULES = ("mma_forward", "mma_decode", "mma_backward")
 #: Seeds of generated specs, a few for each run.
 SEEDS, _AT_ONCE = range(500), 8
 
+#: Processes of a run, each of which takes long to begin.
+_JOBS = 4
+
 #: Seeds whose kernels once did not compile, or were wrong.
 FAILED = (213, 215, 216, 237, 304, 341, 361, 398, 414, 432)
 
@@ -75,6 +78,6 @@ def test_under_the_sanitizer(tool: str) -> None:
 def test_generated_specs_for_cards(first: int | None) -> None:
     """They compile for their cards, and their kernels, planned again for this GPU, are right."""
     seeds = FAILED if first is None else SEEDS[first : first + _AT_ONCE]
-    rows = run(seeds, planner=CARD_PLANNER)
+    rows = run(seeds, jobs=_JOBS, planner=CARD_PLANNER)
     assert {row.seed for row in rows} == set(seeds)
     assert describe(rows) == []

@@ -16,6 +16,9 @@ from tests.fuzz.trials import plan_one
 from tests.gpu.generated import describe, memchecked, run, seeds_of
 
 SEEDS = seeds_of(os.environ.get("ATTNGEN_FUZZ_SEEDS", "0:32"))
+#: Processes of a test, each of which takes long to begin.
+_JOBS = 4
+
 MEMCHECKED = seeds_of(os.environ.get("ATTNGEN_FUZZ_MEMCHECK", "0:12"))
 
 
@@ -30,7 +33,7 @@ def to_build() -> list[Prepared]:
 
 @pytest.mark.parametrize("seeds", shards(SEEDS, 8), ids=str)
 def test_generated_specs_meet_their_contracts(seeds: range) -> None:
-    rows = run(seeds)
+    rows = run(seeds, jobs=_JOBS)
     assert {row.seed for row in rows} == set(seeds)
     assert describe(rows) == []
     assert sum(row.verdict == "passed" for row in rows) > len(rows) // 2
@@ -41,6 +44,6 @@ def test_generated_specs_stay_within_their_memory(seeds: range) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
-    rows = memchecked(seeds, sanitizer)
+    rows = memchecked(seeds, sanitizer, jobs=_JOBS)
     assert {row.seed for row in rows} == set(seeds)
     assert describe(rows) == []

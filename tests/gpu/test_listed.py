@@ -14,7 +14,7 @@ from attngen.lang.listed import LISTS, KeyLists
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import prepare_each
+from attngen.tools.build.pipeline import Prepared, prepare_each
 from tests.gpu.family import compiled_kernels, known
 from tests.gpu.test_decode import close, on_gpu
 from tests.gpu.test_indexed import lists
@@ -26,10 +26,14 @@ SPEC = load_spec(Path(__file__).with_name("listed.yaml"))
 VALUES = 512
 
 
+def to_build() -> list[Prepared]:
+    return [one for one in prepare_each(SPEC)[0] if one.plan.direction in ("forward", "backward")]
+
+
 @known
 def kernels() -> tuple[list[Kernel], Package]:
     """Compile the kernels of the spec, which alone are known as the package: no other takes a call."""
-    built = compiled_kernels([one for one in prepare_each(SPEC)[0] if one.plan.direction in ("forward", "backward")])
+    built = compiled_kernels(to_build())
     return built, package_of_kernels(built, "tests/gpu/test_listed")
 
 

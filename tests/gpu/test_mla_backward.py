@@ -14,7 +14,7 @@ from attngen.runtime.geometry import sizes
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import prepare_each
+from attngen.tools.build.pipeline import Prepared, prepare_each
 from tests.gpu.family import compiled_kernels, known
 from tests.gpu.test_decode import on_gpu
 from tests.gpu.test_listed import compare, in_double
@@ -24,10 +24,14 @@ PACKAGE = "mla_backward_tests"
 VALUES = 512
 
 
+def to_build() -> list[Prepared]:
+    return prepare_each(load_spec(Path(__file__).with_name("mla_backward.yaml")))[0]
+
+
 @known
 def kernels() -> tuple[list[Kernel], Package]:
     """Compile the kernels of the spec, which alone are known as the package: no other takes a call."""
-    built = compiled_kernels(prepare_each(load_spec(Path(__file__).with_name("mla_backward.yaml")))[0])
+    built = compiled_kernels(to_build())
     return built, package_of_kernels(built, "tests/gpu/test_mla_backward")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from attngen.arch import arch_of
+from attngen.store.lock import Lock
 from tests.packaging.support import WITHOUT_ANYTHING, install, make, run, write_spec
 
 SPEC = """
@@ -118,8 +119,23 @@ assert (out.double() - exact.transpose(1, 2)).abs().max() < 4e-2
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which two packages for this GPU are installed."""
-    folder = tmp_path_factory.mktemp("package")
+    """A folder into which two packages for this GPU are installed; workers of a run share it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return _installed(tmp_path_factory.mktemp("package"))
+    folder = tmp_path_factory.getbasetemp().parent / "package"
+    folder.mkdir(exist_ok=True)
+    lock = Lock(folder / "lock")
+    assert lock.acquire(200)
+    try:
+        if not (folder / "installed").exists():
+            _installed(folder)
+            (folder / "installed").touch()
+        return folder / "site"
+    finally:
+        lock.release()
+
+
+def _installed(folder: Path) -> Path:
     major, minor = torch.cuda.get_device_capability()
     arch = arch_of(10 * major + minor)
     assert arch is not None
