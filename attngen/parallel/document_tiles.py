@@ -7,6 +7,7 @@ nothing from other ranks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,9 +120,10 @@ class DocumentTiles:
         rows = np.concatenate([[0], np.cumsum(sizes[order])])
         sums = np.concatenate([[0.0], np.cumsum(work[order])])
         deals = [_Deal(0.0, (0,), (self.seqlen,), 0.0, float(sums[-1]))]
+        numbers, points = rows.tolist(), rows.astype(np.float64)
         for rank in range(ranks):
             count = (rank + 1) * self.seqlen // ranks - rank * self.seqlen // ranks
-            every = [deal for before in deals for deal in before.then(rows, sums, count, ranks - rank)]
+            every = [deal for before in deals for deal in before.then(numbers, points, sums, count, ranks - rank)]
             deals = sorted(every)[: _DEALS if ranks <= _FEW_RANKS else 1]
         bounds = [*deals[0].firsts, *deals[0].lasts[-2::-1]]
         owners = [*range(ranks), *range(ranks - 1, -1, -1)]
@@ -146,18 +148,21 @@ class _Deal(NamedTuple):
     at_begin: float
     at_end: float
 
-    def then(self, rows: np.ndarray, sums: np.ndarray, count: int, ranks: int) -> list[_Deal]:
+    def then(self, numbers: list[int], points: np.ndarray, sums: np.ndarray, count: int, ranks: int) -> list[_Deal]:
         """Deals that also give ``count`` rows to the next of so many ``ranks``, about a fair share of the work.
 
-        ``rows`` and ``sums`` are rows and work before each tile. Rows from the begin end with a tile, unless a rank
-        gets no others.
+        ``numbers`` and ``sums`` are rows and work before each tile, ``points`` these rows in floating point. Rows from
+        the begin end with a tile, unless a rank gets no others.
         """
         begin, end = self.firsts[-1], self.lasts[-1]
-        low, high = _places(rows, np.array([begin + 1, begin + count]))
-        places = np.concatenate([[begin], rows[low:high], [begin + count]])
-        left = end - count - begin + places
-        work = np.interp(np.concatenate([places, left]), rows, sums).reshape(2, -1)
-        loads = work[0] - work[1] + (self.at_end - self.at_begin)
+        low, high = bisect_left(numbers, begin + 1), bisect_left(numbers, begin + count)
+        ends: np.ndarray = np.empty((2, high - low + 2))
+        firsts, lasts = ends
+        firsts[0], firsts[1:-1], firsts[-1] = begin, points[low:high], begin + count
+        np.add(firsts, end - count - begin, out=lasts)
+        work = np.interp(ends, points, sums)
+        loads = work[0] - work[1]
+        loads += self.at_end - self.at_begin
         apart = np.abs(loads - (self.at_end - self.at_begin) / ranks)
         best = int(apart.argmin())
         chosen = [best]
@@ -166,7 +171,7 @@ class _Deal(NamedTuple):
             chosen.append(int(apart.argmin()))
         return [
             _Deal(
-                max(self.most, float(loads[n])), (*self.firsts, int(places[n])), (*self.lasts, int(left[n])),
+                max(self.most, float(loads[n])), (*self.firsts, int(firsts[n])), (*self.lasts, int(lasts[n])),
                 float(work[0, n]), float(work[1, n]),
             )
             for n in chosen

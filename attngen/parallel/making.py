@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -225,14 +226,15 @@ def _layer(
     segments = segments and not variant.dropout and _few_copies(visited, sharding, sent, positions=positions)
     own = {name: values[name] for name in passed(variant) if name in values}
     one_row = offsets is not None and not segments
+    tables: Callable[[], Mapping[str, Any]] = dict
     if offsets is not None and one_row:
-        own |= of_documents if of_documents is not None else documents(offsets)
+        tables = partial(documents, offsets) if of_documents is None else partial(dict, of_documents)
     weighed = visited, sharding.owner, sent.received, sharding.tile, cost
     way, _ = overlap(*weighed, segments=segments and not sent.runs.complete, heads_alike=_in_groups(variant))
     return Layer(
         variant.name, source, variant, as_one_row(variant) if one_row else variant, layers, method,
         own, visited, sent, seen, segments, positions, way,
-        forward_groups(*weighed, way=way, heads_alike=_in_groups(variant)),
+        forward_groups(*weighed, way=way, heads_alike=_in_groups(variant)), tables,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from attngen.parallel.cost import Cost
 from attngen.parallel.segments import Segments
 from attngen.parallel.sharding import Sharding
-from attngen.parallel.visits import Visits, runs_of_tiles
+from attngen.parallel.visits import Visits, in_order_of_ranks, runs_of_tiles
 
 #: By rows, by heads, or not at all.
 Overlap = Literal["rows", "heads", "none"]
@@ -75,17 +75,16 @@ def overlap(
     """
     ranks = len(sending)
     tile_seconds = cost.of_tiles(1.0, tile)
-    work = np.bincount(owner, weights=visits.tiles, minlength=ranks) * tile_seconds
+    work = visits.work(owner, ranks) * tile_seconds
     sent = sending * cost.of_tokens(1.0)
     choices: dict[Overlap, float] = {"none": float((work + np.where(sent > 0, sent + _LATENCY, 0)).max())}
     if heads_alike and cost.kv_heads > 1 and sent.max() > _WORTH:
         choices["heads"] = _groups(work, sent, cost)[1]
     if segments and sent.max() > 0:
-        alone = local_tiles(visits, owner)
-        here = np.bincount(owner, weights=np.where(alone, visits.tiles, 0.0), minlength=ranks) * tile_seconds
-        exposed = np.maximum(sent - here, sent * _COPIED)
+        here, in_parts = visits.of_owner("alone", owner, _alone, ranks)
+        exposed = np.maximum(sent - here * tile_seconds, sent * _COPIED)
         row_seconds = 2 * cost.heads * cost.head_dim * cost.itemsize / _COPIES
-        moved = _tiles_in_parts(alone, owner, ranks) * tile * row_seconds
+        moved = in_parts * tile * row_seconds
         choices["rows"] = float((work + exposed + moved).max())
     best = min(choices, key=lambda each: choices[each])
     return best, choices[best]
@@ -100,7 +99,7 @@ def forward_groups(
     that exchange is waited for. In the backward, whose exchange is none where keys are kept, calls of a few heads would
     leave multiprocessors idle.
     """
-    work = np.bincount(owner, weights=visits.tiles, minlength=len(sending)) * cost.of_tiles(1.0, tile)
+    work = visits.work(owner, len(sending)) * cost.of_tiles(1.0, tile)
     sent = sending * cost.of_tokens(1.0)
     if way == "heads":
         return _groups(work, sent, cost)[0]
@@ -109,12 +108,20 @@ def forward_groups(
     return 2 if work.min() / cost.passes > _HOST else 1
 
 
+def _alone(visits: Visits, owner: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Work of the tiles of each rank that see only keys of their own run, and the count of ``_tiles_in_parts``."""
+    alone = local_tiles(visits, owner)
+    here = np.bincount(owner, weights=np.where(alone, visits.tiles, 0.0), minlength=ranks)
+    return here, _tiles_in_parts(alone, owner, ranks)
+
+
 def _tiles_in_parts(alone: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
     """Count the tiles of each rank that are not ``alone``, if they are not one run of its tiles: their rows are
     copied."""
-    order = np.argsort(owner, kind="stable")
+    order = in_order_of_ranks(owner, ranks)
     others, of_rank = ~alone[order], owner[order]
-    begins = others & np.append(True, alone[order][:-1] | (np.diff(of_rank) != 0))
+    begins = others.copy()
+    begins[1:] &= ~others[:-1] | (of_rank[1:] != of_rank[:-1])
     runs = np.bincount(of_rank[begins], minlength=ranks)
     return np.where(runs > 1, np.bincount(owner[~alone], minlength=ranks), 0)
 

@@ -72,7 +72,7 @@ class Layer:
     variant: Variant
     layers: float
     method: str
-    values: Mapping[str, Any]
+    given: Mapping[str, Any]
     visits: Visits
     sent: Needs
     seen: Needs
@@ -80,7 +80,13 @@ class Layer:
     positions: bool = True  # whether the variant reads any
     overlap: Overlap = "none"
     forward_groups: int = 1  # groups of heads in which keys of a forward pass travel
+    of_documents: Callable[[], Mapping[str, Any]] = dict  # tables of tokens: made by the first call, not by the plan
     kept: dict[Any, Any] = field(default_factory=dict)  # what calls of one rank and device share
+
+    @cached_property
+    def values(self) -> Mapping[str, Any]:
+        """The values that the plan got, and the tables of documents."""
+        return {**self.given, **self.of_documents()}
 
     @cached_property
     def fixed(self) -> frozenset[str]:

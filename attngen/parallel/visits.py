@@ -3,10 +3,10 @@ once; what bands do not bound is classified tile by tile, with the least and gre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ _NODES = 4096
 
 #: Most tiles that are classified at once.
 _BLOCK = 2**20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,20 @@ class Visits:
         np.maximum.at(ends, self.row, self.hi)
         return ends
 
+    def of_owner(self, name: str, owner: np.ndarray, make: Callable[[Visits, np.ndarray, int], T], ranks: int) -> T:
+        """What ``make`` finds for an assignment of tiles to ranks, kept until another assignment is looked at."""
+        if name not in self._kept or self._kept[name][0] is not owner:
+            self._kept[name] = owner, make(self, owner, ranks)
+        found: T = self._kept[name][1]
+        return found
+
     def needs(self, owner: np.ndarray, ranks: int) -> RankTiles:
         """Tiles of keys that each rank visits, if ``owner`` gives the rank of each tile."""
-        if "needs" not in self._kept or self._kept["needs"][0] is not owner:
-            self._kept["needs"] = owner, RankTiles.of(self, owner, ranks)
-        return self._kept["needs"][1]
+        return self.of_owner("needs", owner, RankTiles.of, ranks)
+
+    def work(self, owner: np.ndarray, ranks: int) -> np.ndarray:
+        """Tiles of keys that the rows of each rank visit, each as often as it is visited."""
+        return self.of_owner("work", owner, _work, ranks)
 
     def in_documents(self, offsets: Sequence[int], tile: int, seqlen: int, *, positions: bool) -> Visits:
         """The visits of packed documents, from those of one sequence, for a variant that sees the same distances in
@@ -88,8 +99,23 @@ class Visits:
 
     def received(self, owner: np.ndarray, ranks: int) -> np.ndarray:
         """Number of tiles of keys that each rank visits and does not hold."""
-        needs = self.needs(owner, ranks)
-        return needs.counts - np.bincount(owner, weights=needs.visited_by(owner), minlength=ranks)
+        return self.of_owner("received", owner, _received, ranks)
+
+
+def _work(visited: Visits, owner: np.ndarray, ranks: int) -> np.ndarray:
+    return np.bincount(owner, weights=visited.tiles, minlength=ranks)
+
+
+def _received(visited: Visits, owner: np.ndarray, ranks: int) -> np.ndarray:
+    needs = visited.needs(owner, ranks)
+    return needs.counts - np.bincount(owner, weights=needs.visited_by(owner), minlength=ranks)
+
+
+def in_order_of_ranks(rank: np.ndarray, ranks: int) -> np.ndarray:
+    """Order of entries by their ranks, and as they are within each."""
+    if ranks <= np.iinfo(np.int16).max:
+        rank = rank.astype(np.int16)  # small numbers sort in linear time
+    return rank.argsort(kind="stable")
 
 
 def runs_of_tiles(owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -112,8 +138,8 @@ class RankTiles:
     def of(cls, visited: Visits, owner: np.ndarray, ranks: int) -> RankTiles:
         """The tiles that the rows of each rank visit."""
         rank, tiles = owner[visited.row], len(owner)
-        if visited.ascending and ranks <= np.iinfo(np.int16).max:
-            order = rank.astype(np.int16).argsort(kind="stable")  # small numbers sort in linear time
+        if visited.ascending:
+            order = in_order_of_ranks(rank, ranks)
         else:
             order = (rank * tiles + visited.lo).argsort(kind="stable")
         start = rank[order] * tiles
