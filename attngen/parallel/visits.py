@@ -67,11 +67,11 @@ class Visits:
         return ends
 
     def of_owner(self, name: str, owner: np.ndarray, make: Callable[[Visits, np.ndarray, int], T], ranks: int) -> T:
-        """What ``make`` finds for an assignment of tiles to ranks, kept until another assignment is looked at."""
+        """Result of ``make`` for an assignment of tiles to ranks, kept until another assignment comes."""
         if name not in self._kept or self._kept[name][0] is not owner:
             self._kept[name] = owner, make(self, owner, ranks)
-        found: T = self._kept[name][1]
-        return found
+        result: T = self._kept[name][1]
+        return result
 
     def needs(self, owner: np.ndarray, ranks: int) -> RankTiles:
         """Tiles of keys that each rank visits, if ``owner`` gives the rank of each tile."""
