@@ -190,8 +190,8 @@ def logits(plan: Plan) -> Logits:
         work |= dict.fromkeys(shared)
         held, per_pair = {each.name for each in of_key}, {each.name for each in of_distance}
         lines = _steps(plan, tile, row, body, held, per_pair)
-        told = tuple((_of_rows(ends, lines.row_values), (hide(hidden),)) for ends, hidden in cases)
-        steps.append(replace(lines, cases=told, of_mask=of_mask, costly=costly))
+        hidden_cases = tuple((_of_rows(ends, lines.row_values), (hide(hidden),)) for ends, hidden in cases)
+        steps.append(replace(lines, cases=hidden_cases, of_mask=of_mask, costly=costly))
         if variant.score is not None:
             multiplier = scored.results[1]
     statements = list(work)

@@ -74,8 +74,8 @@ class Plain:
         """Return the tangents of out and of its log-sum-exp, from those of the inputs."""
         leaves, moved = self.raised(inputs, inputs), self.raised(directions, inputs)
         parts = []
-        for piece in self._pieces():
-            parts.append((piece[0], _moved(self._rows(piece), leaves, moved)))
+        for chunk in self._chunks():
+            parts.append((chunk[0], _moved(self._rows(chunk), leaves, moved)))
         return self._joined(parts)
 
     def moved_gradients(
@@ -86,9 +86,9 @@ class Plain:
         leaves, over = self.raised(inputs, inputs), self.raised(above, above)
         given, moved = (*over, *leaves), self.raised(directions, (*above, *inputs))
         total = [torch.zeros_like(leaf) for leaf in leaves]
-        for piece in self._pieces():
-            parts = [(*self._above(piece, *both[:2]), *both[2:]) for both in (given, moved)]
-            tangents = _moved(self._gradients(piece), *parts)
+        for chunk in self._chunks():
+            parts = [(*self._above(chunk, *both[:2]), *both[2:]) for both in (given, moved)]
+            tangents = _moved(self._gradients(chunk), *parts)
             total = [a + b for a, b in zip(total, tangents, strict=True)]
         return tuple(a.to(b.dtype) for a, b in zip(total, inputs, strict=True))
 
@@ -100,25 +100,25 @@ class Plain:
         leaves, over = self.raised(inputs, inputs), self.raised(above, above)
         wanted = self.raised(cotangents, inputs)
         total, parts = [torch.zeros_like(leaf) for leaf in leaves], []
-        for piece in self._pieces():
-            _, pull = torch.func.vjp(self._gradients(piece), *self._above(piece, *over), *leaves)
+        for chunk in self._chunks():
+            _, pull = torch.func.vjp(self._gradients(chunk), *self._above(chunk, *over), *leaves)
             dout, dlse, *grads = pull(wanted)
-            parts.append((piece[0], (dout, dlse)))
+            parts.append((chunk[0], (dout, dlse)))
             total = [a + b for a, b in zip(total, grads, strict=True)]
         grads = (*self._joined(parts, above[0].dtype), *total)
         return tuple(a.to(b.dtype) for a, b in zip(grads, (*above, *inputs), strict=True))
 
-    def _pieces(self) -> Iterator[tuple[int, slice]]:
-        """Yield sequences, and some rows of each."""
+    def _chunks(self) -> Iterator[tuple[int, slice]]:
+        """Yield chunks of rows: the sequence and the rows of each."""
         most = CHUNK_ELEMENTS.get(self._call.device.type, CHUNK_ELEMENTS_ELSEWHERE)
         for b, (rows, keys, *_) in enumerate(self._places):
             step = max(1, most // max(self._call.heads * keys, 1))
             for first in range(0, max(rows, 1), step):
                 yield b, slice(first, min(first + step, rows))
 
-    def _rows(self, piece: tuple[int, slice]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _rows(self, chunk: tuple[int, slice]) -> Callable[..., tuple[Tensor, Tensor]]:
         """Return the function from leaves to out (rows, h, d) and lse (h, rows) of some rows of a sequence."""
-        b, rows = piece
+        b, rows = chunk
         call, dtype, place = self._call, self._dtype, self._places[b]
 
         def attended(q: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,9 +136,9 @@ class Plain:
 
         return attended
 
-    def _gradients(self, piece: tuple[int, slice]) -> Callable[..., tuple[Tensor, ...]]:
+    def _gradients(self, chunk: tuple[int, slice]) -> Callable[..., tuple[Tensor, ...]]:
         """Return the function from the gradients of out and lse of some rows, and leaves, to those of the leaves."""
-        attended = self._rows(piece)
+        attended = self._rows(chunk)
 
         def gradients(dout: Tensor, dlse: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
             _, pull = torch.func.vjp(attended, *leaves)
@@ -147,9 +147,9 @@ class Plain:
 
         return gradients
 
-    def _above(self, piece: tuple[int, slice], dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    def _above(self, chunk: tuple[int, slice], dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
         """Slice the gradients of out and log-sum-exp to some rows: (rows, h, d) and (h, rows)."""
-        b, rows = piece
+        b, rows = chunk
         if self._call.order == "thd":
             first = self._places[b][2]
             rows = slice(first + rows.start, first + rows.stop)

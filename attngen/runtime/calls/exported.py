@@ -84,6 +84,6 @@ def _define(namespace: str, operator: str) -> bool:
     try:
         return operators.define_named(namespace, operator)
     except AttngenError as error:
-        told = f"torch.ops has no operator {namespace}::{operator}: {error}"
-        warnings.warn(told, RuntimeWarning, stacklevel=4)
-        raise AttributeError(told) from None
+        message = f"torch.ops has no operator {namespace}::{operator}: {error}"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        raise AttributeError(message) from None

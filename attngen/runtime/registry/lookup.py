@@ -172,8 +172,8 @@ class Registry:
 
         The same definition gets the same name in every process, so that a saved program finds it again.
         """
-        told = variant.to_dict()
-        content = {key: value for key, value in told.items() if key != "let" and not key.endswith("_text")}
+        fields = variant.to_dict()
+        content = {key: value for key, value in fields.items() if key != "let" and not key.endswith("_text")}
         digest = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
         name = f"{variant.name}__{digest}"  # no name of a spec holds two underscores
         with self._lock:
