@@ -91,6 +91,17 @@ class Mask:
         return self.layers == "all" or (self.layers == "full") == (window is None)
 
 
+def leading_decodes(starts: Tensor) -> int:
+    """Number of sequences before the first one that has more than one query; 0 where none has. ``starts``: where the
+    queries of each begin, on the host."""
+    before = 0  # a loop of a list: a step's operators of torch take longer, and ten times as long after other work
+    for sequence, start in enumerate(starts.tolist()):
+        if start - before > 1:
+            return sequence - 1
+        before = start
+    return 0
+
+
 def configured(setting: Any = None) -> Mask | None:
     """The user's mask: that of ``setting``, else of the environment variable ``ATTNGEN_MASK``, or None.
 

@@ -252,8 +252,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
             longest=common.max_seq_len if bounded else 0,
         )
         if metadata.max_query_len > 1 and bounded:
-            longer = common.query_start_loc_cpu.diff() > 1
-            metadata.num_decodes = int(longer.to(torch.uint8).argmax())
+            metadata.num_decodes = engines.leading_decodes(common.query_start_loc_cpu)
         if common.mm_req_doc_ranges and self._images is not None:
             metadata.mm_prefix_query_range_tensor = self._ranges(common)
         if self._prompts is not None and common.rswa_prefix_lens is not None:

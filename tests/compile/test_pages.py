@@ -139,6 +139,9 @@ class Encoder:
 
     maps: list[tuple[int, Sequence[int], Sequence[int], Sequence[int]]] = field(default_factory=list)
 
+    def extent_at(self, rank: int, axis: int, device: int) -> int | None:
+        return None
+
     def encode_tensor_map(
         self, dtype: str, address: int, extents: Sequence[int], strides: Sequence[int], box: Sequence[int],
         swizzle: int, device: int,

@@ -195,6 +195,9 @@ class HostDriver:
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         return symbol
 
+    def extent_at(self, rank: int, axis: int, device: int) -> int | None:
+        return None
+
     def ready(self, device: int) -> bool:
         return True
 

@@ -302,6 +302,9 @@ class FakeDriver:
         assert list(sizes) == [size_of(row) for row in rows]
         return symbol, manifest, rows
 
+    def extent_at(self, rank: int, axis: int, device: int) -> int | None:
+        return None
+
     def ready(self, device: int) -> bool:
         return True
 

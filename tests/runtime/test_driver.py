@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import struct
 import sys
 import threading
 from math import inf
@@ -17,6 +18,7 @@ from attngen.dtypes import DTYPES
 from attngen.errors import LoadError
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, CudaDriver, Frame
+from attngen.runtime.device.tensormap import TensorMap
 
 
 class Status(enum.IntEnum):
@@ -356,6 +358,17 @@ def test_bound_launches(stub: Stub) -> None:
         enqueue()
 
 
+def test_bound_launches_of_other_sizes_share_their_attributes(stub: Stub) -> None:
+    """Launches with the same parameters do, which are never made at the same time; others have their own."""
+    driver, seen = CudaDriver(), []
+    for grid, parameters in ((9, 2000), (30, 2000), (9, 3000)):
+        driver.bound([(6, grid, 256, 64, 1, parameters)], 0, 77)()
+        config = stub.named("cuLaunchKernelEx")[-1][0]
+        seen.append((config, config.gridDimX))
+    assert [grid for _, grid in seen] == [9, 30, 9]
+    assert seen[0][0] is seen[1][0] is not seen[2][0]
+
+
 def test_bound_launches_in_a_thread_without_a_context(stub: Stub) -> None:
     stub.context = 0
     driver = CudaDriver()
@@ -405,6 +418,71 @@ def test_descriptors(stub: Stub) -> None:
     # Blackwell, small and not dense: NVIDIA's workaround clears bit 85.
     blackwell = driver.encode_tensor_map("bf16", 4096, (64, 4, 8, 2), (128, 512, 4096), (64, 1, 32, 1), 128, 1)
     assert int.from_bytes(blackwell, "little") == (2**1024 - 1) & ~(1 << 85)
+
+
+def layout(size_bits: bool, *arguments: Any) -> bytes:
+    """A descriptor as a driver might encode it; ``size_bits``: with a bit that follows from the number of bytes."""
+    _, rank, address, extents, strides, box, *_ = arguments
+    span = sum((n - 1) * s for n, s in zip(extents[1:], strides, strict=True))
+    fields = [address >> 32 << 32 | address & 0xFFFFFFFF, *strides, *[0] * (5 - rank)]
+    encoded = struct.pack(f"<{len(fields)}Q", *fields) + struct.pack(f"<{2 * rank}I", *[n - 1 for n in extents], *box)
+    return encoded + bytes([size_bits and span < 2**36]) + bytes(127 - len(encoded))
+
+
+@pytest.mark.parametrize("rank", [3, 4, 5])
+def test_where_descriptors_have_their_extents(stub: Stub, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """It is found by descriptors that differ, once; not where an extent changes another byte, and not on Blackwell."""
+    sizes, made = [False], []
+
+    def encode(*arguments: Any) -> tuple[Any, ...]:
+        made.append(ctypes.create_string_buffer(layout(sizes[0], *arguments), 128))
+        return Status.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: ctypes.addressof(made[-1]))
+
+    monkeypatch.setattr(stub, "cuTensorMapEncodeTiled", encode, raising=False)
+    driver = CudaDriver()
+    for axis in range(rank):
+        assert driver.extent_at(rank, axis, 0) == 40 + 4 * axis
+    count = len(made)
+    assert driver.extent_at(rank, 0, 0) == 40
+    assert len(made) == count
+    sizes[0] = True
+    assert CudaDriver().extent_at(rank, rank - 1, 0) is None
+    count = len(made)
+    assert CudaDriver().extent_at(rank, 2, 1) is None
+    assert len(made) == count
+    stub.fails["cuTensorMapEncodeTiled"] = Status.CUDA_ERROR_LAUNCH_FAILED
+    monkeypatch.delattr(stub, "cuTensorMapEncodeTiled")
+    assert CudaDriver().extent_at(rank, 2, 0) is None
+
+
+@pytest.mark.parametrize(("window", "group"), [(None, None), (128, None), (None, 4)])
+def test_descriptors_of_other_rows_and_addresses(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch, window: int | None, group: int | None
+) -> None:
+    """They are copies of the first one, and what the driver would encode."""
+    made = []
+
+    def encode(*arguments: Any) -> tuple[Any, ...]:
+        made.append(ctypes.create_string_buffer(layout(False, *arguments), 128))
+        return Status.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: ctypes.addressof(made[-1]))
+
+    monkeypatch.setattr(stub, "cuTensorMapEncodeTiled", encode, raising=False)
+    box = (128, 1, 64) if window is None else (1, 128, 1, 64)
+
+    def described(rows: int) -> TensorMap:
+        return TensorMap(CudaDriver(), 0, "bf16", (rows, 8, 64), (512, 64, 1), box, 128, window, group)
+
+    one = described(300)
+    one.at(2**30)
+    count = len(made)
+    for address in (2**30, 0x7F0123456780):
+        for rows in (2, 300, 70_000):
+            assert one.at(address, rows) == (ours := one.at(address, rows))
+            assert len(made) == count, "the driver was asked again"
+            assert ours == (described(rows).at(address))
+            count = len(made)
+        assert one.at(address) == described(300).at(address)
+        count = len(made)
 
 
 def test_a_machine_without_driver_or_bindings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
 from typing import Any, Protocol
@@ -141,6 +141,10 @@ class Driver(Protocol):
     ) -> bytes:
         """Encode a TMA descriptor; axes fastest first, ``strides`` in bytes without that of the fastest axis."""
 
+    def extent_at(self, rank: int, axis: int, device: int) -> int | None:
+        """Byte of a descriptor of ``rank`` axes from where four hold the extent of an axis less 1, while the first
+        eight bytes of all are the address; None unless descriptors are seen to differ in nothing else."""
+
 
 class _Thread(threading.local):
     """State of a thread: whether the driver has set a context for it; and attributes of its launches through
@@ -181,6 +185,7 @@ class CudaDriver:
         self._bandwidths: dict[int, float] = {}
         #: Arguments of TMA descriptors other than addresses and extents: it takes time to make these objects.
         self._tensor_map_forms: RecentCache[tuple[Any, ...]] = RecentCache(_MAX_CONFIGS)
+        self._extents_at: dict[tuple[int, int], int | None] = {}
         try:
             self._version = int(self._call(cu.cuDriverGetVersion))
         except RuntimeError as error:  # what cuda-bindings raises where libcuda is absent
@@ -379,16 +384,19 @@ class CudaDriver:
 
     def bound(self, kernels: Sequence[Launch], device: int, stream: int) -> Callable[[], None]:
         """See ``Driver.bound``."""
-        launches = []
+        launches, grids = [], []
         for function, grid, threads, shared, how, parameters in kernels:
             if how:
-                config = self._config(grid, threads, shared, stream, how)
+                config = self._config(grid, threads, shared, stream, how, parameters)
                 launches.append(partial(self._launch_with, config, function, parameters, 0))
+                grids.append((config, grid))
             else:
                 given = function, grid, 1, 1, threads, 1, 1, shared, stream, parameters, 0
                 launches.append(partial(self._launch, *given))
 
         def enqueue() -> None:
+            for config, grid in grids:
+                config.gridDimX = grid
             for place, launch in enumerate(launches):
                 (status,) = launch()
                 if status:
@@ -428,12 +436,16 @@ class CudaDriver:
             f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
         )
 
-    def _config(self, grid: int, threads: int, shared: int, stream: int, how: int) -> Any:
-        """Attributes of cuLaunchKernelEx for a dependent or cooperative launch; nothing changes them."""
-        key = grid, threads, shared, stream, how
+    def _config(self, grid: int, threads: int, shared: int, stream: int, how: int, parameters: int) -> Any:
+        """Attributes of cuLaunchKernelEx for launches with parameters in one place, which one thread at a time makes.
+
+        Those for other sizes differ in the number of blocks, which is entered before each launch: to make attributes
+        takes as long as a launch, and twenty times as long where the host has done other work since.
+        """
+        key = threads, shared, stream, how, parameters
         config = self._configs[key]
         if config is None:
-            config = self._new_config(*key)
+            config = self._new_config(grid, threads, shared, stream, how)
             self._configs.put(key, config)
         return config
 
@@ -501,6 +513,42 @@ class CudaDriver:
                 encoded = encoded[:10] + bytes([encoded[10] & ~0x20]) + encoded[11:]
         return encoded
 
+    def extent_at(self, rank: int, axis: int, device: int) -> int | None:
+        """See ``Driver.extent_at``. The layout of descriptors is not documented, but PTX has instructions that change
+        one extent of a descriptor, and its address."""
+        key = rank, axis
+        if key not in self._extents_at:
+            at = None
+            if self.capability(device) < 100:  # see ``encode_tensor_map``
+                with suppress(LoadError):
+                    at = self._find_extent(rank, axis, device)
+            self._extents_at[key] = at
+        return self._extents_at[key]
+
+    def _find_extent(self, rank: int, axis: int, device: int) -> int | None:
+        """The byte in which samples differ as they should; None if they differ in more."""
+        strides = [4096 << 4 * i for i in range(rank - 1)]
+        samples = {}
+        for address in _SAMPLE_ADDRESSES:
+            for extent in _SAMPLE_EXTENTS:
+                extents, box = [64] * rank, [64] + [1] * (rank - 1)
+                extents[axis], box[axis] = extent, 64
+                samples[address, extent] = self.encode_tensor_map("bf16", address, extents, strides, box, 128, device)
+        first = samples[_SAMPLE_ADDRESSES[0], _SAMPLE_EXTENTS[0]]
+        for at in range(8, len(first) - 3, 4):
+            if all(one == with_fields(first, at, address, extent - 1) for (address, extent), one in samples.items()):
+                return at
+        return None
+
+
+def with_fields(encoded: bytes, at: int, address: int, last: int) -> bytes:
+    """A descriptor with another address, and another extent less 1 at a byte."""
+    return address.to_bytes(8, "little") + encoded[8:at] + last.to_bytes(4, "little") + encoded[at + 4 :]
+
+
+#: Descriptors that are compared with each other: no byte of an address, or of an extent less 1, is the same in all.
+_SAMPLE_ADDRESSES = 0x7F1234567800, 0x7E89ABCDEF00, 0x201000
+_SAMPLE_EXTENTS = 65, 2, 0x10203, 0x1FEDCBA9
 
 _SWIZZLES = {
     0: lambda cu: cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
