@@ -66,7 +66,7 @@ constexpr long long kPatience = 1 << 17;         // clocks that a block waits fo
 constexpr uint32_t kGaveUp = 1 << 16;            // counts a block that has waited in vain
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kQ = kShared + 0;  // 65536 B: the first columns of Q, as many as V has
+constexpr uint32_t kQ = kShared + 0;  // 65536 B: Q, or the columns of Q that V has
 constexpr uint32_t kValues = kShared + 65536;  // 131072 B: the columns of K that are V, a box per stage
 constexpr uint32_t kMore = kShared + 196608;  // 16384 B: the columns of K that only S needs
 constexpr uint32_t kP = kShared + 212992;  // 16384 B: P of a tile of each consumer, for the other one

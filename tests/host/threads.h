@@ -109,6 +109,8 @@ inline char* place_of_address(uint32_t address) {
   return current->block->cluster->blocks[address >> kRankBits]->memory + place;
 }
 
+#define __cvta_shared_to_generic(address) static_cast<void*>(place_of_address(address))
+
 // All lanes of a warp meet, each with a value. The last to come does for all what they have met for, given what each has
 // brought; what they have brought is returned, too.
 template <typename Value, typename Work>

@@ -38,11 +38,10 @@ def test_every_layout_and_mask_has_one_kernel_that_reads_no_v(layout: str, varia
     assert "v_ptr" not in render(kernel).text
 
 
-def test_rows_of_8_bits_are_merged_by_a_launch() -> None:
+def test_blocks_that_convert_rows_merge_partial_results_too() -> None:
     kernel = planned("variant: causal, kv_dtype: fp8_e4m3")
-    launch, merge = kernel.launches
-    assert not launch.merges
-    assert (merge.name, merge.grid, merge.arguments) == ("merge", "merged_rows", launch.arguments)
+    (launch,) = kernel.launches
+    assert (launch.cluster, launch.merges) == (1, True)
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
         products=(2 + 2 * len(few), 5 + 16 * len(few)) if row is None else (1, 2),
-        structure_of=partial(HopperMla, few_heads=few, merges=row is None),
-        cluster=1 if row is None else _PAIR,
-        whole_tiles=_WHOLE_TILES if row is None else 64,
+        structure_of=partial(HopperMla, few_heads=few, merges=True),
+        cluster=1,
+        whole_tiles=_WHOLE_TILES,
     )
 
 
@@ -234,7 +234,7 @@ def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
     row = row_of_keys(operands.k.name, head_dim_qk)
     registers = _REGISTERS if row is None else WIDENING_REGISTERS
     return mla_pipes(
-        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, registers=registers, latent_row=row, merges=row is None,
+        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, registers=registers, latent_row=row, merges=True,
     )  # fmt: skip
 
 

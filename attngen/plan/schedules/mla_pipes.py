@@ -70,7 +70,7 @@ def mla_pipes(
     """
     box = KEYS * BOX_COLUMNS * element
     others = {
-        "q": ROWS * v * element,
+        "q": ROWS * (v if latent_row is None else qk) * element,
         "p": (CONSUMERS if latent_row is None else 1) * ROWS * KEYS * element,
         "row_max": ROWS * _FLOAT,
         "sums": CONSUMERS * ROWS * _FLOAT,

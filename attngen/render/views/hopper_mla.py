@@ -10,7 +10,7 @@ from attngen.render.pipes import pipes_view
 from attngen.render.views.hopper_decode import DecodeView, split_view
 
 _REGION_TEXTS = {
-    "q": "the first columns of Q, as many as V has", "values": "the columns of K that are V, a box per stage",
+    "q": "Q, or the columns of Q that V has", "values": "the columns of K that are V, a box per stage",
     "more": "the columns of K that only S needs", "p": "P of a tile of each consumer, for the other one",
     "row_max": "the row max of this P", "sums": "row sums of both consumers",
     "values_full": "barriers", "values_empty": "barriers",
