@@ -166,24 +166,14 @@ def test_of_several_cards_one_is_for_the_tests_that_need_it(tmp_path: Path, monk
 
 def test_tests_wait_for_their_kernels_before_their_time_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several cards, workers begin while kernels are compiled."""
-    text = """
-        import os
-        from pathlib import Path
-
-        READY = Path(os.environ["ATTNGEN_TEST_READY"])
-
-        def test_package():  # of which nothing is compiled ahead
-            assert not (READY / "family").exists()
-            (READY / "first").touch()
-
-        def test_memory():
-            assert (READY / "family").exists()
-            assert not (READY / "nearly").exists()
-            (READY / "second").touch()
-
-        def test_others():
-            assert (READY / "nearly").exists()
-    """
+    first = "import os\nfrom pathlib import Path\nREADY = Path(os.environ['ATTNGEN_TEST_READY'])\n\ndef test_it():\n"
+    texts = {
+        # it calls no kernel of these
+        "test_package": "    assert not (READY / 'family').exists()\n    (READY / 'first').touch()",
+        "test_memory": "    assert (READY / 'family').exists()\n    assert not (READY / 'nearly').exists()\n"
+        "    (READY / 'second').touch()",
+        "test_others": "    assert (READY / 'nearly').exists()",
+    }
     compiling = (
         "import sys, time; from pathlib import Path; ready = Path(sys.argv[-1])\n"
         "def wait(name):\n    for _ in range(900):\n        (ready / name).exists() or time.sleep(0.1)\n"
@@ -203,9 +193,13 @@ def test_tests_wait_for_their_kernels_before_their_time_counts(tmp_path: Path, m
     monkeypatch.setattr(record, "TEST_SECONDS", 5)
     monkeypatch.setattr(record, "cards", lambda: 4)
     monkeypatch.setattr(sys, "executable", str(python))
-    path = Path(suite_in(tmp_path / "suite", text))
-    path.with_name("conftest.py").write_text("from tests.gpu.conftest import pytest_runtest_protocol")
-    suite, said = run([str(path)], workers=3, limit=120, folder=tmp_path)
+    pytest.importorskip("xdist")
+    suite_folder = tmp_path / "suite"
+    suite_folder.mkdir()
+    for name, text in texts.items():
+        (suite_folder / f"{name}.py").write_text(first + text)
+    (suite_folder / "conftest.py").write_text("from tests.gpu.conftest import pytest_runtest_protocol")
+    suite, said = run([str(suite_folder)], workers=3, limit=120, folder=tmp_path)
     assert len(names(suite.tests, "passed")) == 3, (tmp_path / "tests").read_text()
     assert all(test.seconds < 5 for test in suite.tests.values())
     assert [line.split(":")[0] for line in said][:2] == ["nearly all kernels are compiled", "kernels are compiled"]
@@ -221,12 +215,13 @@ def test_long_tests_and_those_that_wait_for_few_kernels_come_first() -> None:
     items: Any = [Item(name) for name in [*names, *long]]
     ordered = in_order(list(items), 3)
     assert sorted(map(id, ordered)) == sorted(map(id, items))
-    shares = [ordered[:27], ordered[27:55], ordered[55:]]
-    assert sorted(share[0].nodeid for share in shares) == sorted(long)
-    for share in shares:
-        waits = ["nearly" in parts_of(item) for item in share[1:]]
+    for share in (ordered[:27], ordered[27:55], ordered[55:]):
+        waits = ["nearly" in parts_of(item) for item in share]
         assert waits == sorted(waits)
         assert 10 < sum(waits) < 16
+    assert ordered[0].nodeid == long[0]
+    assert ordered[27].nodeid == long[2]
+    assert ordered[55].nodeid == long[1]
 
 
 def test_a_file_that_cannot_be_imported_fails_alone(tmp_path: Path) -> None:

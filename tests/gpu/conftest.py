@@ -25,7 +25,7 @@ LONG = (
     "test_parallel", "nothing_is_read", "barriers_are_right", "no_races_in_shared", "sanitizer", "example_runs",
     "test_package", "generated_specs", "within_their_memory", "test_model_spec",
     "static_cache", "thousand", "test_models_first_call", "a_server_gives", "beyond_its_memory", "races_under_load",
-    "every_divisor", "test_flash_grids", "few long ones", "many short sequences", "test_first_call",
+    "every_divisor", "test_flash_grids", "test_first_call",
 )  # fmt: skip
 
 #: Parts of the kernels compiled ahead, by a word in the names of the tests that call them; the first that fits counts.
@@ -36,11 +36,15 @@ PARTS: dict[str, tuple[str, ...]] = {
     "example_runs[use_flash_attn": ("packages.flash_attn",),
     "example_runs[serve_llama": ("packages.flash_attn_kvcache",),
     "test_a_server_gives": ("packages.flash_attn_kvcache", "packages.transformers"),
-    "test_package": (), "test_model_spec": (), "test_models_first_call": (), "test_first_call": (),
-    "test_flash_grids": (), "test_flash_attn_4": (),
-    "test_memory": ("family",), "test_accuracy": ("family",), "test_hidden": ("family",), "test_stress": ("family",),
-    "test_decode": ("test_decode",), "test_cards": ("test_cards",), "test_divisions": ("test_divisions",),
-    "test_generated": ("test_generated",), "test_parallel": ("test_parallel",), "test_listed": ("test_listed",),
+    "static_cache": ("packages.transformers",),
+    "test_package.py": (), "test_model_spec.py": (), "test_models_first_call.py": (), "test_first_call.py": (),
+    "test_flash_grids.py": (), "test_flash_attn_4.py": (),
+    "test_memory.py": ("family",), "test_accuracy.py": ("family",), "test_hidden.py": ("family",),
+    "test_stress.py": ("family",), "test_decode.py": ("test_decode",), "test_decode_stress.py": ("test_decode",),
+    "test_cards.py": ("test_cards",), "test_divisions.py": ("test_divisions",),
+    "test_generated.py": ("test_generated",), "test_parallel.py": ("test_parallel",),
+    "test_listed.py": ("test_listed",), "test_random_masks.py": ("test_random_masks",),
+    "test_backward.py": ("test_backward",), "test_backward_stress.py": ("test_backward",),
 }  # fmt: skip
 
 #: Share of the card's memory that a worker's allocator may keep between tests: many workers share the card.
@@ -103,22 +107,29 @@ def in_order(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     ``--dist worksteal`` gives each worker a run of tests of the same length. Those of one kernel follow each other, so
     that few workers load it. Tests that wait for few kernels come before those that wait for nearly all.
     """
-    long = [item for item in items if _length(item) < len(LONG)]
-    long.sort(key=lambda item: (NEARLY in parts_of(item), _length(item)))
+    long = sorted((item for item in items if _length(item) < len(LONG)), key=_length)
     chosen = set(map(id, long))
     short = sorted((item for item in items if id(item) not in chosen), key=_place)
-    early = [item for item in short if NEARLY not in parts_of(item)]
-    late = [item for item in short if NEARLY in parts_of(item)]
-    ordered = []
+    long_early, long_late = _by_wait(long)
+    early, late = _by_wait(short)
+    long = [*long_early, *long_late]
+    ordered: list[pytest.Item] = []
     for worker in range(workers):
-        own = long[worker::workers]
+        own_early, own_late = _by_wait(long[worker::workers])
         # as xdist divides: what is left, evenly among the workers that are left
         share = (len(items) - len(ordered)) // (workers - worker)
-        first = min(len(early) // (workers - worker), max(share - len(own), 0))
-        taken = max(share - len(own) - first, 0)
-        ordered += own + early[:first] + late[:taken]
+        room = max(share - len(own_early) - len(own_late), 0)
+        first = min(len(early) // (workers - worker), room)
+        taken = room - first
+        ordered += own_early + early[:first] + own_late + late[:taken]
         del early[:first], late[:taken]
     return ordered + early + late
+
+
+def _by_wait(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Tests that wait for few kernels, and those that wait for nearly all."""
+    early = [item for item in items if NEARLY not in parts_of(item)]
+    return early, [item for item in items if NEARLY in parts_of(item)]
 
 
 def _length(item: pytest.Item) -> int:

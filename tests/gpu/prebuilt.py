@@ -27,7 +27,10 @@ from tests.gpu.packages import CALLED
 FOLDER = Path(__file__).parent
 
 #: Parts that tests wait for which take longest: these are compiled before all others.
-FIRST = ("test_parallel", "family", "test_decode", "test_cards", "test_divisions", "test_generated")
+FIRST = (
+    "test_parallel", "family", "test_decode", "test_cards", "test_divisions", "test_generated", "packages.transformers",
+    "test_random_masks", "test_backward",
+)  # fmt: skip
 
 #: Of the others, kernels that take longest to compile come first, so that no core ends alone.
 _SECONDS = {("triton", "backward"): 4, ("triton", "forward"): 2, ("cuda", "backward"): 2}

@@ -46,6 +46,9 @@ TEST_SECONDS = 270
 #: Of the limit, what tests may take that need the card for themselves, and how long they may take after the compiles.
 _ALONE_SHARE, _ALONE_LONGER = 0.45, 20.0
 
+#: Command in front of all but these, which measure times and take long one after the other.
+_BEHIND = ("nice", "-n", "5")
+
 #: Of the limit, what is kept for those of them that did not end, at most so many seconds, and how many of the rest are
 #: begun again.
 _REST_SHARE, _REST_SECONDS, _REST_TESTS = 0.08, 45.0, 100
@@ -225,7 +228,7 @@ def run(
     ready.mkdir()
     first = None
     if prebuild:
-        command = [sys.executable, "-m", "tests.gpu.prebuilt", "--ready", str(ready)]
+        command = [*_BEHIND, sys.executable, "-m", "tests.gpu.prebuilt", "--ready", str(ready)]
         first = Program.start(command, folder / "prebuilt", begun + 0.8 * (deadline - begun))
     early = deadline - kept if own_card else min(deadline, begun + _ALONE_SHARE * (deadline - begun))
     command = pytest_command(paths, "alone and not exhaustive", 1)
@@ -234,7 +237,7 @@ def run(
     def start_others() -> Program:
         suite.read(events)
         before_rest = deadline - (kept if suite.not_ended() or own_card else 0)
-        command = pytest_command(paths, "not alone and not exhaustive", workers)
+        command = [*_BEHIND, *pytest_command(paths, "not alone and not exhaustive", workers)]
         shared_cards = {"ATTNGEN_TEST_CARDS": str(cards() - 1)} if own_card else {}
         gates = {"ATTNGEN_TEST_READY": str(ready)} if prebuild else {}
         return Program.start(command, folder / "tests", before_rest, **cores, **shared_cards, **gates)
