@@ -12,29 +12,29 @@ from torch import Tensor
 from attngen.formats import QUANTIZE
 from attngen.runtime.launch.pinned import Pinned
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare
+from attngen.tools.build.pipeline import Prepared, plans
 from attngen.tools.cases import Case
 from attngen.tools.verify.inputs import make_inputs
 from attngen.tools.verify.poison import poisoned
 from attngen.tools.verify.trial import element_of
-from tests.gpu.family import Kernels
+from tests.gpu.family import Kernels, rendered
 
-_PREPARED = {
-    one.plan.name: one
-    for one in prepare(load_spec(Path(__file__).with_name("fp8.yaml")))
-    if one.plan.direction != QUANTIZE
+_PLANNED = {
+    plan.name: (spec, plan)
+    for spec, plan in plans(load_spec(Path(__file__).with_name("fp8.yaml")))
+    if plan.direction != QUANTIZE
 }
-NAMES = list(_PREPARED)
+NAMES = list(_PLANNED)
 
 
 def to_build() -> list[Prepared]:
-    return list(_PREPARED.values())
+    return list(rendered(_PLANNED).values())
 
 
 @cache
 def kernels() -> Kernels:
     """Return all kernels by their names in the plan."""
-    return Kernels(_PREPARED)
+    return Kernels(rendered(_PLANNED))
 
 
 def a_run(name: str, case: Case, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:

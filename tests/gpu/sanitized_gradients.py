@@ -7,17 +7,15 @@ from functools import cache
 
 import torch
 
-from attngen.schema import load_spec
-from attngen.tools.build.pipeline import plans
 from attngen.tools.cases import Case
-from tests.gpu.family import Kernels, label, rendered
+from tests.gpu.family import Kernels, rendered
 from tests.gpu.gradient_runs import gradient_run
-from tests.gpu.test_backward import LEFT_OUT, SPEC
+from tests.gpu.test_backward import LEFT_OUT, PLANNED
 
 _PLANNED = {
-    label(plan): (spec, plan)
-    for spec, plan in plans(load_spec(SPEC))
-    if plan.direction == "backward" and plan.backend == "cuda" and f"backward {label(plan)}" not in LEFT_OUT
+    name.removeprefix("backward "): (spec, plan)
+    for name, (spec, plan) in PLANNED.items()
+    if plan.direction == "backward" and plan.backend == "cuda" and name not in LEFT_OUT
 }
 #: Every choice of roles, iteration and layout has a kernel here.
 KERNELS = list(_PLANNED)

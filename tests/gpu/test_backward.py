@@ -31,20 +31,20 @@ from tests.gpu.gradient_runs import gradient_run
 
 SPEC = Path(__file__).with_name("backward.yaml")
 PACKAGE = "attngen_gpu_backward"
-_PLANNED = {f"{plan.direction} {label(plan)}": (spec, plan) for spec, plan in plans(load_spec(SPEC))}
-ALL = [name for name in _PLANNED if name.startswith("backward")]
+PLANNED = {f"{plan.direction} {label(plan)}": (spec, plan) for spec, plan in plans(load_spec(SPEC))}
+ALL = [name for name in PLANNED if name.startswith("backward")]
 #: Backward kernels that only ``-m exhaustive`` compiles and runs.
-LEFT_OUT = rare({name: _PLANNED[name][1] for name in ALL}, mentioned)
+LEFT_OUT = rare({name: PLANNED[name][1] for name in ALL}, mentioned)
 
 
 def to_build() -> list[Prepared]:
-    return list(rendered(some_of(_PLANNED, LEFT_OUT)).values())
+    return list(rendered(some_of(PLANNED, LEFT_OUT)).values())
 
 
 @known
 def kernels() -> tuple[Kernels, Package]:
     """Return forward and backward kernels by their labels, and make the package known."""
-    by_label = Kernels(rendered(some_of(_PLANNED, LEFT_OUT)))
+    by_label = Kernels(rendered(some_of(PLANNED, LEFT_OUT)))
     return by_label, package_of_kernels(list(by_label.values()), "tests/gpu")
 
 
@@ -243,7 +243,7 @@ def test_gradients_of_a_bias_where_no_query_sees_a_tile(name: str, keys: int) ->
     """They are zeros, in 16 bits and in float32, whatever the memory held that the gradient takes; keys in eights are
     cleared by the kernel."""
     assert kernels()[f"backward {name}"]
-    plan = _PLANNED[f"backward {name}"][1]
+    plan = PLANNED[f"backward {name}"][1]
     variant, head_dim = plan.variant.name, plan.head_dim_qk
     torch.manual_seed(keys)
     q, k, v = (torch.randn(1, n, 2, head_dim, device="cuda").bfloat16() for n in (300, keys, keys))
@@ -348,13 +348,13 @@ def test_a_step_is_captured() -> None:
 
 def _has_forward(name: str) -> bool:
     what = name.removeprefix("backward ").removesuffix("-ordered").rpartition("-")[0]
-    return any(other.startswith(f"forward {what}-") for other in _PLANNED)
+    return any(other.startswith(f"forward {what}-") for other in PLANNED)
 
 
 def _taken(name: str) -> bool:
     """Whether a call takes this kernel: one in CUDA goes before one in Triton."""
     twins = {f"{name.rpartition('-')[0]}-{schedule}" for schedule in ("wgmma", "cluster")}
-    return _PLANNED[name][1].backend == "cuda" or twins.isdisjoint(ALL)
+    return PLANNED[name][1].backend == "cuda" or twins.isdisjoint(ALL)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -364,7 +364,7 @@ def _taken(name: str) -> bool:
 )
 def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     """Within the bound of all backward passes; in Triton, two numbers for each row, and tile maps."""
-    kernel, plan = kernels()[name], _PLANNED[name][1]
+    kernel, plan = kernels()[name], PLANNED[name][1]
     rows, keys = 1500, 1090
     element = Element(kernel.dtype, kernel.head_dim_qk, kernel.head_dim_v)
     case = Case("memory", (rows,) * 2, (keys,) * 2, heads=4, kv_heads=kv_heads)

@@ -14,31 +14,31 @@ from torch.utils.checkpoint import checkpoint
 import attngen
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare
+from attngen.tools.build.pipeline import Prepared, plans
 from attngen.tools.verify.gpu import try_pinned
-from tests.gpu.family import Kernels, in_graph, known, rare, same, some_of
+from tests.gpu.family import Kernels, in_graph, known, rare, rendered, same, some_of
 
 SPEC = Path(__file__).with_name("dropout.yaml")
 PACKAGE = "attngen_gpu_dropout"
-_PREPARED = {kernel.plan.name: kernel for kernel in prepare(load_spec(SPEC))}
+_PLANNED = {plan.name: (spec, plan) for spec, plan in plans(load_spec(SPEC))}
 #: Near-duplicates, which only ``-m exhaustive`` compiles and runs.
 LEFT_OUT = rare(
-    {name: kernel.plan for name, kernel in _PREPARED.items()},
+    {name: plan for name, (_, plan) in _PLANNED.items()},
     lambda name: "_bf16_d64_everything_varlen_" in name,  # of ``test_a_varlen_step``
 )
-FORWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction == "forward"]
-BACKWARDS = [name for name, kernel in _PREPARED.items() if kernel.plan.direction == "backward"]
+FORWARDS = [name for name, (_, plan) in _PLANNED.items() if plan.direction == "forward"]
+BACKWARDS = [name for name, (_, plan) in _PLANNED.items() if plan.direction == "backward"]
 BACKENDS = ("triton", "cuda")
 
 
 def to_build() -> list[Prepared]:
-    return list(some_of(_PREPARED, LEFT_OUT).values())
+    return list(rendered(some_of(_PLANNED, LEFT_OUT)).values())
 
 
 @known
 def kernels() -> tuple[Kernels, Package]:
     """Return all kernels by their names in the plan, and make the package known."""
-    by_label = Kernels(some_of(_PREPARED, LEFT_OUT))
+    by_label = Kernels(rendered(some_of(_PLANNED, LEFT_OUT)))
     return by_label, package_of_kernels(list(by_label.values()), "tests/gpu")
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 import attngen
 from attngen import resources
+from attngen.plan import Plan
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.schema import load_spec, load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
-from tests.gpu.family import compiled_kernels, for_this_gpu, only_known, rare, same, some_of
+from attngen.schema import KernelSpec, load_spec, load_spec_text
+from attngen.tools.build.pipeline import Prepared, plans
+from tests.gpu.family import compiled_kernels, for_this_gpu, only_known, rare, rendered, same, some_of
 from tests.runtime.pages import Cache, starts_of
 from tests.runtime.pages import cache as pages_of
 from tests.sampling import sampled
@@ -54,26 +55,26 @@ kernels:
 PAGE_SIZES = {"NHD": (1, 16, 48, 64, 128, 256), "HND": (1, 7, 16, 32, 80, 512)}
 
 
-def _prepared() -> list[Prepared]:
+def _planned() -> list[tuple[KernelSpec, Plan]]:
     """Return the kernels over pages, also those whose blocks share the keys.
 
     Kernels with q in 8 bits are in ``test_caches_8_bits.py``.
     """
     specs = (load_spec(resources.specs_dir() / "serving.yaml"), load_spec_text(MORE))
-    kernels = [kernel for spec in specs for kernel in prepare(spec) if kernel.plan.direction == "forward"]
-    return [one for one in kernels if one.plan.layout == "paged" and one.plan.dtype_name in DTYPES]
+    kernels = [(one, plan) for spec in specs for one, plan in plans(spec) if plan.direction == "forward"]
+    return [(one, plan) for one, plan in kernels if plan.layout == "paged" and plan.dtype_name in DTYPES]
 
 
-_PREPARED = {kernel.plan.name: kernel for kernel in _prepared()}
+_PLANNED = {plan.name: (spec, plan) for spec, plan in _planned()}
 #: Near-duplicates, which only ``-m exhaustive`` compiles and runs.
-LEFT_OUT = rare({name: kernel.plan for name, kernel in _PREPARED.items()})
+LEFT_OUT = rare({name: plan for name, (_, plan) in _PLANNED.items()})
 
 
 def to_build() -> list[Prepared]:
-    return list(some_of(_PREPARED, LEFT_OUT).values())
+    return list(rendered(some_of(_PLANNED, LEFT_OUT)).values())
 
 
-NAMES = sorted(_PREPARED)
+NAMES = sorted(_PLANNED)
 
 
 @cache
