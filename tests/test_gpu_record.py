@@ -19,7 +19,7 @@ from attngen import cli, resources
 from attngen.tools import record as records
 from attngen.tools.record import Record
 from tests.gpu import prebuilt, record
-from tests.gpu.conftest import in_order, parts_of
+from tests.gpu.conftest import PARTS, in_order, parts_of
 from tests.gpu.record import FAMILIES, family_of, run
 
 ROOT = Path(__file__).parents[1]
@@ -271,7 +271,9 @@ def test_kernels_compiled_ahead_are_those_that_tests_compile() -> None:
     compiling = {
         path.stem
         for path in prebuilt.FOLDER.glob("*.py")
-        if any(word in path.read_text() for word in ("compile_kernels(", " Kernels(", "build(spec)"))
+        if any(
+            word in path.read_text() for word in ("compile_kernels(", "compiled_kernels(", " Kernels(", "build(spec)")
+        )
     }
     # test_outside registers a schedule of its own; the others have caches of their own, or read what others compiled
     others = {
@@ -286,6 +288,12 @@ def test_kernels_compiled_ahead_are_those_that_tests_compile() -> None:
     assert compiling - others <= set(prebuilt.modules())
     appended = prebuilt.planned("test_append", None)
     assert len({key for key, _ in appended}) == len(appended) > 3
+
+
+def test_parts_that_tests_wait_for_are_compiled() -> None:
+    parts = {".".join(filter(None, part)) for module in prebuilt.modules() for part in prebuilt.parts_of(module)}
+    assert {part for parts in PARTS.values() for part in parts} <= parts
+    assert set(prebuilt.FIRST) <= parts
 
 
 def test_batches_hold_each_name_once() -> None:
