@@ -23,9 +23,9 @@ from tests.gpu.events import NEARLY
 #: Words in the names of tests that take long, the longest first: each worker begins with some.
 LONG = (
     "test_parallel", "nothing_is_read", "barriers_are_right", "no_races_in_shared", "sanitizer", "example_runs",
-    "test_package", "generated_specs", "within_their_memory", "test_model_spec",
+    "test_package", "test_flash_grids", "generated_specs", "within_their_memory", "test_model_spec",
     "static_cache", "thousand", "test_models_first_call", "a_server_gives", "beyond_its_memory", "races_under_load",
-    "every_divisor", "test_flash_grids", "test_first_call",
+    "every_divisor", "test_first_call",
 )  # fmt: skip
 
 #: Parts of the kernels compiled ahead, by a word in the names of the tests that call them; the first that fits counts.
