@@ -236,6 +236,12 @@ def reads_positions(variant: Variant) -> bool:
     return any(names(index) & (ROWS | KEYS) for load in loads for index in load.indices)
 
 
+def shows_few_keys(spec: KernelSpec) -> bool:
+    """Whether a query sees few of the keys before it: those of a window, or of its document."""
+    windows = any(band.lo is not None for band in bands_of(spec, "kv").visible)
+    return windows or reads_positions(replace(spec.variant, score=None))
+
+
 def scores_keys(variant: Variant) -> bool:
     """Whether tensors are read by position in the score alone, and there by key alone."""
     score = score_by_position(variant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding, EmittedMany
@@ -64,6 +64,11 @@ class Tiles:
     def with_values(self, ranges: Iterable[Ends]) -> tuple[Ends, ...]:
         """Ranges with the values of their ends in place of names."""
         return tuple((self.values[lo].text, self.values[hi].text) for lo, hi in ranges)
+
+
+def by_warp(lines: Iterable[Statement]) -> tuple[Statement, ...]:
+    """Lines with the same values in all lanes of a warp, which then search together."""
+    return tuple(replace(line, text=line.text.replace("first_at_least(", "first_at_least_by_warp(")) for line in lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,8 @@ struct Work {
 extern __shared__ __align__(1024) char shared_memory[];
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column. Rows can be copied in `parts`, each in a call.
-template <int kRows, int kColumns, typename RowAt>
+// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows.
+template <int kRows, int kColumns, int kAllRows = kRows, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
 #pragma unroll
     for (int column = 0; column < kColumns; column += kBoxColumns) {
       const bool exists = row_exists && (kColumns % kBoxColumns == 0 || column + kColumnsOfLane * chunk < kColumns);
-      copy_async(place + first * kBoxBytes + column / kBoxColumns * kRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
+      copy_async(place + first * kBoxBytes + column / kBoxColumns * kAllRows * kBoxBytes, from + column + kColumnsOfLane * chunk, exists);
     }
   }
 }

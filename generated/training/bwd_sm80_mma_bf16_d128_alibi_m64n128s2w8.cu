@@ -72,18 +72,18 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
-template <int kRows, int kColumns, int kColumn = 0>
+template <int kAllRows, int kColumns, int kColumn = 0>
 __device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
   if constexpr (kColumn < kColumns) {
-    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+    copy_async_at<kColumn / kBoxColumns * kAllRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
         to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
-    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+    load_boxes<kAllRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
   }
 }
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column. Rows can be copied in `parts`, each in a call.
-template <int kRows, int kColumns, typename RowAt>
+// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows.
+template <int kRows, int kColumns, int kAllRows = kRows, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
+    load_boxes<kAllRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
   };
   float* dq_to = sums_of(steps[0]);
   const bool adds_late = steps[0].tile >= 0;
-  constexpr int kLate = kLateColumns / 2;  // additions of a lane among the products of S
+  constexpr int kLate = 16;  // additions of a lane among the products of S
   const auto add_late = [&](int first, int end) {
 #pragma unroll
     for (int i = first; i < end; ++i) {

@@ -12,6 +12,7 @@
 #include "mma.cuh"
 #include "quad.cuh"
 #include "schedule.cuh"
+#include "search_by_warp.cuh"
 #include "softmax.cuh"
 
 using Element = bf16;  // of Q, K, V, dO, P and dS
@@ -52,6 +53,7 @@ constexpr uint32_t kDs = 32768;  // 8192 B: dS of a step
 constexpr uint32_t kP = 40960;  // 8192 B: P of a step
 constexpr uint32_t kLse = 49152;  // 256 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = 49408;  // 256 B: D of the rows of each stage
+constexpr uint32_t kQueryValues = 49664;  // 512 B: what the mask reads of the queries of this step and of the next
 constexpr uint32_t kQBytes = (kDout - kQ) / kStages, kDoutBytes = (kDs - kDout) / kStages, kRowBytes = 4 * kBlockM;  // of a stage
 
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
@@ -60,6 +62,10 @@ struct Step {
 };
 constexpr int kPartial = 1 << 24;
 
+// Values of a query that the mask reads, loaded a step ahead.
+struct QueryValues {
+  int u_doc_q_pos;
+};
 // A number that a function knows when it is compiled.
 template <int kNumber>
 struct Number {};
@@ -72,18 +78,18 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
-template <int kRows, int kColumns, int kColumn = 0>
+template <int kAllRows, int kColumns, int kColumn = 0>
 __device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
   if constexpr (kColumn < kColumns) {
-    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+    copy_async_at<kColumn / kBoxColumns * kAllRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
         to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
-    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+    load_boxes<kAllRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
   }
 }
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column. Rows can be copied in `parts`, each in a call.
-template <int kRows, int kColumns, typename RowAt>
+// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows.
+template <int kRows, int kColumns, int kAllRows = kRows, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
@@ -98,7 +104,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
+    load_boxes<kAllRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -183,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_
   const int u_seqlen_q_minus_seqlen_k = seqlen_q - seqlen_k;
   const int visible_lo = max(u_seqlen_q_minus_seqlen_k + kv_start, 0) / kBlockM;
   const int u_doc_kv_hi = (kv_hi < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_hi)] : 0;
-  const int u_doc_after = first_at_least(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, true);
+  const int u_doc_after = first_at_least_by_warp(u_doc + static_cast<long long>(b) * stride_u_doc_0, 1, seqlen_k, u_doc_kv_hi, true);
   const int u_value = u_seqlen_q_minus_seqlen_k + u_doc_after;
   const int full_lo = (max(u_seqlen_q_minus_seqlen_k + kv_hi, 0) + kBlockM - 1) / kBlockM;
   const int u_doc_kv_lo = (kv_start < extent_u_doc_1) ? u_doc[static_cast<long long>(b) * stride_u_doc_0 + static_cast<long long>(kv_start)] : 0;
@@ -232,11 +238,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_
 
   load_rows<kBlockN, kHeadDimQk>(shared + kK, [&](int row) { return k_ptr + b * stride_k_b + hk * stride_k_h + (kv_start + row) * stride_k_s; }, seqlen_k - kv_start);
   load_rows<kBlockN, kHeadDimV>(shared + kV, [&](int row) { return v_ptr + b * stride_v_b + hk * stride_v_h + (kv_start + row) * stride_v_s; }, seqlen_k - kv_start);
+  // The values of a query of a step, that of the thread.
+  const auto values_of = [&](const Step& step) {
+    QueryValues values = {};
+    if (step.tile >= 0 && threadIdx.x < kBlockM) {
+      const int h = step.h, q_row = min((step.tile & kPartial - 1) * kBlockM + static_cast<int>(threadIdx.x), seqlen_q - 1);
+      const auto* u_doc_b = u_doc + static_cast<long long>(b) * stride_u_doc_0;
+      const int q_pos = q_row + (seqlen_k - seqlen_q);
+      const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
+      values = {u_doc_q_pos};
+    }
+    return values;
+  };
+  const auto store_values = [&](const QueryValues& values, int slot) {
+    if (threadIdx.x < kBlockM) shared_at<QueryValues>(kQueryValues + sizeof(QueryValues) * (kBlockM * slot + threadIdx.x)) = values;
+  };
   Step steps[kSteps];  // this one, and the next ones
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) steps[i] = next_step();
 #pragma unroll
   for (int i = 0; i < kSteps - 1; ++i) load_step(steps[i], i);
+  store_values(values_of(steps[0]), 0);
 
   const int key_warp = warp % kKeyWarps, query_warp = warp / kKeyWarps;
   const int dq_group = warp / kDqWarps, dq_column = warp % kDqWarps * kWarpDq;  // of the warp: which 32 queries, and columns
@@ -248,6 +270,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_
   // The place of a column, and of a row of a region of `rows`, given that of a lane in the first ones.
   const auto place_of = [](uint32_t lane_place, int rows, int row, int column) {
     return (lane_place ^ 2 * (column % kBoxColumns)) + (column / kBoxColumns * rows + row) * kBoxBytes;
+  };
+  int value_slot = 0;  // of this step
+  const auto of_query = [&](int query) {
+    return shared_at<QueryValues>(kQueryValues + sizeof(QueryValues) * (kBlockM * value_slot + query_warp * kWarpM + 2 * (lane % 4) + query));
   };
   const uint32_t k_rows = shared + kK + a_lane + 32 * key_warp * kBoxBytes, v_rows = shared + kV + a_lane + 32 * key_warp * kBoxBytes;
   const float scale_log2e = softmax_scale * kLog2e;
@@ -280,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_
   };
   float* dq_to = sums_of(steps[0]);
   const bool adds_late = steps[0].tile >= 0;
-  constexpr int kLate = kLateColumns / 2;  // additions of a lane among the products of S
+  constexpr int kLate = 16;  // additions of a lane among the products of S
   const auto add_late = [&](int first, int end) {
 #pragma unroll
     for (int i = first; i < end; ++i) {
@@ -415,6 +441,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_
     load_first_keys(first_of_k, k_rows);
     wait_copies<kSteps - 2>();
     __syncthreads();  // all have read the stage that is filled again, P and dS
+    const QueryValues values_ahead = values_of(steps[1]);
     const uint32_t q_tile = shared + kQ + stage * kQBytes, dout_tile = shared + kDout + stage * kDoutBytes;
 
     clear(logits);
@@ -449,9 +476,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_
         for (int i = 0; i < kWarpM / 8; ++i) {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
+            const auto [u_doc_q_pos] = of_query(8 * i + j);
             const int q_row = min(q_first + 8 * i + j, seqlen_q - 1);  // rows after the end repeat the last one
             const int q_pos = q_row + (seqlen_k - seqlen_q);
-            const int u_doc_q_pos = (q_pos >= 0) ? u_doc_b[static_cast<long long>(q_pos)] : 0;
             const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
@@ -534,6 +561,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_
       dq_to = sums_of(step);
     }
     if (dq_column >= kColumnsQk) load_step(steps[1], 0);
+    value_slot ^= 1;
+    store_values(values_ahead, value_slot);
 #pragma unroll
     for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
     steps[kSteps - 1] = last;

@@ -27,6 +27,7 @@ constexpr int kStages = 3;  // of the ring of K and V
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 constexpr int kProductK = 32 / sizeof(Element);  // columns of Q and K, or keys, that one product sums over
+static_assert(kThreads >= 128);  // a warp for each of four heads
 static_assert(kBlockM == kWarpRows * kThreads / 32);
 constexpr float kRaiseAbove = 8.0f;  // log2 units by which the running max must grow before the row max follows
 // Shared memory, from its start.
@@ -48,18 +49,18 @@ struct Work {
 extern __shared__ __align__(1024) char shared_memory[];
 
 // Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
-template <int kRows, int kColumns, int kColumn = 0>
+template <int kAllRows, int kColumns, int kColumn = 0>
 __device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
   if constexpr (kColumn < kColumns) {
-    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+    copy_async_at<kColumn / kBoxColumns * kAllRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
         to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
-    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+    load_boxes<kAllRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
   }
 }
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column. Rows can be copied in `parts`, each in a call.
-template <int kRows, int kColumns, typename RowAt>
+// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows.
+template <int kRows, int kColumns, int kAllRows = kRows, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
@@ -74,7 +75,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
+    load_boxes<kAllRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -94,18 +95,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
+  // Heads of a group that a tile has side by side: each warp has rows of one of them, so that all warps see about the same keys.
+  const int head_bits = group % 4 == 0 ? 2 : group % 2 == 0 ? 1 : 0;
+  const int own_tiles = q_tiles << head_bits, tile_units = batch * heads >> head_bits;
   int unit, q_tile;
-  place_tile(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
-  const int b = unit / heads, h = unit % heads;
-  const int hk = h / group;
+  place_tile(blockIdx.x, own_tiles, tile_units, section >> head_bits, unit, q_tile);
+  const int b = (unit << head_bits) / heads, first_head = (unit << head_bits) % heads, hk = first_head / group;
+  const int h = first_head + (warp & (1 << head_bits) - 1);
+  const int tile_start = q_tile * (kBlockM >> head_bits);
   const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
   const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
-  const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};
+  if (tile_start >= seqlen_q) return;  // a shorter sequence than the longest, or rows after the last of single heads
+  // The warp's: its rows are kWarpRows * warp and those after it.
+  const Work work = {b, h, tile_start + kWarpRows * ((warp >> head_bits) - warp), q_begin, k_begin, seqlen_q, seqlen_k};
 
-  load_rows<kBlockM, kHeadDimQk>(shared + kQ, [&](int row) {
-    const int q = work.q_start + row;
-    return q_ptr + work.b * stride_q_b + q * stride_q_s + work.h * stride_q_h;
-  }, work.seqlen_q - work.q_start);
+#pragma unroll
+  for (int place = 0; place < kBlockM / kWarpRows; ++place) {
+    const int h = first_head + (place & (1 << head_bits) - 1), q = tile_start + (place >> head_bits) * kWarpRows;
+    const Element* const rows = q_ptr + work.b * stride_q_b + q * stride_q_s + h * stride_q_h;
+    load_rows<kWarpRows, kHeadDimQk, kBlockM>(shared + kQ + place * kWarpRows * kBoxBytes, [&](int row) { return rows + row * stride_q_s; }, seqlen_q - q);
+  }
 
   const auto spans_of = [&](int first_row, int rows) {
     const int whole_tiles = seqlen_k / kBlockN;
@@ -120,8 +129,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
     const int full_hi = min(max(q_pos_lo + 1, 0) / kBlockN, whole_tiles);
     return q_start < seqlen_q ? Spans{visible_lo, visible_hi, full_lo, full_hi} : Spans{};
   };
-  const Spans all = spans_of(0, kBlockM);
-  const Spans mine = spans_of(kWarpRows * warp, kWarpRows);
+  const Spans all = spans_of(tile_start - work.q_start, kBlockM >> head_bits);
+  const Spans mine = kThreads == 32 << head_bits ? all : spans_of(kWarpRows * warp, kWarpRows);
   const int tiles = max(all.visible_hi - all.visible_lo, 0);
   int remaining = tiles;
   // The next tile to copy; -1: there is none.

@@ -31,6 +31,7 @@ class Block(Simulation):
         self.warps, self.stages, self.steps = random.randint(2, 4), random.randint(1, 3), random.randint(1, 7)
         self.rows: list[list[int | None]] = [[None] * self.warps for _ in range(self.stages)]  # Q, dO, LSE and D
         self.pairs: list[int | None] = [None] * self.warps  # P and dS
+        self.values: list[list[int | None]] = [[None] * self.warps for _ in range(2)]  # of queries, read by the mask
         self.added = [-1] * self.warps  # the last step whose dQ a warp has added
         self.barrier = Named(self.warps)
         self.roles = {f"warp {warp}": warp_of(self, warp) for warp in range(self.warps)}
@@ -59,6 +60,10 @@ class Block(Simulation):
         if self.pairs != [step] * self.warps:
             raise ProtocolError(f"P or dS of {self.pairs} was read in step {step}")
 
+    def read_values(self, step: int) -> None:
+        if self.values[step % 2] != [step] * self.warps:
+            raise ProtocolError(f"values of queries of {self.values[step % 2]} were read in step {step}")
+
     def publish(self, step: int) -> None:
         """Say that dQ of a step is in memory."""
         if min(self.added) < step:
@@ -70,6 +75,7 @@ def warp_of(s: Block, warp: int) -> Role:
     rules, now = s.rules, lambda: True
     ahead = max(s.stages - 1, 1)  # steps whose copies are issued before they begin
     copies = {step: s.copy_step(step, warp) for step in range(ahead)}
+    s.values[0][warp] = 0
     for step in range(s.steps):
         if rules.landed:
             yield all_landed([copies[step]])
@@ -79,6 +85,8 @@ def warp_of(s: Block, warp: int) -> Role:
         s.read_rows(step)  # S
         if s.stages > 1:
             copies[step + ahead] = s.copy_step(step + ahead, warp)
+        yield now
+        s.read_values(step)
         yield now
         s.read_rows(step)  # dP, dV of the own queries
         s.pairs[warp] = step
@@ -94,6 +102,7 @@ def warp_of(s: Block, warp: int) -> Role:
         yield now
         s.read_pairs(step)  # dQ
         s.added[warp] = step
+        s.values[(step + 1) % 2][warp] = step + 1
     yield from s.sync(rules.added)
     if warp == 0:
         s.publish(s.steps - 1)

@@ -155,9 +155,36 @@ def test_narrow_masks_have_smaller_tiles(variant: str, tile: tuple[int, int, int
     assert 2 * (other.structure.shared_bytes + 1024) <= 100 * 1024
 
 
+@pytest.mark.parametrize(
+    ("variant", "arch", "tile"),
+    [
+        ("sliding_window", "sm80", (64, 64, 4)),
+        ("sliding_window", "sm86", (32, 128, 8)),  # has no room for two such blocks
+        ("packed_documents", "sm80", (64, 128, 8)),  # whose values need registers
+    ],
+)
+def test_windows_have_two_blocks_at_head_dim_128(variant: str, arch: str, tile: tuple[int, int, int]) -> None:
+    made = mma(arch, 128, variant)
+    own = made.structure
+    assert isinstance(own, MmaBackward)
+    assert (made.tile_m, made.tile_n, made.num_warps) == tile
+    assert (own.blocks == 2) == (tile == (64, 64, 4))
+    assert own.late_beside_s == (own.late_columns if own.blocks == 2 else own.late_columns // 2)
+
+
+@pytest.mark.parametrize(("variant", "values"), [("packed_documents", 1), ("sliding_window", 0), ("allowed", 0)])
+def test_the_mask_finds_values_of_queries_in_shared_memory(variant: str, values: int) -> None:
+    made = mma("sm80", 64, variant)
+    held = [region.bytes for region in made.structure.shared if region.name == "query_values"]
+    assert held == ([2 * made.tile_m * 4] if values else [])
+    assert ("values_ahead" in render(made).text) == bool(values)
+    wide = mma("sm80", 128, variant)
+    assert ("values_of_keys" in render(wide).text) == bool(values)
+
+
 @pytest.mark.parametrize("deterministic", ["true", "false"])
 def test_tensors_are_searched_before_the_steps(deterministic: str) -> None:
     fields = {"arch": "sm80", "head_dim": 128, "deterministic": deterministic, **BACKWARD}
     text = render(planned("packed_documents", **fields)).text  # type: ignore[arg-type]
-    assert text.count("= first_at_least(") == 1
-    assert text.index("= first_at_least(") < text.index("const auto next_step = ")
+    assert text.count("= first_at_least_by_warp(") == 1
+    assert text.index("= first_at_least_by_warp(") < text.index("const auto next_step = ")

@@ -77,6 +77,36 @@ def test_what_it_cannot_do_is_refused(fields: dict[str, object], message: str) -
         planned(variant, arch="sm80", backend="cuda", **fields)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("variant", "fields", "shares"),
+    [
+        ("packed_documents", {}, True),
+        ("packed_documents", {"layout": "varlen"}, True),
+        ("sliding_window", {"arch": "sm120a"}, True),
+        ("sink_window", {}, True),
+        ("causal", {}, False),
+        ("prefix_lm", {}, False),
+        ("full", {}, False),
+        ("allowed", {}, False),
+        ("sliding_window", {"pack_gqa": "true"}, False),
+        ("sliding_window", {"head_dim": 192}, False),  # pairs of warps
+    ],
+)
+def test_warps_of_a_tile_see_the_same_keys(variant: str, fields: dict[str, object], shares: bool) -> None:
+    own = mma(variant, **fields).structure  # type: ignore[arg-type]
+    assert isinstance(own, MmaForward)
+    assert own.shares_keys == shares
+
+
+def test_heads_with_masks_of_their_own_share_no_tile() -> None:
+    mask = "0 <= q_pos - kv and q_pos - kv < window[h]"
+    declared = f"variants:\n  own: {{tensors: {{window: {{dtype: int32, shape: [h]}}}}, mask: '{mask}'}}\n"
+    own = mma("own", declared=declared).structure
+    assert isinstance(own, MmaForward)
+    assert own.skips
+    assert not own.shares_keys
+
+
 def test_a_spec_fixes_tile_stages_and_warps() -> None:
     made = mma(head_dim=128, tile="{m: 128, n: 32}", pipeline="{stages: 4}", warps=8)
     assert (made.tile_m, made.tile_n, made.stages, made.num_warps) == (128, 32, 4, 8)

@@ -26,7 +26,7 @@ from attngen.plan.schedules.backward_launches import (
 )
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import MmaBackward
-from attngen.plan.traits import bands_of, gathers, reads_positions
+from attngen.plan.traits import bands_of, gathers, query_loads, reads_positions
 from attngen.schema.expand import Backward, Gradient, KernelSpec
 
 _DTYPES = ("bf16", "fp16")
@@ -43,6 +43,12 @@ _LATE_QUERIES, _LATE_COLUMNS = 64, 32
 
 #: Fewest query rows of S and dP of a warp.
 _QUERIES = 16
+
+#: Most columns of dK and dV with which kernels are faster if each partial step loads the values of keys again.
+_NARROW_COLUMNS = 128
+
+#: Steps whose values of queries are in shared memory: this one and the next.
+_VALUE_SLOTS = 2
 
 #: Shared memory that the system takes of each block on a multiprocessor.
 _RESERVED = 1024
@@ -63,23 +69,30 @@ _ROUND_WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Queries of a step, keys, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once."""
+    """Queries of a step, keys, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once.
+
+    ``beside_s``: dQ of the step before is added among the products of S alone, which takes fewer registers than among
+    those of dP as well.
+    """
 
     m: int
     n: int
     stages: int
     warps: int
     blocks: int
+    beside_s: bool = False
 
 
 #: (family, largest sum of the columns of dK and dV) -> tile, first match wins. The families are those of the forward,
-#: and "narrow": masks that show few queries to a key, so that they hide more of a larger tile.
+#: "narrow": masks that show few queries to a key, so that they hide more of a larger tile; and "large window": of these
+#: on large cards, those that read no tensor, so that a thread has registers for dK and dV of 64 keys.
 _TABLE: tuple[tuple[str, int, _Tile], ...] = (
     ("gather", 128, _Tile(64, 128, 2, 8, 1)),
     ("gather", 192, _Tile(32, 128, 2, 8, 1)),
     ("gather", 256, _Tile(32, 128, 1, 8, 1)),
     ("gather", 320, _Tile(64, 64, 1, 8, 1)),
     ("narrow", 128, _Tile(64, 64, 1, 4, 2)),
+    ("large window", 256, _Tile(64, 64, 1, 4, 2, beside_s=True)),
     ("large", 128, _Tile(128, 128, 2, 8, 1)),
     ("large", 192, _Tile(64, 128, 2, 8, 1)),
     ("large", 256, _Tile(64, 128, 2, 8, 1)),
@@ -111,10 +124,13 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
         shares_p=_query_warps(tile) > 1,
         late_columns=late_columns,
+        late_beside_s=late_columns if tile.beside_s else late_columns // 2,
         by_columns=0 < late_columns < warp_dq or (tile.m < _LATE_QUERIES and not spec.deterministic),
         centered=not spec.variant.dropout and not differentiable_of(spec.variant),
         ordered=spec.deterministic,
-        shared=_regions(tile, qk.width, v.width, element.bytes, ordered=spec.deterministic),
+        query_values=_query_values(spec),
+        keys_once=_query_values(spec) > 0 and qk.width + v.width > _NARROW_COLUMNS,
+        shared=_regions(tile, qk.width, v.width, element.bytes, spec),
     )
     planned = drafted(
         spec,
@@ -220,27 +236,36 @@ def _query_warps(tile: _Tile) -> int:
     return _ROWS * tile.warps // tile.n
 
 
-def _regions(tile: _Tile, width_qk: int, width_v: int, size: int, *, ordered: bool) -> tuple[Region, ...]:
-    """Return the regions of shared memory. Blocks that add dQ up in an ``ordered`` way take tiles from a counter."""
-    keys, regions, at = tile.n, [], 0
+def _query_values(spec: KernelSpec) -> int:
+    """Number of values of a query that the mask reads, and that are loaded a step ahead."""
+    return query_loads(spec.variant) if iteration_of(spec, "q") == "ranges" else 0
+
+
+def _regions(tile: _Tile, width_qk: int, width_v: int, size: int, spec: KernelSpec) -> tuple[Region, ...]:
+    """Return the regions of shared memory. Blocks that add dQ up in a fixed order take tiles from a counter."""
+    keys, regions, at, values = tile.n, [], 0, _query_values(spec)
     pairs = keys * tile.m * size
     for name, count in (
         ("k", keys * width_qk * size), ("v", keys * width_v * size), ("q", tile.stages * tile.m * width_qk * size),
         ("dout", tile.stages * tile.m * width_v * size), ("ds", pairs),
-        *((("p", pairs),) if _query_warps(tile) > 1 else ()), ("lse", tile.stages * tile.m * 4),
-        ("delta", tile.stages * tile.m * 4), *((("index", 4),) if ordered else ()),
+        ("p", pairs if _query_warps(tile) > 1 else 0), ("lse", tile.stages * tile.m * 4),
+        ("delta", tile.stages * tile.m * 4), ("query_values", _VALUE_SLOTS * tile.m * 4 * values),
+        ("index", 4 * spec.deterministic),
     ):  # fmt: skip
-        regions.append(Region(name, at, count))
+        if count:
+            regions.append(Region(name, at, count))
         at += count
     return tuple(regions)
 
 
 def _families(spec: KernelSpec, arch: Arch) -> set[str]:
     """Families of the table that serve a spec on a card."""
+    large, narrow = arch.shared_memory >= _LARGE, _is_narrow(spec)
     member = {
-        "large": arch.shared_memory >= _LARGE,
+        "large": large,
         "gather": gathers(spec.variant),
-        "narrow": _is_narrow(spec),
+        "narrow": narrow,
+        "large window": large and narrow and _query_values(spec) == 0,
     }
     return {"any", *(name for name, holds in member.items() if holds)}
 
@@ -267,7 +292,7 @@ def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _Tile:
     ):  # fmt: skip
         if value not in (None, chosen):
             raise refuse(spec, f"backward.dkdv.{name}", f"{value} is not allowed; allowed: {chosen}")
-    regions = _regions(table, qk, v, operands_of(spec).q.bytes, ordered=spec.deterministic)
+    regions = _regions(table, qk, v, operands_of(spec).q.bytes, spec)
     total = regions[-1].offset + regions[-1].bytes
     if total > arch.shared_memory:
         raise refuse(spec, "backward.dkdv", f"Shared memory {total} B exceeds {arch.shared_memory} B on {arch.name}")

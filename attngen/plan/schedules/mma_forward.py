@@ -19,13 +19,14 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Plan, Region
 from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.schedules.backward_families import by_head
 from attngen.plan.schedules.forward_memory import BOX_BYTES, is_paged, widest_box, widths
 from attngen.plan.schedules.forward_softmax import softmax_of
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.hopper_fp8 import PROBABILITIES as PROBABILITIES_OF_8_BITS
 from attngen.plan.schedules.structures import MmaForward
 from attngen.plan.times import first_see_most
-from attngen.plan.traits import gathers, key_values
+from attngen.plan.traits import gathers, key_values, shows_few_keys
 from attngen.schema.expand import KernelSpec
 
 #: The softmax of scores that are not bounded: measured to be the fastest.
@@ -161,6 +162,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         one_address=tile.q_kept > 0 or (not unmasked and _columns(spec) <= _ONE_ADDRESS_COLUMNS),
         copy_share=_SHARE_OF_ONE_BOX if one_box and unmasked else _SHARE,
         paired_copies=one_box and not unmasked,
+        shares_keys=ranges and not tile.pairs and _may_share_keys(spec),
         q_first=ranges and tile.q_operand == "shared" and not one_box,
         key_values=tile.key_values,
         pairs=tile.pairs,
@@ -304,6 +306,12 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
     if _blocks(with_values, spec, arch) == max(_blocks(tile, spec, arch), 1):
         tile = with_values
     return replace(tile, blocks=max(_blocks(tile, spec, arch), 1))
+
+
+def _may_share_keys(spec: KernelSpec) -> bool:
+    """Whether warps of a tile may have rows of several heads of a group: under masks that show few keys to a query, the
+    same for all heads. Causal kernels, and pairs of warps, were not faster (docs/notebook/mma.md)."""
+    return shows_few_keys(spec) and spec.pack_gqa is not True and not by_head(spec.variant)
 
 
 def _columns(spec: KernelSpec) -> int:

@@ -177,6 +177,7 @@ class MmaForward(Structure):
     one_address: bool  # a lane copies all boxes of a row by one address
     copy_share: int  # copies stand among the first products of a tile: one of so many shares of these
     paired_copies: bool  # two copies of a lane stand together among the products
+    shares_keys: bool  # warps of a tile may have rows of several heads of a group, so that all see about the same keys
     q_first: bool  # copies of Q are issued before the tiles are found that its rows see
     pairs: bool  # two warps share their rows of P, and each has half of the columns of O for all of these
     s_apart: bool  # a branch keeps other work before S,
@@ -201,6 +202,8 @@ class MmaBackward(Structure):
     box_bytes: int  # of a row, over which it is swizzled
     shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
     late_columns: int  # of dQ of a warp, that are added to the sums among the products of the next step; 0: all at once
+    keys_once: bool  # registers hold the values of keys that the mask loads
+    late_beside_s: int  # additions of a lane among the products of S, of as many as these columns; others beside dP
     by_columns: bool  # dQ is computed 16 columns after the other, some of which are added among the products of others
     centered: bool  # dP begins with -D
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from attngen.lang.statements import Code, Statement, declared, reads
+from attngen.lang.statements import Code, Statement, declared, needed, reads
 from attngen.plan.model import Launch, Plan
 from attngen.plan.schedules.backward_families import by_head
 from attngen.plan.schedules.backward_launches import row_lanes
@@ -13,11 +13,12 @@ from attngen.plan.symbols import pointer_name
 from attngen.render.biases import Bias
 from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
-from attngen.render.cuda_gradients import classified_query_word, factor, probabilities, query_word
+from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps
-from attngen.render.cuda_tiles import Ends, tiles
+from attngen.render.cuda_tiles import Ends, by_warp, tiles
 from attngen.render.expressions import QUERIES
 from attngen.render.header import command, summary
+from attngen.render.key_values import HELD, fields_of, taken
 from attngen.render.pipes import constant
 from attngen.render.tensor_gradients import SumsView, TilesView, register_sums, tile_sums
 from attngen.render.views.hopper_forward import RegionView, classifier_lines
@@ -26,6 +27,7 @@ _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage", "ds": "dS of a step",
     "p": "P of a step", "index": "which tile of keys the block has taken",
     "lse": "log-sum-exp of the rows of each stage", "delta": "D of the rows of each stage",
+    "query_values": "what the mask reads of the queries of this step and of the next",
 }  # fmt: skip
 #: P among the products of dP; before them, where a pair needs more than its logit: derivatives, or what dropout keeps.
 _AMONG, _BEFORE = (f"cuda/mma_backward/softmax/{name}_products.cu.j2" for name in ("among", "before"))
@@ -55,6 +57,9 @@ class MmaBackwardView:
     by_head: bool
     uses_q_tiles: bool
     uses_whole_tiles: bool
+    query_values: QueryValues | None
+    key_fields: tuple[tuple[str, str], ...]  # values of a key that the mask loads: type and name of each,
+    key_lines: tuple[Statement, ...]  # and the lines that find them, once before all steps
     spans_once: tuple[Statement, ...]  # what finds the queries that see the keys: once, if it reads tensors,
     span_lines: tuple[Statement, ...]  # or for each step, which takes fewer registers
     visible_ranges: tuple[Ends, ...]
@@ -92,12 +97,14 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
     dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts["postprocess"]
     span, code = tiles(dqkv, QUERIES), probabilities(dqkv)
     tensor_sums, tensor_tiles = register_sums(dqkv, first_key="{kv_first} + 8 * {row}"), tile_sums(dqkv)
+    partial_steps, key_fields, key_lines = _with_keys_once(dqkv, code.partial, kept=backward.keys_once)
     listed = query_word(dqkv) if plan.iteration != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess), code.factor)
     steps = reads([*code.partial.all, *code.full.all, code.exponent])
     of_sums = reads(tensor_sums.element) if tensor_sums else frozenset[str]()
     spans = reads([*span.lines, *span.values.values(), *listed])
+    span_lines = by_warp(span.lines) if plan.iteration == "ranges" else span.lines
     heads = by_head(plan.variant) or plan.iteration == "tile_map"
     once = not heads and not spans.isdisjoint(pointer_name(tensor.name) for tensor in plan.variant.tensors)
     beside = declared(line for line in (*code.block, *factor_lines) if line not in span.lines)
@@ -107,7 +114,7 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         template=template,
         command=command(plan),
         summary=summary(plan),
-        headers=_headers(plan, tensor_sums, tensor_tiles),
+        headers=_headers(plan, tensor_sums, tensor_tiles, searches=span_lines != span.lines),
         regions=tuple(
             RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
             for region in backward.shared
@@ -122,8 +129,11 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         by_head=heads,
         uses_q_tiles=plan.varlen and "q_tiles" in spans,
         uses_whole_tiles="whole_tiles" in spans,
-        spans_once=span.lines if once else (),
-        span_lines=() if once else span.lines,
+        query_values=code.query_values,
+        key_fields=key_fields,
+        key_lines=key_lines,
+        spans_once=span_lines if once else (),
+        span_lines=() if once else span_lines,
         visible_ranges=span.with_values(span.visible),
         full_ranges=span.with_values(span.full),
         word_lines=listed,
@@ -131,7 +141,7 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         uses_q_first="q_first" in steps | of_sums,
         uses_kv_first="kv_first" in steps,
         softmax=_BEFORE if code.weighted is not None or code.kept or plan.variant.dropout else _AMONG,
-        partial=code.partial,
+        partial=partial_steps,
         full=code.full,
         exponent=code.exponent,
         weighted=code.weighted,
@@ -149,7 +159,25 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
     )
 
 
-def _headers(plan: Plan, sums: SumsView | None, tiles: TilesView | None) -> tuple[str, ...]:
+def _with_keys_once(
+    plan: Plan, steps: Steps, *, kept: bool
+) -> tuple[Steps, tuple[tuple[str, str], ...], tuple[Statement, ...]]:
+    """Steps of a partial tile that take the values of keys from registers, these values, and the lines that load them
+    before all steps; the same steps and no values unless they are ``kept``."""
+    pointers = {pointer_name(tensor.name) for tensor in plan.variant.tensors}
+    pointers |= {name for each in steps.tile if each.type == "const auto*" for name in each.names}
+    loads = [each for each in steps.row if each.type in HELD and each.reads & pointers]
+    before = needed(steps.row, loads)
+    lines = (*needed(steps.tile, [*before, *loads]), *before, *loads)
+    if not (kept and loads) or "h" in reads(lines):
+        return steps, (), ()
+    row = (*taken("of_rows[row]", declared(loads)), *(each for each in steps.row if each not in loads))
+    row = needed(row, [Statement("", frozenset(name for _, name in steps.row_values))])
+    tile = needed(steps.tile, [*row, *steps.key, *steps.element])
+    return replace(steps, tile=tile, row=row), fields_of(loads), lines
+
+
+def _headers(plan: Plan, sums: SumsView | None, tiles: TilesView | None, *, searches: bool) -> tuple[str, ...]:
     """The headers that a kernel needs."""
     variant = plan.variant
     needed = {
@@ -163,6 +191,7 @@ def _headers(plan: Plan, sums: SumsView | None, tiles: TilesView | None) -> tupl
         "order": plan.ordered,
         "quad": True,
         "schedule": True,
+        "search_by_warp": searches,
         "softmax": True,
         "tensor_gradient": sums is not None,
         "tile_map": plan.has_launch("classify_dqkv"),

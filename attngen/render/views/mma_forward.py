@@ -13,7 +13,7 @@ from attngen.render.biases import Bias
 from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_math import Sink, Steps, logits, queries, sink
-from attngen.render.cuda_tiles import Ends, classified_word, tiles, word
+from attngen.render.cuda_tiles import Ends, by_warp, classified_word, tiles, word
 from attngen.render.expressions import KEYS
 from attngen.render.header import command, summary
 from attngen.render.key_values import KeyValues, with_key_values
@@ -71,7 +71,9 @@ def mma_view(plan: Plan, template: str) -> MmaView:
     forward = plan.structure
     assert isinstance(forward, MmaForward)
     span, code = tiles(plan), logits(plan)
-    listed = word(plan).lines if plan.iteration != "ranges" else ()
+    listed = () if plan.iteration == "ranges" else word(plan).lines
+    ranges = plan.iteration == "ranges"
+    span_lines = by_warp(span.lines) if ranges else span.lines
     spans = reads([*span.lines, *span.values.values(), *listed])
     steps = reads([*code.partial.all, *code.full.all])
     partial_steps, full_steps, values = with_key_values(plan, code)
@@ -81,7 +83,7 @@ def mma_view(plan: Plan, template: str) -> MmaView:
         softmax=f"{_FOLDER}/softmax/{plan.softmax}.cu.j2",
         command=command(plan),
         summary=summary(plan),
-        headers=_headers(plan),
+        headers=_headers(plan, searches="first_at_least" in spans and ranges),
         regions=tuple(
             RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_region_text(region.name, values)}")
             for region in forward.shared
@@ -95,7 +97,7 @@ def mma_view(plan: Plan, template: str) -> MmaView:
         words_use_q_hi="q_hi" in reads(listed),
         visible_ranges=span.visible,
         full_ranges=span.full,
-        span_lines=span.lines,
+        span_lines=span_lines,
         span_values=span.ends,
         word_lines=listed,
         work_lines=code.work,
@@ -116,7 +118,7 @@ def _region_text(name: str, values: KeyValues | None) -> str:
     return _REGION_TEXTS[name].format(who=values.who if values else None)
 
 
-def _headers(plan: Plan) -> tuple[str, ...]:
+def _headers(plan: Plan, *, searches: bool) -> tuple[str, ...]:
     """The headers that a kernel needs."""
     variant = plan.variant
     needed = {
@@ -128,6 +130,7 @@ def _headers(plan: Plan) -> tuple[str, ...]:
         "pages": plan.key_access == "paged",
         "quad": True,
         "schedule": True,
+        "search_by_warp": searches,
         "softmax": True,
         "tile_map": plan.has_launch("classify"),
     }

@@ -1,4 +1,4 @@
-// bwd_sm80_mma_bf16_d128_sliding_window_m64n128s2w8
+// bwd_sm80_mma_bf16_d128_sliding_window_m64n64s1w4
 //
 // Attention backward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
 // Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
@@ -21,11 +21,11 @@ using GradElement = bf16;  // of dQ, dK and dV
 constexpr int up_to(int columns, int warps) { return (columns + 16 * warps - 1) / (16 * warps) * 16; }
 
 constexpr int kBlockM = 64;  // query rows of one step
-constexpr int kBlockN = 128;  // keys of a block
+constexpr int kBlockN = 64;  // keys of a block
 constexpr int kHeadDimQk = 128, kHeadDimV = 128;
 constexpr int kColumnsQk = 128, kColumnsV = 128;  // that are multiplied
-constexpr int kThreads = 256;
-constexpr int kStages = 2;  // of the rings of Q and dO
+constexpr int kThreads = 128;
+constexpr int kStages = 1;  // of the rings of Q and dO
 constexpr int kSteps = kStages == 1 ? 2 : kStages;  // that are known: this one, and those that are copied
 constexpr int kBoxBytes = 128;  // of a row, over which it is swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
@@ -44,14 +44,14 @@ static_assert(sizeof(Element) == 2 && kWarpM % 16 == 0 && kBlockM % 32 == 0);
 constexpr int kPairBytes = 2 * kBlockM < 128 ? 64 : 128, kPairQueries = kPairBytes / sizeof(Element);
 
 // Shared memory, from its start.
-constexpr uint32_t kK = 0;  // 32768 B: K
-constexpr uint32_t kV = 32768;  // 32768 B: V
-constexpr uint32_t kQ = 65536;  // 32768 B: Q, a tile per stage
-constexpr uint32_t kDout = 98304;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = 131072;  // 16384 B: dS of a step
-constexpr uint32_t kP = 147456;  // 16384 B: P of a step
-constexpr uint32_t kLse = 163840;  // 512 B: log-sum-exp of the rows of each stage
-constexpr uint32_t kDelta = 164352;  // 512 B: D of the rows of each stage
+constexpr uint32_t kK = 0;  // 16384 B: K
+constexpr uint32_t kV = 16384;  // 16384 B: V
+constexpr uint32_t kQ = 32768;  // 16384 B: Q, a tile per stage
+constexpr uint32_t kDout = 49152;  // 16384 B: dO, a tile per stage
+constexpr uint32_t kDs = 65536;  // 8192 B: dS of a step
+constexpr uint32_t kP = 73728;  // 8192 B: P of a step
+constexpr uint32_t kLse = 81920;  // 256 B: log-sum-exp of the rows of each stage
+constexpr uint32_t kDelta = 82176;  // 256 B: D of the rows of each stage
 constexpr uint32_t kQBytes = (kDout - kQ) / kStages, kDoutBytes = (kDs - kDout) / kStages, kRowBytes = 4 * kBlockM;  // of a stage
 
 // A step: a tile of queries, with a bit that says whether the mask is applied, and their head.
@@ -72,18 +72,18 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
 }
 
 // Copies 16 bytes of each box of a row, from kColumn on. Places are constants: an address serves all boxes.
-template <int kRows, int kColumns, int kColumn = 0>
+template <int kAllRows, int kColumns, int kColumn = 0>
 __device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, bool exists, int first_column) {
   if constexpr (kColumn < kColumns) {
-    copy_async_at<kColumn / kBoxColumns * kRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
+    copy_async_at<kColumn / kBoxColumns * kAllRows * kBoxBytes, kColumn * static_cast<int>(sizeof(Element))>(
         to, from, exists && (kColumns % kBoxColumns == 0 || kColumn + first_column < kColumns));
-    load_boxes<kRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
+    load_boxes<kAllRows, kColumns, kColumn + kBoxColumns>(to, from, exists, first_column);
   }
 }
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column. Rows can be copied in `parts`, each in a call.
-template <int kRows, int kColumns, typename RowAt>
+// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows.
+template <int kRows, int kColumns, int kAllRows = kRows, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
@@ -98,12 +98,12 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-    load_boxes<kRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
+    load_boxes<kAllRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
 // D = rowsum(dO * O) - dLSE of each query row, its log-sum-exp in units of log2, and zeros for the dQ accumulator.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d128_sliding_window_m64n128s2w8_preprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d128_sliding_window_m64n64s1w4_preprocess(
     const bf16* out_ptr, const bf16* dout_ptr, const float* lse_ptr, const float* dlse_ptr, float* lse_log2_ptr,
     float* delta_ptr, float* dq_sum_ptr,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
@@ -145,10 +145,10 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d128_sliding
   }
 }
 
-// A block of 8 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
+// A block of 4 warps has a tile of keys, and goes through the queries of all heads that share them. A warp computes S^T = K Q^T
 // and dP^T = V dO^T of 32 keys and some queries, and keeps some columns of dK += dS^T Q and dV += P^T dO of these keys in
 // registers. P and dS go through shared memory, since these sum over the queries of other warps, and dQ = dS K over their keys.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128_sliding_window_m64n128s2w8_dqkv(
+extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d128_sliding_window_m64n64s1w4_dqkv(
     const bf16* q_ptr, const bf16* k_ptr, const bf16* v_ptr, const bf16* dout_ptr, float* dq_sum_ptr, bf16* dk_ptr,
     bf16* dv_ptr, const float* lse_log2_ptr, const float* delta_ptr, const int* seqused_k_ptr,
     long long stride_q_b, long long stride_q_s, long long stride_q_h,
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
   };
   float* dq_to = sums_of(steps[0]);
   const bool adds_late = steps[0].tile >= 0;
-  constexpr int kLate = kLateColumns / 2;  // additions of a lane among the products of S
+  constexpr int kLate = 32;  // additions of a lane among the products of S
   const auto add_late = [&](int first, int end) {
 #pragma unroll
     for (int i = first; i < end; ++i) {
@@ -418,8 +418,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
 
     clear(logits);
     load_first_queries(first_of_q, q_tile);
-    multiply_rows(logits, k_rows, first_of_k, q_tile, first_of_q, Number<kColumnsQk>(), late_beside(for_copies([&](int part, int parts) { load_step(steps[kSteps - 1], fill, part, parts); })));
-    fill = next_stage(fill);
+    multiply_rows(logits, k_rows, first_of_k, q_tile, first_of_q, Number<kColumnsQk>(), late_beside(nothing));
     const Step last = next_step();  // while the last products of S are under way
     // P = exp2(logit - LSE); 0 for pairs that are not visible.
     const uint32_t lse_numbers = kLse + stage * kRowBytes + 4 * query_warp * kWarpM + 8 * (lane % 4);
@@ -487,38 +486,54 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
     add_own(dk, ds, q_tile, Number<kWarpQk>(), Number<kColumnsQk>(), nothing);
     add_others(dv, shared + kP, dout_tile, Number<kWarpV>(), Number<kColumnsV>());
     add_others(dk, shared + kDs, q_tile, Number<kWarpQk>(), Number<kColumnsQk>());
+    __syncthreads();  // all have read Q and dO
+    const auto beside_dq = for_copies([&](int part, int parts) { load_step(steps[1], 0, part, parts); });
     // dQ of 32 queries and some of the columns, from all keys.
+    // 16 columns after the other, each added to the sums among the products of the next ones, the last ones in the next step.
     if (dq_column < kColumnsQk) {
-#pragma unroll
-      for (int i = 0; i < kWarpDq; ++i) dq[i / 16][i % 16 / 8][i % 8] = 0.0f;
-      uint32_t ds_lane[2];
+      constexpr int kGroups = kWarpDq / 16, kKeySteps = kBlockN / kMmaK, kAtOnce = kGroups - kLateColumns / 16;
+      uint32_t a[kKeySteps][2][4];
 #pragma unroll
       for (int block = 0; block < 2; ++block) {
         const int key = lane / 16 * 8 + lane % 8, query = 32 * dq_group + 16 * block;
-        ds_lane[block] = shared + kDs + (query / kPairQueries * kBlockN + key) * kPairBytes +
-                         16 * swizzled<kPairBytes>(key, query % kPairQueries / 8 + lane / 8 % 2);
-      }
+        const uint32_t ds_lane = shared + kDs + (query / kPairQueries * kBlockN + key) * kPairBytes +
+                                 16 * swizzled<kPairBytes>(key, query % kPairQueries / 8 + lane / 8 % 2);
 #pragma unroll
-      for (int key = 0; key < kBlockN; key += kMmaK) {
-        uint32_t a[2][4];
-#pragma unroll
-        for (int block = 0; block < 2; ++block) load_blocks_transposed(a[block], ds_lane[block] + key * kPairBytes);
-#pragma unroll
-        for (int column = 0; column < kWarpDq; column += 2 * kMmaN) {
-          const int place = dq_column + column;
-          uint32_t columns[4];
-          load_blocks_transposed(columns, (shared + kK + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockN + key) * kBoxBytes);
-#pragma unroll
-          for (int block = 0; block < 2; ++block) {
-            multiply<Element>(dq[column / 16][block], a[block], columns[0], columns[1]);
-            multiply<Element>(dq[column / 16][block] + 4, a[block], columns[2], columns[3]);
-          }
-        }
+        for (int key = 0; key < kKeySteps; ++key) load_blocks_transposed(a[key][block], ds_lane + key * kMmaK * kPairBytes);
       }
       const int tile = step.tile & kPartial - 1;
+      float* const sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + tile) * kSumsOfTile + (2 * dq_group * (kColumnsQk / 8) + dq_column / 8) * 128 + lane;
+      float dq_at_once[kAtOnce][2][8] = {};
+#pragma unroll
+      for (int i = 0; i < kLateColumns; ++i) dq[i / 16][i % 16 / 8][i % 8] = 0.0f;
       dq_to = sums_of(step);
+      // The sums of a group of columns, in parts.
+      const auto add_group = [&](int group, int part, int parts) {
+#pragma unroll
+        for (int i = part * 16 / parts; i < (part + 1) * 16 / parts; ++i) {
+          float* const own = sums + (i / 8 * (kColumnsQk / 8) + 2 * group) * 128;
+          if (kWarpDq * kDqWarps <= kColumnsQk || dq_column + 16 * group + i % 8 / 4 * 8 < kColumnsQk) add_to(own + 32 * (i % 8), dq_at_once[group][i / 8][i % 8]);
+        }
+      };
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        const int place = dq_column + 16 * group;
+#pragma unroll
+        for (int key = 0; key < kKeySteps; ++key) {
+          uint32_t columns[4];
+          load_blocks_transposed(columns, (shared + kK + a_lane ^ 2 * (place % kBoxColumns)) + (place / kBoxColumns * kBlockN + key * kMmaK) * kBoxBytes);
+#pragma unroll
+          for (int block = 0; block < 2; ++block) {
+            float (&to)[8] = group >= kAtOnce ? dq[max(group - kAtOnce, 0)][block] : dq_at_once[min(group, kAtOnce - 1)][block];
+            multiply<Element>(to, a[key][block], columns[0], columns[1]);
+            multiply<Element>(to + 4, a[key][block], columns[2], columns[3]);
+          }
+          if (group > 0 && group <= kAtOnce) add_group(group - 1, key, kKeySteps);
+          beside_dq(group * kKeySteps + key, kKeySteps * kGroups);
+        }
+      }
     }
-    stage = next_stage(stage);
+    if (dq_column >= kColumnsQk) load_step(steps[1], 0);
 #pragma unroll
     for (int i = 0; i < kSteps - 1; ++i) steps[i] = steps[i + 1];
     steps[kSteps - 1] = last;
@@ -563,7 +578,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm80_mma_bf16_d128
 }
 
 // Scales and rounds dQ of a tile of queries. Its sums lie in the dQ accumulator in the order of registers.
-extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d128_sliding_window_m64n128s2w8_postprocess(
+extern "C" __global__ void __launch_bounds__(128) bwd_sm80_mma_bf16_d128_sliding_window_m64n64s1w4_postprocess(
     const float* dq_sum_ptr, bf16* dq_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
