@@ -219,6 +219,8 @@ inline void settle_cluster(Cluster& cluster) {
 
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+template <typename Value>
+inline Value __ldg(const Value* place) { return *place; }
 inline float4 __ldcs(const float4* place) { return *place; }
 inline void __stcs(uint4* place, uint4 value) { *place = value; }
 inline void __stcs(uint2* place, uint2 value) { *place = value; }

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from attngen.lang.listed import LISTS
+from attngen.plan import Plan
 from attngen.render import render
 from attngen.render.source import headers
 from attngen.resources import root
@@ -26,7 +28,7 @@ HOST = root() / "tests" / "host"
 #: Headers that are compiled as they are, but for what they ask of the hardware.
 COMPILED = (
     "softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh", "pair.cuh",
-    "quad.cuh", "lane_max.cuh", "few_heads.cuh",
+    "quad.cuh", "lane_max.cuh", "few_heads.cuh", "gather.cuh",
 )  # fmt: skip
 
 #: Stand-ins on the host for the PTX in headers.
@@ -39,6 +41,8 @@ PTX = {
     r'asm\("\{\.reg .*? cvt\.rn\.f16x2\.e4m3x2 .*?\);': "wide = widened_by_table(four);",
     r'asm\("tanh\.approx\.f32 .*?\);': "y = tanhf(x);",
     r'asm\("" : "\+r"\(number\)\);': "",
+    r'asm volatile\("" : "\+l"\(address\)\);': "",
+    r'asm volatile\("st\.global\.v4\.b32 .*?\);': "std::memcpy(to, block, 16);",
     r'asm\("\{ \.reg .*? selp\.f32 .*?\);': "chosen = condition ? yes : no;",
     r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.3d.*?\);': "",  # of packed sequences, which do not run here
     r'asm volatile\("cp\.async\.bulk\.prefetch.*?\);': "",
@@ -164,28 +168,66 @@ def test_one_beyond_head_dim_256_is_right(fields: dict[str, object], tmp_path: P
     run(fields, WIDE_CASES, tmp_path)
 
 
+#: Heads, queries, blocks, keys, entries of a list, a factor of Q; then how many entries of each query count. Lists have
+#: no tile, one, and odd and even numbers of them; ranges of blocks end inside of lists; with a large Q row maxima rise.
+LISTED_CASES = [
+    "64,9,2,300,200,1,200,0,64,65,129,1,128,64,63", "128,4,4,500,260,8,260,1,192,193",
+    "64,12,3,200,140,3,0,1,2,64,65,128,129", "100,3,4,200,130,1,130,128,0", "30,3,2,100,200,1",
+    "16,5,2,300,200,4,200,0,65,129",
+]  # fmt: skip
+
+
+#: The same with lists of blocks of 16 keys.
+LISTED_BLOCKS_CASES = ["64,9,2,300,13,1,13,0,4,5,8,1,3", "128,3,4,512,16,8,16,1,12", "16,5,2,300,12,4,12,0,5,9"]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize(
+    ("keys", "head_dim", "cases"),
+    [
+        ("counted_index", "{qk: 576, v: 512}", LISTED_CASES),
+        pytest.param("counted_index", "512", LISTED_CASES, marks=pytest.mark.exhaustive),
+        pytest.param("counted_blocks_of_16", "{qk: 576, v: 512}", LISTED_BLOCKS_CASES, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else str(value),
+)
+def test_one_whose_calls_list_keys_is_right(keys: str, head_dim: str, cases: list[str], tmp_path: Path) -> None:
+    declared = f"variants:\n  listed: {{keys: {keys}}}\n"
+    plan = planned("listed", declared=declared, backend="cuda", v="key", head_dim=head_dim, layout="dense")
+    assert plan.variant.keys is not None
+    run_plan(plan, "listed.cpp", {"BLOCK": LISTS[plan.variant.keys].block}, cases, tmp_path)
+
+
 def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
     """Compile the kernel of a spec with these fields, and run it."""
     split = {} if "v" in fields else {"split_kv": "true"}
     plan = planned("causal", backend="cuda", **split, **fields)
+    defined = {
+        "VALUES_OF_KEYS": int(plan.v_of_key),
+        "V_KEYS": getattr(plan.structure, "value_keys", plan.tile_n),
+        "MERGES_IN_PLACE": int(getattr(plan.structure, "merges", False)),
+        "PAGED": int(plan.layout == "paged"),
+        "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),
+    }  # fmt: skip
+    run_plan(plan, "decode.cpp", defined, cases, folder)
+
+
+def run_plan(plan: Plan, main: str, defined: dict[str, int], cases: list[str], folder: Path) -> None:
+    """Compile the kernel of a plan with a program that calls it, and run that."""
     source = render(plan)
     text = source.text.replace("extern __shared__ char shared_memory[];", "")
     (folder / "kernel.inc").write_text(text)
     for name in COMPILED:
         (folder / name).write_text(on_host(name, headers()[name].replace("#ifdef __CUDA_ARCH__", "#if 1")))
     program = folder / "program"
-    defined = {
-        "KERNEL": source.name, "VALUES_OF_KEYS": int(plan.v_of_key),
-        "V_KEYS": getattr(plan.structure, "value_keys", plan.tile_n),
+    names = {
+        "KERNEL": source.name, "HEAD_DIM": plan.head_dim_qk, "HEAD_DIM_V": plan.head_dim_v,
         **({"MERGE": f"{source.name}_merge"} if plan.has_launch("merge") else {}),
-        "MERGES_IN_PLACE": int(getattr(plan.structure, "merges", False)),
-        "HEAD_DIM": plan.head_dim_qk, "HEAD_DIM_V": plan.head_dim_v, "PAGED": int(plan.layout == "paged"),
-        "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),
     }  # fmt: skip
     assert COMPILER is not None
     subprocess.run(
         [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-I{HOST}",
-         *(f"-D{k}={v}" for k, v in defined.items()), str(HOST / "decode.cpp"), "-o", str(program)],
+         *(f"-D{k}={v}" for k, v in {**names, **defined}.items()), str(HOST / main), "-o", str(program)],
         check=True,
     )  # fmt: skip
     done = subprocess.run([program, *cases], capture_output=True, text=True, timeout=300, check=False)

@@ -1,0 +1,16 @@
+// Copies by threads, which land at once.
+#pragma once
+
+#include "barrier.cuh"
+
+inline void copy_async(uint32_t to, const void* from, bool exists) {
+  if (exists) std::memcpy(place_of_address(to), from, 16);
+  else std::memset(place_of_address(to), 0, 16);
+}
+inline void copy_number_async(uint32_t to, const void* from) { std::memcpy(place_of_address(to), from, 4); }
+inline void arrive_when_copied(uint32_t barrier) { arrive(barrier); }
+template <int kBoxBytes>
+inline int swizzled(int row, int chunk) {
+  static_assert(kBoxBytes == 128);
+  return chunk ^ row % 8;
+}
