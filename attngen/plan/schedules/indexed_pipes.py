@@ -18,9 +18,14 @@ from attngen.plan.schedules.mla_pipes import (
 )
 
 #: Order of the regions of shared memory: matrices first, which need the most alignment.
-_ORDER = ("q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "walks", "last", "counts")
+_ORDER = (
+    "q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "walks", "parts", "last", "counts",
+)  # fmt: skip
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _WORD = 4
+
+#: At least the bytes of a part of a work item, as kernels have it.
+PART_BYTES = 128
 
 
 def indexed_pipes(
@@ -34,12 +39,12 @@ def indexed_pipes(
     box = KEYS * BOX_COLUMNS * element
     threads = 32 * WARPGROUP
     others = {
-        "p": ROWS * KEYS * element,
+        "p": ROWS * KEYS * element * (1 if latent_row or qk > v else CONSUMERS),
         "row_max": ROWS * _WORD,
         "sums": CONSUMERS * ROWS * _WORD,
         "keys": TILES * KEYS * _WORD,
         "begin": WALK_BYTES,
-        **({} if latent_row is None else {"walks": WARPGROUP * WALK_BYTES}),
+        **({"parts": 2 * PART_BYTES} if latent_row is None else {"walks": WARPGROUP * WALK_BYTES}),
         "last": BARRIER_BYTES,
         "counts": _WARPS * COUNT_BYTES,
     }
@@ -47,16 +52,20 @@ def indexed_pipes(
     gathered = Signal(threads, GATHERED, "rows of the listed keys have landed")
     values = gathered if latent_row is None else values_of_latents()
 
-    def ring(name: str, stages: int, boxes: int, what: str, readers: str, full: Signal) -> Ring:
+    def ring(name: str, stages: int, boxes: int, what: str, readers: str, full: Signal, then: str = "") -> Ring:
         return Ring(
             name, stages, "the loaders", readers,
-            guards=f"{what} of a tile stay until their consumer has multiplied them",
+            guards=f"{what} of a tile stay until their consumer has multiplied them{then}",
             full=full,
             empty=Signal(WARPGROUP, "each warp of a consumer", "the consumer has multiplied them for the last time"),
             stored=((name, boxes * box),),
         )  # fmt: skip
 
     more = (qk - v) // BOX_COLUMNS
+    landed = "Q of a work item has landed"
+    q_full = Signal(threads, GATHERED, landed)
+    if latent_row is None:
+        q_full = Signal(threads + 1, f"{GATHERED}, and one that has left the part for the consumers", landed)
     producer, *consumers = registers
     first = WARPGROUP * CONSUMERS
     return Pipes(
@@ -64,7 +73,7 @@ def indexed_pipes(
             Ring(
                 "q", 1, "the loaders", "both consumers",
                 guards="Q of a work item stays until both consumers have multiplied it with their last tile",
-                full=Signal(threads, GATHERED, "Q of a work item has landed"),
+                full=q_full,
                 empty=Signal(CONSUMERS * WARPGROUP, "each warp of both consumers", "the last S of an item is computed"),
                 stored=(("q", ROWS * qk * element),),
             ),
@@ -77,7 +86,17 @@ def indexed_pipes(
                 values,
             ),
             *(
-                [ring("more", TILES, more, "columns that are no values", "the consumer of the tile", gathered)]
+                [
+                    ring(
+                        "more",
+                        TILES,
+                        more,
+                        "columns that are no values",
+                        "the consumer of the tile",
+                        gathered,
+                        ", and P in their place until the other one has" if latent_row is None else "",
+                    )
+                ]
                 if more
                 else []
             ),
@@ -85,6 +104,11 @@ def indexed_pipes(
         named=(
             NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "row sums are there, or have been read"),
             NamedBarrier("published", 2, 2, CONSUMERS * threads, "P of a consumer's tile is in shared memory"),
+            *(
+                [NamedBarrier("multiplied", 4, 2, threads, "all warps of a consumer have computed S")]
+                if more and latent_row is None
+                else []
+            ),
         ),
         roles=(
             *consumer_roles(consumers, converts=latent_row is not None),

@@ -17,6 +17,7 @@ _REGION_TEXTS = {
     "keys": "entries of the list, or which rows exist",
     "q_full": "barriers", "q_empty": "barriers", "values_full": "barriers", "values_empty": "barriers",
     "more_full": "barriers", "more_empty": "barriers", "begin": "where the worker's range of the list begins",
+    "parts": "two parts of work items: one that consumers work on, and the next",
     "walks": "where each warp of the loaders is in it",
     "last": "whether this block is the last of its item", "counts": "chunks and items that each warp has counted",
 }  # fmt: skip

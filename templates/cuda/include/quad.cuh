@@ -17,3 +17,8 @@ __device__ __forceinline__ void gather_block(uint32_t (&of_block)[4]) {
     }
   }
 }
+
+// Stores 16 bytes by one instruction. For an ordinary store the compiler may choose four, of registers that are not side by side.
+__device__ __forceinline__ void store_block(void* to, const uint32_t (&block)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3]) : "memory");
+}
