@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.errors import NoKernelError
+from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import debug, torch_state
 from attngen.runtime.arguments import seen as seen_module
@@ -111,13 +112,82 @@ def test_batches_of_the_same_sizes_in_the_same_memory(gpu: FakeDriver, called: l
     again = PagedBatch(*given, 1, 5)
     agree(layer, torch.randn_like(q), out, again)
     assert len(called) == 1
+    before = layer._alike.last
     for changed in (
         PagedBatch(*(t.clone() for t in given), 1, 5), PagedBatch(*given, 1, 5, 2), PagedBatch(*given, 2, 5),
         PagedBatch(given[0][:, :-1], *given[1:], 1, 5),
     ):  # fmt: skip
-        called.clear()
         agree(layer, q, out, changed)
-        assert called
+        assert layer._alike.last is not before
+        before = layer._alike.last
+
+
+def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any]) -> None:
+    """Their launches are made without a call, once a batch has run in the same way: as a whole, with sequences that
+    decode first, or last. Tables have other columns, and rows that are further apart."""
+    registry.add(package_of_kernels([kernel(variant(), layout="paged")], "memory"))
+    ours = [PagedLayer(*of_layer(n), variant="causal", softmax_scale=0.2) for n in range(2)]
+    chance, whole = random.Random(5), 0
+    pages = cache(LENGTHS, 16, head_dim=64, dtype=torch.bfloat16)
+    for turn in range(60):
+        how = turn % 3
+        few, many = [1] * chance.randint(1, 3), [chance.randint(1, 9) for _ in range(chance.randint(1, 3))]
+        rows = [few + many, few + many, many + few][how]
+        chosen = torch.tensor([chance.randrange(5) for _ in rows])
+        table, lengths = pages.page_table[chosen], pages.seqused_k[chosen].contiguous()
+        width = int(-(-lengths.max() // 16)) + chance.randint(0, 1)
+        table = table[:, :width] if chance.random() < 0.5 else table[:, :width].contiguous()
+        rows = [min(n, int(length)) for n, length in zip(rows, lengths, strict=True)]
+        decodes = [None, len(few), -len(few)][how]
+        q = torch.randn(sum(rows), 4, 64).bfloat16()
+        batch = PagedBatch(table, lengths, starts_of(rows), max(rows) + chance.randint(0, 2), sum(rows), decodes)
+        called.clear()
+        for layer in ours:
+            out = torch.full_like(q, 7.0)
+            agree(layer, q, out, batch)
+        whole += bool(called)
+    assert whole == 4  # the first call of all is prepared by itself, and nothing of its kind
+    assert len(ours[0]._alike.renewals) == 3
+
+
+def test_sizes_that_take_a_look(gpu: FakeDriver, called: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding, vectors of other types, a kernel that was found since, and a stream of its own."""
+    registry.add(package_of_kernels([kernel(variant(), layout="paged")], "memory"))
+    layer = PagedLayer(*of_layer(0), variant="causal", softmax_scale=0.2)
+    agree(layer, *_reordered(step([1] * 5, None, 0)))
+    for padding, rows, decodes in ((3, [1, 2, 1, 1, 1], None), (0, [1, 2, 1, 1, 1], 5), (0, [1, 2, 3, 1, 1], 9)):
+        called.clear()
+        batch, q, out = step(rows, decodes, 1, padding)
+        if decodes == 9:
+            with pytest.raises(CallError, match="num_decodes is 9, but page_table has 5 rows"):
+                layer(q, out, batch)
+        else:
+            agree(layer, q, out, batch)
+        assert called or decodes
+    for change in ("lengths", "starts", "stream", "registry"):
+        called.clear()
+        batch, q, out = step([2, 2, 3, 1, 1], None, 2)
+        if change == "lengths":
+            batch = PagedBatch(batch.page_table, batch.seqused_k[:4], batch.cu_seqlens_q, 3, 9)
+            with pytest.raises(CallError, match="seqused_k"):
+                layer(q, out, batch)
+        elif change == "starts":
+            batch = PagedBatch(batch.page_table, batch.seqused_k, batch.cu_seqlens_q.long(), 3, 9)
+            with pytest.raises(CallError, match="cu_seqlens_q"):
+                layer(q, out, batch)
+        elif change == "stream":
+            with monkeypatch.context() as patch:
+                patch.setattr(gpu, "stream", lambda device: 5)
+                agree(layer, q, out, batch)
+        else:
+            monkeypatch.setattr(registry, "generation", registry.generation + 1)
+            agree(layer, q, out, batch)
+        assert called, change
+
+
+def _reordered(made: tuple[PagedBatch, Tensor, Tensor]) -> tuple[Tensor, Tensor, PagedBatch]:
+    batch, q, out = made
+    return q, out, batch
 
 
 def test_layers_that_differ_are_called(gpu: FakeDriver, called: list[Any]) -> None:
@@ -161,6 +231,7 @@ def test_what_is_not_like_the_first_layer_is_called(
         agree(other, q, out, batch)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patch.setattr(layers, "in_graph", lambda stream: True)  # the default stream, as here, cannot record one
         agree(other, q, out, batch)
         fresh, *_ = step([1] * 5, None, 0)
         agree(other, q, out, fresh)

@@ -210,9 +210,7 @@ def resize(call: Call, given: Given) -> bool:
             return False
     if (used is not None and used.shape[0] != batch) or (out is not None and out.shape[0] != rows):
         return False
-    if not (batch > 0 and 0 < max_q <= MAX_SEQLEN and 0 < seqlen_k <= MAX_SEQLEN):
-        return False
-    if not (0 < total_q <= MAX_SEQLEN and 0 < total_k <= MAX_SEQLEN) or batch * max_q * call.heads > _MOST_ROWS:
+    if not _are_allowed(call, batch, max_q, seqlen_k, total_q, total_k):
         return False
     if given.k_descale is not None or given.q_descale is not None or given.v_descale is not None:
         pages = None if table is None else given.k.shape[0]
@@ -220,6 +218,23 @@ def resize(call: Call, given: Given) -> bool:
             return False
     call.batch, call.seqlen_q, call.seqlen_k, call.total_q, call.total_k = batch, max_q, seqlen_k, total_q, total_k
     return True
+
+
+def resize_batch(call: Call, batch: int, rows: int, longest: int, width: int) -> bool:
+    """As ``resize``, by the sizes of a paged batch of packed queries whose tensors were looked at: its sequences, rows
+    of q, most queries of a sequence, and columns of the page table."""
+    seqlen_k = width * call.page_size
+    if not _are_allowed(call, batch, longest, seqlen_k, rows, seqlen_k):
+        return False
+    call.batch, call.seqlen_q, call.seqlen_k, call.total_q, call.total_k = batch, longest, seqlen_k, rows, seqlen_k
+    return True
+
+
+def _are_allowed(call: Call, batch: int, seqlen_q: int, seqlen_k: int, total_q: int, total_k: int) -> bool:
+    """Whether kernels count so many rows, and there is something to compute."""
+    if not (batch > 0 and 0 < seqlen_q <= MAX_SEQLEN and 0 < seqlen_k <= MAX_SEQLEN):
+        return False
+    return 0 < total_q <= MAX_SEQLEN and 0 < total_k <= MAX_SEQLEN and batch * seqlen_q * call.heads <= _MOST_ROWS
 
 
 def resize_tensors(call: Call) -> None:

@@ -84,7 +84,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
             if isinstance(prepared, RaggedCalls):
                 prepared, sized = prepared.ready(given) or (None, None)
             if prepared is not None:
-                return prepared(given, addresses, sized, repeats)
+                return _of_its_kind(alike[1], prepared(given, addresses, sized, repeats), repeats)
     q, k, v, arguments, tile_map, backend = given.q, given.k, given.v, given.arguments, given.tile_map, given.backend
     if arguments and DROPOUT_P.name in arguments:
         given = with_random_state(given)
@@ -139,7 +139,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
             ready = calls.ready(given)
             if ready is not None:
                 _note_seen(lookup, given, calls)
-                return ready[0](given, addresses, ready[1], repeats)
+                return _of_its_kind(calls, ready[0](given, addresses, ready[1], repeats), repeats)
         if calls is not None:
             kind = None  # what is kept for the kind does not serve this call, and nothing new will be kept
         del addresses[len(FORWARD) :]
@@ -178,6 +178,13 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
     if _of_one_size(given):  # else its key has no lengths
         _note_seen(lookup, given, prepared)
     return prepared(given, addresses, None, repeats)
+
+
+def _of_its_kind(calls: PreparedCall | RaggedCalls, result: Any, repeats: Repeats | None) -> Any:
+    """The result of a call. What repeats it learns what serves its kind."""
+    if repeats and repeats[-1] is not None and isinstance(calls, RaggedCalls):
+        repeats[-1].calls = calls
+    return result
 
 
 def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:

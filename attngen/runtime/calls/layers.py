@@ -19,15 +19,16 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.addresses import FORWARD
-from attngen.runtime.arguments.given import TENSORS, Given
+from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.keys import note
-from attngen.runtime.arguments.seen import NONE_FREE, check_of
+from attngen.runtime.arguments.seen import NONE_FREE, Free, check_of
 from attngen.runtime.arguments.torch_state import is_compiling, transforms_active
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls import mixed
 from attngen.runtime.calls.append import append
 from attngen.runtime.calls.entry import run_or_trace
 from attngen.runtime.device import driver as drivers
+from attngen.runtime.device.counters import in_graph
 from attngen.runtime.helpers.append_arguments import FIELDS, Append
 from attngen.runtime.helpers.append_helper import APPEND
 from attngen.runtime.launch.launches import Chain, Moves
@@ -35,21 +36,32 @@ from attngen.runtime.launch.prepared import Repeats
 from attngen.runtime.launch.repeatable import Repeatable
 from attngen.runtime.registry.lookup import registry
 
-_K, _V, _K_DESCALE, _V_DESCALE = map(TENSORS.index, ("k", "v", "k_descale", "v_descale"))
+_Q, _K, _V, _K_DESCALE, _V_DESCALE, _USED, _STARTS, _TABLE, _OUT, _LONGEST, _WITH_LSE = map(
+    Given._fields.index,
+    ("q", "k", "v", "k_descale", "v_descale", "seqused_k", "cu_seqlens_q", "page_table", "out", "max_seqlen_q",
+     "return_lse"),
+)  # fmt: skip
 
 #: Places of addresses in the list of a launch, with what a layer has there.
 Places = Sequence[tuple[int, int]]
+
+#: How a batch runs: whether sequences that decode have a launch of their own, whether they are the last ones, and how
+#: many multiprocessors that leaves to the others.
+_How = tuple[bool, bool, int]
 
 
 class _Alike:
     """Layers that differ in addresses only. ``kept`` is what their key refers to by identity."""
 
-    __slots__ = ("kept", "last", "like", "writes")
+    __slots__ = ("kept", "last", "like", "renewals", "writes")
 
     def __init__(self, kept: Any) -> None:
         self.kept = kept
-        #: The launches of the last batch, and its key: the next one often has the same sizes, in the same memory.
-        self.last: tuple[tuple[Any, ...], _Launches] | None = None
+        #: The launches of the last batch, and what they depend on: the next one often has the same sizes, in the same
+        #: memory.
+        self.last: tuple[_Sizes, _Launches] | None = None
+        #: What makes the launches of other sizes, by how a batch runs (``_how``).
+        self.renewals: dict[_How, _Renewal] = {}
         #: Whether a query and an output are like those of an earlier call, but for their rows.
         self.like: Callable[[Tensor, Tensor], bool] | None = None
         #: Launch that wrote tokens last; False if it cannot be repeated.
@@ -66,7 +78,7 @@ class PagedBatch:
     The tensors stay where they are, and keep their shapes, as long as this is in use.
     """
 
-    __slots__ = ("_key", "cu_seqlens_q", "max_seqlen_q", "num_decodes", "page_table", "repeats", "seqused_k", "tokens")
+    __slots__ = ("cu_seqlens_q", "max_seqlen_q", "num_decodes", "page_table", "repeats", "seqused_k", "sizes", "tokens")
 
     def __init__(
         self, page_table: Tensor, seqused_k: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, tokens: int,
@@ -76,14 +88,26 @@ class PagedBatch:
         self.max_seqlen_q, self.tokens, self.num_decodes = max_seqlen_q, tokens, num_decodes
         #: Launches that layers alike repeat, once one of them has run; None where they cannot.
         self.repeats: dict[_Alike, _Launches | None] = {}
-        self._key: tuple[Any, ...] = ()
+        self.sizes = _Sizes((max_seqlen_q, tokens, num_decodes), (page_table, seqused_k, cu_seqlens_q))
 
-    def key(self) -> tuple[Any, ...]:
-        """All that the launches of a layer depend on of a batch."""
+
+class _Sizes:
+    """All that the launches of a layer depend on of a batch. Tensors are looked at where the numbers are the same."""
+
+    __slots__ = ("_key", "_numbers", "_vectors")
+
+    def __init__(self, numbers: tuple[Any, ...], vectors: tuple[Tensor, ...]) -> None:
+        self._numbers, self._vectors = numbers, vectors
+        self._key: list[Any] = []
+
+    def are(self, other: _Sizes) -> bool:
+        """Whether another batch has the same sizes, in the same memory."""
+        return self is other or (self._numbers == other._numbers and self._noted() == other._noted())
+
+    def _noted(self) -> list[Any]:
         if not self._key:
-            key: list[Any] = [self.max_seqlen_q, self.tokens, self.num_decodes]
-            vectors = self.page_table, self.seqused_k, self.cu_seqlens_q
-            self._key = (*[note(key, vector) for vector in vectors], *key)
+            for vector in self._vectors:
+                self._key.append(note(self._key, vector))
         return self._key
 
 
@@ -119,16 +143,18 @@ class PagedLayer:
         """Write the attention of a batch to ``out``; returns the log-sum-exp (heads, tokens), if asked for."""
         alike, repeats = self._alike, batch.repeats
         known = repeats.get(alike)
-        if known is None and alike not in repeats and alike.last is not None and alike.last[0] == batch.key():
+        if known is None and alike not in repeats and alike.last is not None and alike.last[0].are(batch.sizes):
             known = repeats[alike] = alike.last[1]
         if known is not None and not return_lse and known(q, out, self):
             return None
-        given = self._given._replace(
-            q=q[: batch.tokens], out=out[: batch.tokens], page_table=batch.page_table, seqused_k=batch.seqused_k,
-            cu_seqlens_q=batch.cu_seqlens_q, max_seqlen_q=batch.max_seqlen_q, return_lse=return_lse,
-            k_descale=_of_requests(self._given.k_descale, batch), v_descale=_of_requests(self._given.v_descale, batch),
-        )  # fmt: skip
         noted = alike in repeats or return_lse or not torch_state.on_gpu(q) or _watched()
+        how = None if noted else self._how(q, batch)
+        if how is not None and (renewal := alike.renewals.get(how)) is not None:
+            known = renewal(q, out, batch, self._places, alike)
+            if known is not None:
+                repeats[alike], alike.last = known, None if known.holds_memory else (batch.sizes, known)
+                return None
+        given = self._of_batch(q, out, batch, return_lse=return_lse)
         parts: Repeats | None = None if noted else []
 
         def run(part: Given) -> Any:
@@ -141,8 +167,32 @@ class PagedLayer:
         result = run(given) if batch.num_decodes is None else mixed.attend(run, batch.num_decodes, given)
         if parts is not None:
             launches = repeats[alike] = _launches(alike, parts, given.q, given.out)
-            alike.last = None if launches is None or launches.holds_memory else (batch.key(), launches)
+            alike.last = None if launches is None or launches.holds_memory else (batch.sizes, launches)
+            if launches is not None and how is not None:
+                _note_renewal(alike, how, launches, given)
         return result[1] if return_lse else None
+
+    def _how(self, q: Tensor, batch: PagedBatch) -> _How | None:
+        """Form in which a batch runs; None if that takes a look at the whole call."""
+        decodes, requests, k = batch.num_decodes, batch.page_table.shape[0], self._given.k
+        if not decodes:
+            return None if decodes is False else (False, False, 0)
+        if type(decodes) is not int or not 0 < abs(decodes) < requests != k.shape[0]:
+            return None
+        margin = mixed.left_to_prompts(q, k, self._given.layout, abs(decodes)) if q.is_cuda else 0
+        return True, decodes < 0, margin
+
+    def _of_batch(self, q: Tensor, out: Tensor, batch: PagedBatch, *, return_lse: bool) -> Given:
+        """The call of a batch. Slices are made where there are more rows: they cost as much as all the rest."""
+        fields, rows = list(self._given), batch.tokens
+        fields[_Q] = q if q.shape[0] == rows else q[:rows]
+        fields[_OUT] = out if out.shape[0] == rows else out[:rows]
+        fields[_TABLE], fields[_USED], fields[_STARTS] = batch.page_table, batch.seqused_k, batch.cu_seqlens_q
+        fields[_LONGEST], fields[_WITH_LSE] = batch.max_seqlen_q, return_lse
+        for place in (_K_DESCALE, _V_DESCALE):
+            if fields[place] is not None:
+                fields[place] = _of_requests(fields[place], batch)
+        return make(Given, tuple(fields))
 
     def moved(self, chain: Chain) -> Moves:
         """The entry of ``moves`` for some launches, made now."""
@@ -188,11 +238,11 @@ class PagedCache:
 class _Launches:
     """The launches of a layer, which others alike repeat in the same step."""
 
-    __slots__ = ("_beside", "_check", "_device", "_driver", "_parts", "_rows", "holds_memory")
+    __slots__ = ("_beside", "_check", "_device", "_driver", "_rows", "holds_memory", "parts")
 
     def __init__(self, alike: _Alike, parts: Sequence[Repeatable], q: Tensor, out: Tensor) -> None:
         """``parts``: one, or two that run side by side. Raises TypeError where tensors cannot be recognized."""
-        self._parts, self._rows = parts, q.shape[0]
+        self.parts, self._rows = parts, q.shape[0]
         if alike.like is None or not alike.like(q, out):
             alike.like = check_of((q, out), (_ROWS, _ROWS))
         self._check = alike.like
@@ -205,12 +255,12 @@ class _Launches:
         """Launch with these tensors and those of a layer; False, and no launch, if a tensor is not like the first
         layer's, or something else is not as it was."""
         driver, device, rows = self._driver, self._device, self._rows
-        if not self._check(q, out) or q.size(0) < rows or out.size(0) < rows or not driver.ready(device) or _watched():
+        if not self._check(q, out) or q.shape[0] < rows or out.shape[0] < rows or not driver.ready(device):
             return False
-        begin, into = q.data_ptr(), out.data_ptr()
-        parts, beside = self._parts, self._beside
+        begin, into, stream = q.data_ptr(), out.data_ptr(), driver.stream(device)
+        parts, beside = self.parts, self._beside
         first = parts[0]
-        if (begin | into) % CHUNK_BYTES or driver.stream(device) != first.stream:
+        if (begin | into) % CHUNK_BYTES or stream != first.stream or _seen_whole() or in_graph(stream):
             return False
         moves = layer.moves
         if beside is not None:
@@ -227,6 +277,94 @@ class _Launches:
 
 #: Rows may be more than a batch has.
 _ROWS = (0,), ()
+
+
+class _Renewal:
+    """Makes the launches of batches that differ in their sizes, without the calls that made those of the first one:
+    most of a call finds out what is the same in all of these."""
+
+    __slots__ = ("_check", "_device", "_driver", "_generation", "_parts", "_streams")
+
+    def __init__(self, parts: Sequence[Repeatable], given: Given) -> None:
+        """``parts``: one, or that of sequences which decode and that of the others. Raises TypeError where tensors
+        cannot be recognized."""
+        first: Free = (0,), ()
+        rows = first if given.q.shape[0] > 1 else NONE_FREE
+        self._check = check_of(
+            (given.q, given.out, given.page_table, given.seqused_k, given.cu_seqlens_q),
+            (rows, rows, ((0, 1), (0,)), first, first),
+        )
+        self._generation, self._driver, self._device = registry.generation, drivers.current(), given.q.get_device()
+        self._parts = [(part.calls, *part.given) for part in parts]
+        self._streams = [part.stream for part in parts]
+
+    def __call__(self, q: Tensor, out: Tensor, batch: PagedBatch, places: Places, alike: _Alike) -> _Launches | None:
+        """Launch a batch, and return what repeats it; None, and no launch, where a tensor or the state of torch is
+        not as it was, or a call of such sizes has to be looked at."""
+        table, used, starts, tokens = batch.page_table, batch.seqused_k, batch.cu_seqlens_q, batch.tokens
+        driver, device, parts = self._driver, self._device, self._parts
+        if self._generation != registry.generation or not self._check(q, out, table, used, starts):
+            return None
+        requests, decodes, longest = table.shape[0], batch.num_decodes or 0, batch.max_seqlen_q
+        if not q.shape[0] == out.shape[0] == tokens or used.shape[0] != requests or starts.shape[0] != requests + 1:
+            return None
+        begin, into = q.data_ptr(), out.data_ptr()
+        at, lengths, offsets = table.data_ptr(), used.data_ptr(), starts.data_ptr()
+        if (begin | into) % CHUNK_BYTES or (at | lengths | offsets) % _INDEX_BYTES or type(longest) is not int:
+            return None
+        if not driver.ready(device) or driver.stream(device) != self._streams[0]:
+            return None
+        if len(parts) == 1:
+            sequences = [(0, requests, longest)]
+        elif decodes > 0:
+            sequences = [(0, decodes, 1), (decodes, requests - decodes, longest)]
+        else:
+            sequences = [(requests + decodes, -decodes, 1), (0, requests + decodes, longest)]
+        ready = [
+            calls.ready_batch(count, tokens, most, table)
+            for (calls, *_), (_, count, most) in zip(parts, sequences, strict=True)
+        ]
+        if None in ready:
+            return None
+        row, made = _INDEX_BYTES * table.stride(0), []
+
+        def launch(part: int) -> None:
+            _, addresses, scale, scalars = parts[part]
+            ahead = sequences[part][0]
+            given = list(addresses)
+            given[_Q], given[_OUT], given[_TABLE] = begin, into, at + row * ahead
+            given[_USED], given[_STARTS] = lengths + _INDEX_BYTES * ahead, offsets + _INDEX_BYTES * ahead
+            for place, address in places:
+                given[place] = address
+            prepared, sized = ready[part]
+            one = prepared.repeatable(given, scale, scalars, sized)
+            one.calls = parts[part][0]
+            one.launch(begin, into, ())
+            made.append(one)
+
+        if len(parts) == 1 or not q.is_cuda:
+            for part in range(len(parts)):
+                launch(part)
+        else:
+            with mixed.Beside(device) as beside:
+                launch(0)
+                beside.switch()
+                launch(1)
+        return _Launches(alike, made, q, out)
+
+
+#: Bytes of a number of index vectors.
+_INDEX_BYTES = 4
+
+
+def _note_renewal(alike: _Alike, how: _How, launches: _Launches, given: Given) -> None:
+    """Keep what makes the launches of other sizes, if a batch of these ran as expected, on kernels for all sizes."""
+    parts = launches.parts
+    scales = given.k_descale is not None or given.v_descale is not None
+    if scales or len(parts) != 1 + how[0] or any(part.calls is None for part in parts):
+        return
+    if given.q.shape[0] > 1:  # the stride of a single row is arbitrary
+        alike.renewals[how] = _Renewal(parts, given)
 
 
 def _launches(alike: _Alike, parts: Sequence[Repeatable | None], q: Tensor, out: Tensor) -> _Launches | None:
@@ -286,9 +424,12 @@ def _writes(call: Append) -> _Writes | bool:
 
 def _watched() -> bool:
     """Whether something wants to see whole calls, or records them."""
-    return (
-        debugging.active() or is_compiling() or transforms_active() or torch.cuda.is_current_stream_capturing()
-    )  # fmt: skip
+    return _seen_whole() or torch.cuda.is_current_stream_capturing()
+
+
+def _seen_whole() -> bool:
+    """Whether something wants to see whole calls."""
+    return debugging.active() or is_compiling() or transforms_active()
 
 
 def _of_requests(scale: Tensor | None, batch: PagedBatch) -> Tensor | None:

@@ -67,7 +67,9 @@ _DIVIDED: RecentCache[tuple[Vectors, Vectors]] = RecentCache(8)
 #: Places of what differs between the parts of a call.
 _OF_PARTS = tuple(map(Given._fields.index, ("page_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q")))
 _SCALES = tuple(map(Given._fields.index, DESCALES))
-_OUT, _MARGIN, _MOST, _LONGEST = map(Given._fields.index, ("out", "sm_margin", "most_queries", "max_seqlen_q"))
+_OUT, _MARGIN, _LEAST, _MOST, _LONGEST = map(
+    Given._fields.index, ("out", "sm_margin", "least_queries", "most_queries", "max_seqlen_q")
+)
 
 
 class Vectors(NamedTuple):
@@ -94,7 +96,7 @@ def attend(run: Callable[[Given], Any], num_decodes: int, given: Given) -> Any:
     if not q.is_cuda or torch.cuda.is_current_stream_capturing():
         prompts[_OUT] = run(_given(decodes))
         return run(_given(prompts))
-    decodes[_MARGIN] = _left_to_prompts(given, count)
+    decodes[_MARGIN] = left_to_prompts(q, given.k, given.layout, count)
     with Beside(q.get_device()) as beside:
         prompts[_OUT] = run(_given(decodes))
         beside.switch()
@@ -119,34 +121,41 @@ def few_queries(given: Given) -> int:
         return 0
     if given.num_splits or given.split_size or given.return_lse or given.backend is not None:
         return 0
-    if not (_divisible(given.variant, given.package) and _leave_out(given)):
+    if not _leave_out(given):
         return 0
-    return max(FEW_ROWS * k.shape[_heads_axis(given)] // max(q.shape[1], 1), 1)
+    return max(FEW_ROWS * k.shape[_heads_axis(given.layout)] // max(q.shape[1], 1), 1)
 
 
 def attend_by_length(run: Callable[[Given], Any], few: int, given: Given) -> Any:
     """Result of a paged call in which sequences of at most ``few`` queries decode in a launch of their own."""
-    fields = list(given)
-    fields[_MOST], fields[_LONGEST] = few, few
-    others = given._replace(least_queries=few + 1)
+    decodes, prompts = list(given), list(given)
+    decodes[_MOST], decodes[_LONGEST], prompts[_LEAST] = few, few, few + 1
     try:
         if not given.q.is_cuda or torch.cuda.is_current_stream_capturing():
-            return run(others._replace(out=run(_given(fields))))
-        batch = given.page_table.shape[0]
-        fields[_MARGIN] = _left_to_prompts(given, batch - prompts_of(given.q.shape[0], batch, given.max_seqlen_q))
-        with Beside(given.q.get_device()) as beside:
-            others = others._replace(out=run(_given(fields)))
+            prompts[_OUT] = run(_given(decodes))
+            return run(_given(prompts))
+        q, batch = given.q, given.page_table.shape[0]
+        count = batch - prompts_of(q.shape[0], batch, given.max_seqlen_q)
+        decodes[_MARGIN] = left_to_prompts(q, given.k, given.layout, count)
+        with Beside(q.get_device()) as beside:
+            prompts[_OUT] = run(_given(decodes))
             beside.switch()
-            return run(others)
+            return run(_given(prompts))
     except NoKernelError:  # those that leave out sequences do not take such tensors
         _LEAVE_OUT.put(_kind(given), (False, given.variant))
         return run(given)
 
 
 def _leave_out(given: Given) -> bool:
-    """Whether kernels for both parts of a batch can leave out sequences by their queries."""
-    q, k, v, variant, key = given.q, given.k, given.v, given.variant, _kind(given)
+    """Whether a batch may be divided, and kernels for both parts can leave out sequences by their queries."""
+    q, k, v, variant = given.q, given.k, given.v, given.variant
+    if not (isinstance(variant, str | Variant) and isinstance(given.package, str | None)):
+        return False
+    key = _kind(given)
     known = _LEAVE_OUT[key]
+    if known is None and not _divisible(variant, given.package):
+        known = False, variant
+        _LEAVE_OUT.put(key, known)
     if known is None:
         device, driver = q.get_device(), drivers.current()
         dtypes = ATTENTION_DTYPES.get(q.dtype), ATTENTION_DTYPES.get(k.dtype)
@@ -168,25 +177,25 @@ def _kind(given: Given) -> tuple[Any, ...]:
     return named, given.package, registry.generation, q.dtype, k.dtype, q.shape[-1], given.v.shape[-1], q.get_device()
 
 
-def _heads_axis(given: Given) -> int:
+def _heads_axis(layout: str) -> int:
     """The axis of KV heads of a cache."""
-    return 2 if given.layout == "NHD" else 1
+    return 2 if layout == "NHD" else 1
 
 
-def _left_to_prompts(given: Given, decodes: int) -> int:
+def left_to_prompts(q: Tensor, k: Tensor, layout: str, decodes: int) -> int:
     """Multiprocessors that decoding leaves to prompts, so that both are done at about the same time.
 
     The host knows no length of keys, and takes all sequences to have as many. There are few values, since calls that
     leave another number are of another kind.
     """
-    q, k, driver = given.q, given.k, drivers.current()
+    driver, heads = drivers.current(), q.shape[1]
     device, rows = q.get_device(), q.shape[0] - decodes
-    group = q.shape[1] // max(k.shape[_heads_axis(given)], 1)
+    group = heads // max(k.shape[_heads_axis(layout)], 1)
     bandwidth = _OF_BANDWIDTH * driver.bandwidth(device)
     ratio = 2 * rows * group * bandwidth / (decodes * k.element_size() * _OPERATIONS)
     part = next((part for least, part in _LEFT if ratio >= least), 0.0)
     left = int(part * driver.multiprocessors(device))
-    return left if left * _TILE_ROWS <= rows * q.shape[1] else 0
+    return left if left * _TILE_ROWS <= rows * heads else 0
 
 
 def _given(fields: list[Any]) -> Given:
@@ -232,22 +241,33 @@ class Beside:
     """
 
     def __init__(self, device: int) -> None:
-        self._streams = streams_beside(device)
+        self._streams, self._ready = streams_beside(device), drivers.current().ready(device)
 
     def __enter__(self) -> Beside:
-        self._streams.begun.record(self._streams.main)
+        streams = self._streams
+        if self._ready:
+            streams.begin()
+        else:
+            streams.begun.record(streams.main)
         return self
 
     def switch(self) -> None:
         """Go to the other stream."""
-        self._streams.side.wait_event(self._streams.begun)
-        torch.cuda.set_stream(self._streams.side)
+        streams = self._streams
+        if self._ready:
+            streams.fork()
+        else:
+            streams.side.wait_event(streams.begun)
+        torch.cuda.set_stream(streams.side)
 
     def __exit__(self, *_: object) -> None:
         streams = self._streams
         torch.cuda.set_stream(streams.main)
-        streams.done.record(streams.side)
-        streams.main.wait_event(streams.done)
+        if self._ready:
+            streams.join()
+        else:
+            streams.done.record(streams.side)
+            streams.main.wait_event(streams.done)
 
 
 class Streams:

@@ -138,13 +138,19 @@ class PreparedCall:
         if not launch.device_is_ready():
             return None
         scale = self._scale if given.softmax_scale is None else softmax_scale_of(given.softmax_scale)
-        scalars = self.scalars(given.arguments)
-        if sized is None:
-            sized = self._first
+        return self.repeatable(addresses, scale, self.scalars(given.arguments), self._first if sized is None else sized)
+
+    def repeatable(
+        self, addresses: list[int], scale: float, scalars: Sequence[Number], sized: Sized
+    ) -> Repeatable | None:
+        """The launches of a call that can be repeated, on the current stream of a device that is ready."""
+        launch = self._launch
+        assert launch is not None
+        given = tuple(addresses), scale, scalars
         kept = launch.enter_workspaces(addresses, sized) if sized.workspaces else None
         chain = launch.ready(addresses, sized)
         assert chain is not None, "there is something to compute"
-        return Repeatable(chain, addresses, scale, scalars, sized, launch.stream(), kept)
+        return Repeatable(chain, addresses, scale, scalars, sized, launch.stream(), kept, given)
 
     def _enter_map(self, given: Given, addresses: list[int], scalars: Sequence[Number]) -> list[Tensor]:
         """Append the address of the tile map, the caller's or one that is kept or made now, and return it."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+
+from torch import Tensor
 
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.arguments.kinds import extents_of, resize, sizes_of
+from attngen.runtime.arguments.kinds import extents_of, resize, resize_batch, sizes_of
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
@@ -84,15 +86,42 @@ class RaggedCalls:
     def _resized(self, given: Given) -> tuple[PreparedCall, Sized] | None:
         call = self._call
         with self._lock:
-            if not resize(call, given) or (self._few_rows and not splits_keys(call)):
+            if not resize(call, given):
                 return None
-            kernel = self._kernel()
-            prepared = self._prepared.get(kernel)
-            if prepared is None:
-                prepared = self._prepared[kernel] = self._prepare(kernel, given)
-            call.page_table = given.page_table
-            ready = prepared, prepared.resize(call)
-            call.page_table = None
+            return self._of_sizes(given.page_table, lambda kernel: self._prepare(kernel, given))
+
+    def ready_batch(self, batch: int, rows: int, longest: int, page_table: Tensor) -> tuple[PreparedCall, Sized] | None:
+        """As ``ready``, for ``batch`` sequences of a page table, whose tensors were looked at: rows of q, and most
+        queries of a sequence. None also where no call has used the kernel before."""
+        width = page_table.shape[1]
+        sizes = batch, rows, longest, width, page_table.stride(0)
+        known = self._kept[sizes]
+        if known is None:
+            with self._lock:
+                if not resize_batch(self._call, batch, rows, longest, width):
+                    return None
+                known = self._of_sizes(page_table, None)
+            if known is not None:
+                self._kept.put(sizes, known)
+        return known
+
+    def _of_sizes(
+        self, page_table: Tensor | None, prepare: Callable[[Kernel], PreparedCall] | None
+    ) -> tuple[PreparedCall, Sized] | None:
+        """Prepared call for the sizes that are set, and its numbers. ``prepare``: for a kernel that no call has
+        used."""
+        call = self._call
+        if self._few_rows and not splits_keys(call):
+            return None
+        kernel = self._kernel()
+        prepared = self._prepared.get(kernel)
+        if prepared is None:
+            if prepare is None:
+                return None
+            prepared = self._prepared[kernel] = prepare(kernel)
+        call.page_table = page_table
+        ready = prepared, prepared.resize(call)
+        call.page_table = None
         return ready
 
     def _kernel(self) -> Kernel:

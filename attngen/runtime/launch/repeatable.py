@@ -18,14 +18,17 @@ class Repeatable:
     They run on one stream, since their counters and workspaces belong to it, and in one thread at a time.
     """
 
-    __slots__ = ("_block", "_bytes", "_enqueue", "_maps", "_words", "chain", "kept", "stream")
+    __slots__ = ("_block", "_bytes", "_enqueue", "_maps", "_words", "calls", "chain", "given", "kept", "stream")
 
     def __init__(
         self, chain: Chain, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized, stream: int,
-        kept: Any,
+        kept: Any, given: tuple[Sequence[int], float, Sequence[Any]],
     ) -> None:  # fmt: skip
-        """The arguments of a launch, and memory of its workspaces that is to be ``kept``."""
-        self.chain, self.stream, self.kept = chain, stream, kept
+        """The arguments of a launch, and memory of its workspaces that is to be ``kept``. ``given``: addresses of a
+        call's tensors, its scale and scalars."""
+        self.chain, self.stream, self.kept, self.given = chain, stream, kept, given
+        #: What serves calls of the kind, if that has other sizes.
+        self.calls: Any = None
         self._block = block = chain.take(sized)
         chain.place(block, addresses, sized)
         block.enter(scale, scalars)
