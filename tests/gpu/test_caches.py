@@ -15,6 +15,7 @@ import attngen
 from attngen.runtime.autograd import training
 from attngen.runtime.calls import dispatch
 from attngen.runtime.device import counters, tensormap
+from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch import launches as launch
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
@@ -121,6 +122,41 @@ def word_at(address: int) -> int:
     (error,) = cuda.cuMemcpyDtoH(ctypes.addressof(host), address, ctypes.sizeof(host))
     assert error == cuda.CUresult.CUDA_SUCCESS
     return host.value
+
+
+def test_descriptors_that_are_copied_are_those_of_the_driver() -> None:
+    """Whole rows, rows that end where a sequence does, heads that share rows, and pages; at other addresses, and with
+    other numbers of rows."""
+    driver, chance = drivers.current(), random.Random(2)
+    copied = 0
+    for kind in ("rows", "window", "packed", "pages", "pages with a window") * 20:
+        heads, dim = chance.choice([1, 2, 4, 8]), chance.choice([64, 128])
+        row = heads * dim * chance.choice([1, 3])
+        window = 128 if "window" in kind else None
+        box: tuple[int, ...] = (128, 1, 64)
+        shape, strides = (300, heads, dim), (row, dim, 1)
+        if kind.startswith("pages"):
+            shape, strides, box = (300, 16, heads, dim), (16 * row, row, dim, 1), (1, 1, 128, 64)
+        if window is not None:
+            box = (1, *box)
+
+        def described(
+            rows: int, shape: Any = shape, strides: Any = strides, box: Any = box, window: Any = window,
+            group: Any = heads if kind == "packed" else None, in_pages: bool = kind.startswith("pages"),
+        ) -> tensormap.TensorMap:  # fmt: skip
+            of = (rows, *shape[1:])
+            return tensormap.TensorMap(driver, 0, "bf16", of, strides, box, 128, window, group, in_pages)
+
+        one = described(300)
+        one.at(2**30)
+        copied += one._pack is not None
+        for _ in range(20):
+            address, rows = chance.randrange(2**16, 2**43) << 4, chance.choice([2, 64, 127, 4097, 2**24])
+            if kind.startswith("pages"):
+                rows = 300
+            tensormap._ENCODED.clear()
+            assert one.at(address, 0 if rows == 300 else rows) == described(rows).at(address), (kind, address, rows)
+    assert copied == 100 or torch.cuda.get_device_capability()[0] != 9
 
 
 def test_many_streams() -> None:
