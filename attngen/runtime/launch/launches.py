@@ -246,7 +246,7 @@ class Chain:
         if described is not None:
             key = (self._token, sized.rows, described(addresses))
             if block.key != key:
-                block.bytes[self._addresses.size : self.moving] = self._describe(key, addresses)
+                block.bytes[self._addresses.size : self.moving] = _DESCRIBED[key] or self._describe(key, addresses)
                 block.key = key
         block.enter(scale, scalars)
         self._driver.launch(block.launches, self._device)
@@ -267,13 +267,8 @@ class Chain:
         self._free.append(block)
 
     def _describe(self, key: tuple[Any, ...], addresses: Sequence[int]) -> bytes:
-        rows = key[1]
-        if rows:  # as a server's calls have them, which never repeat
-            return self._descriptors_at(addresses, rows)
-        described = _DESCRIBED[key]
-        if described is None:
-            described = self._descriptors_at(addresses, rows)
-            _DESCRIBED.put(key, described)
+        described = self._descriptors_at(addresses, key[1])
+        _DESCRIBED.put(key, described)
         return described
 
     def _descriptors_at(self, addresses: Sequence[int], rows: Sequence[int]) -> bytes:
