@@ -128,6 +128,7 @@ def test_layers_of_many_steps(cases: Any, fp8: bool) -> None:
     for seed, (queries, lengths) in enumerate((
         ((1,) * 9, tuple(range(300, 309))), ((1,) * 9, tuple(range(500, 509))), ((1, 1, 1, 200), (900, 40, 600, 300)),
         ((1,) * 7, (30,) * 7), ((1, 1, 100, 90), (700, 3, 100, 333)), ((1,) * 9 + (300,), (500,) * 10),
+        ((1, 1, 180), (640, 41, 290)), ((1, 1, 1, 1, 170, 31), (333, 41, 290, 77, 170, 31)), ((1,) * 11, (200,) * 11),
     )):  # fmt: skip
         made = [
             cases.engine_batches.batch(
@@ -154,6 +155,8 @@ def test_layers_of_many_steps(cases: Any, fp8: bool) -> None:
             wanted = one.expected(lambda b, q, kv: kv <= q, dim**-0.5)
             assert float((output[: sum(queries)].cpu().double() - wanted).abs().max()) <= (0.03 if fp8 else 0.02)
             assert bool(output[sum(queries) :].isnan().all())
+    renewals = impls[0]._paged[1]._alike.renewals  # sizes that are new are launched without a call
+    assert fp8 or {how[0] for how in renewals} == {False, True}
 
 
 def test_bits_of_a_row_do_not_depend_on_its_batch(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,8 @@ def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any]) -> None:
         decodes = [None, len(few), -len(few)][how]
         q = torch.randn(sum(rows), 4, 64).bfloat16()
         batch = PagedBatch(table, lengths, starts_of(rows), max(rows) + chance.randint(0, 2), sum(rows), decodes)
+        if chance.random() < 0.5:  # padding
+            q = torch.cat([q, torch.randn(chance.randint(1, 5), 4, 64).bfloat16()])
         called.clear()
         for layer in ours:
             out = torch.full_like(q, 7.0)
@@ -151,19 +153,17 @@ def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any]) -> None:
 
 
 def test_sizes_that_take_a_look(gpu: FakeDriver, called: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding, vectors of other types, a kernel that was found since, and a stream of its own."""
+    """Too few rows, vectors of other types, a kernel that was found since, and a stream of its own."""
     registry.add(package_of_kernels([kernel(variant(), layout="paged")], "memory"))
     layer = PagedLayer(*of_layer(0), variant="causal", softmax_scale=0.2)
     agree(layer, *_reordered(step([1] * 5, None, 0)))
-    for padding, rows, decodes in ((3, [1, 2, 1, 1, 1], None), (0, [1, 2, 1, 1, 1], 5), (0, [1, 2, 3, 1, 1], 9)):
-        called.clear()
-        batch, q, out = step(rows, decodes, 1, padding)
-        if decodes == 9:
-            with pytest.raises(CallError, match="num_decodes is 9, but page_table has 5 rows"):
-                layer(q, out, batch)
-        else:
-            agree(layer, q, out, batch)
-        assert called or decodes
+    batch, q, out = step([1, 2, 3, 1, 1], 9, 1)
+    with pytest.raises(CallError, match="num_decodes is 9, but page_table has 5 rows"):
+        layer(q, out, batch)
+    batch, q, out = step([1, 2, 3, 1, 1], None, 1)
+    with pytest.raises(CallError, match="out has shape"):
+        layer(q, out[:5], batch)
+    agree(layer, q, out, batch)
     for change in ("lengths", "starts", "stream", "registry"):
         called.clear()
         batch, q, out = step([2, 2, 3, 1, 1], None, 2)

@@ -143,7 +143,9 @@ def test_what_decoding_leaves_to_prompts(decodes: int, tokens: int, part: int) -
     q, k = torch.empty(decodes + tokens, 32, 128, device="meta"), torch.empty(9, 16, 8, 128, device="meta")
     with drivers.use(Hopper()):
         given = Given(q.bfloat16(), k.bfloat16(), k, layout="NHD")
-        assert mixed_calls.left_to_prompts(given.q, given.k, given.layout, decodes) == (132 // part if part else 0)
+        assert mixed_calls.left_to_prompts(given.q, decodes + tokens, given.k, given.layout, decodes) == (
+            132 // part if part else 0
+        )
 
 
 def test_all_decode(gpu: FakeDriver) -> None:

@@ -179,7 +179,7 @@ class PagedLayer:
             return None if decodes is False else (False, False, 0)
         if type(decodes) is not int or not 0 < abs(decodes) < requests != k.shape[0]:
             return None
-        margin = mixed.left_to_prompts(q, k, self._given.layout, abs(decodes)) if q.is_cuda else 0
+        margin = mixed.left_to_prompts(q, batch.tokens, k, self._given.layout, abs(decodes)) if q.is_cuda else 0
         return True, decodes < 0, margin
 
     def _of_batch(self, q: Tensor, out: Tensor, batch: PagedBatch, *, return_lse: bool) -> Given:
@@ -240,9 +240,10 @@ class _Launches:
 
     __slots__ = ("_beside", "_check", "_device", "_driver", "_rows", "holds_memory", "parts")
 
-    def __init__(self, alike: _Alike, parts: Sequence[Repeatable], q: Tensor, out: Tensor) -> None:
-        """``parts``: one, or two that run side by side. Raises TypeError where tensors cannot be recognized."""
-        self.parts, self._rows = parts, q.shape[0]
+    def __init__(self, alike: _Alike, parts: Sequence[Repeatable], q: Tensor, out: Tensor, rows: int) -> None:
+        """``parts``: one, or two that run side by side; ``rows``: those of a batch. Raises TypeError where tensors
+        cannot be recognized."""
+        self.parts, self._rows = parts, rows
         if alike.like is None or not alike.like(q, out):
             alike.like = check_of((q, out), (_ROWS, _ROWS))
         self._check = alike.like
@@ -306,7 +307,9 @@ class _Renewal:
         if self._generation != registry.generation or not self._check(q, out, table, used, starts):
             return None
         requests, decodes, longest = table.shape[0], batch.num_decodes or 0, batch.max_seqlen_q
-        if not q.shape[0] == out.shape[0] == tokens or used.shape[0] != requests or starts.shape[0] != requests + 1:
+        if q.shape[0] < tokens or out.shape[0] < tokens:
+            return None
+        if used.shape[0] != requests or starts.shape[0] != requests + 1:
             return None
         begin, into = q.data_ptr(), out.data_ptr()
         at, lengths, offsets = table.data_ptr(), used.data_ptr(), starts.data_ptr()
@@ -350,7 +353,7 @@ class _Renewal:
                 launch(0)
                 beside.switch()
                 launch(1)
-        return _Launches(alike, made, q, out)
+        return _Launches(alike, made, q, out, tokens)
 
 
 #: Bytes of a number of index vectors.
@@ -373,7 +376,7 @@ def _launches(alike: _Alike, parts: Sequence[Repeatable | None], q: Tensor, out:
     if len(known) < len(parts) or not known or (q.data_ptr() | out.data_ptr()) % CHUNK_BYTES:
         return None
     try:
-        return _Launches(alike, known, q, out)
+        return _Launches(alike, known, q, out, q.shape[0])
     except TypeError:
         return None
 

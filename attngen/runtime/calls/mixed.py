@@ -96,7 +96,7 @@ def attend(run: Callable[[Given], Any], num_decodes: int, given: Given) -> Any:
     if not q.is_cuda or torch.cuda.is_current_stream_capturing():
         prompts[_OUT] = run(_given(decodes))
         return run(_given(prompts))
-    decodes[_MARGIN] = left_to_prompts(q, given.k, given.layout, count)
+    decodes[_MARGIN] = left_to_prompts(q, q.shape[0], given.k, given.layout, count)
     with Beside(q.get_device()) as beside:
         prompts[_OUT] = run(_given(decodes))
         beside.switch()
@@ -136,7 +136,7 @@ def attend_by_length(run: Callable[[Given], Any], few: int, given: Given) -> Any
             return run(_given(prompts))
         q, batch = given.q, given.page_table.shape[0]
         count = batch - prompts_of(q.shape[0], batch, given.max_seqlen_q)
-        decodes[_MARGIN] = left_to_prompts(q, given.k, given.layout, count)
+        decodes[_MARGIN] = left_to_prompts(q, q.shape[0], given.k, given.layout, count)
         with Beside(q.get_device()) as beside:
             prompts[_OUT] = run(_given(decodes))
             beside.switch()
@@ -182,14 +182,15 @@ def _heads_axis(layout: str) -> int:
     return 2 if layout == "NHD" else 1
 
 
-def left_to_prompts(q: Tensor, k: Tensor, layout: str, decodes: int) -> int:
-    """Multiprocessors that decoding leaves to prompts, so that both are done at about the same time.
+def left_to_prompts(q: Tensor, tokens: int, k: Tensor, layout: str, decodes: int) -> int:
+    """Multiprocessors that decoding leaves to prompts, so that both are done at about the same time; q may have more
+    rows than there are ``tokens``.
 
     The host knows no length of keys, and takes all sequences to have as many. There are few values, since calls that
     leave another number are of another kind.
     """
     driver, heads = drivers.current(), q.shape[1]
-    device, rows = q.get_device(), q.shape[0] - decodes
+    device, rows = q.get_device(), tokens - decodes
     group = heads // max(k.shape[_heads_axis(layout)], 1)
     bandwidth = _OF_BANDWIDTH * driver.bandwidth(device)
     ratio = 2 * rows * group * bandwidth / (decodes * k.element_size() * _OPERATIONS)

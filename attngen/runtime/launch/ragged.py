@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import product
 
 from torch import Tensor
 
@@ -24,8 +23,6 @@ from attngen.runtime.registry.order import (
     first_choices,
     splits_keys,
     typical_sizes,
-    usual_batches,
-    usual_queries,
 )
 
 #: Sizes that are kept for each kind of call, of about a kilobyte each.
@@ -134,15 +131,12 @@ class RaggedCalls:
         return self._chosen[sizes] or self._choose(kernels, sizes)
 
     def _choose(self, kernels: Sequence[Kernel], sizes: tuple[int, int, int]) -> Kernel:
-        """The kernel for typical sizes. Those for other numbers of sequences, and of queries of each, are chosen, too,
-        which takes some milliseconds once: a server's next call has other means."""
+        """The kernel for typical sizes. Others are chosen when a call has them: all at once are some milliseconds in
+        one step of a server, for each kind of call and each typical length."""
         call = self._call
         call.extents = extents_of(call)
-        keys = sizes[2]
-        for alike in {sizes, *product(usual_batches(call), usual_queries(call), [keys])}:
-            self._chosen.put(alike, fastest(kernels, call, self._card, alike))
-        kernel = self._chosen[sizes]
-        assert kernel is not None
+        kernel = fastest(kernels, call, self._card, sizes)
+        self._chosen.put(sizes, kernel)
         return kernel
 
     def _prepare(self, kernel: Kernel, given: Given) -> PreparedCall:

@@ -21,9 +21,6 @@ FEW_ROWS, SPLIT_ROWS, BUSY_UNITS = 16, 64, 64
 #: Stands for the card where kernels are ordered without a call.
 ONE_BLOCK = Card(1)
 
-#: Mean tiles of a sequence, in batches that decode beside prompts.
-_USUAL_TILES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-
 #: Rows of the smallest tile of queries, which is as full for any fewer.
 _TILE_ROWS = 64
 
@@ -132,26 +129,6 @@ def typical_sizes(call: Call) -> tuple[int, int, int]:
         tiles = rounded(tiles, 2)
     queries = -(-tiles * _TILE_ROWS // group)
     return 1 << ((many if batch > many else batch) - 1).bit_length(), queries, 1 << bits
-
-
-def _many(call: Call) -> int:
-    """Sequences from which on their number no longer decides between kernels."""
-    return -(-_MANY_UNITS // call.kv_heads)
-
-
-def tile_queries(tiles: int, call: Call) -> int:
-    """Queries of a sequence that fill so many of the smallest tiles, rounded up to two binary digits."""
-    return -(-rounded(tiles, 2) * _TILE_ROWS // group_of(call))
-
-
-def usual_queries(call: Call) -> list[int]:
-    """The queries of a sequence, among typical sizes, of calls of a server."""
-    return [tile_queries(tiles, call) for tiles in _USUAL_TILES]
-
-
-def usual_batches(call: Call) -> list[int]:
-    """All numbers of sequences among typical sizes."""
-    return [1 << bit for bit in range((_many(call) - 1).bit_length() + 1)]
 
 
 def rounded(number: int, digits: int) -> int:
