@@ -148,19 +148,21 @@ def attend_by_length(run: Callable[[Given], Any], few: int, given: Given) -> Any
 
 def _leave_out(given: Given) -> bool:
     """Whether a batch may be divided, and kernels for both parts can leave out sequences by their queries."""
-    q, k, v, variant = given.q, given.k, given.v, given.variant
-    if not (isinstance(variant, str | Variant) and isinstance(given.package, str | None)):
+    q, k, v = given.q, given.k, given.v
+    variant: Any = given.variant
+    package: Any = given.package
+    if not (isinstance(variant, str | Variant) and isinstance(package, str | None)):
         return False
     key = _kind(given)
     known = _LEAVE_OUT[key]
-    if known is None and not _divisible(variant, given.package):
+    if known is None and not _divisible(variant, package):
         known = False, variant
         _LEAVE_OUT.put(key, known)
     if known is None:
         device, driver = q.get_device(), drivers.current()
         dtypes = ATTENTION_DTYPES.get(q.dtype), ATTENTION_DTYPES.get(k.dtype)
         bounds: dict[bool, set[str | None]] = {False: set(), True: set()}
-        for kernel in find(variant, given.package).kernels:
+        for kernel in find(variant, package).kernels:
             alike = kernel.layout == "paged" and (kernel.dtype, kernel.dtype_of("k").name) == dtypes
             alike = alike and (kernel.head_dim_qk, kernel.head_dim_v) == (q.shape[-1], v.shape[-1])
             if alike and against_device(kernel, device, driver) is None:
