@@ -68,6 +68,17 @@ def test_every_layout_gathers_rows_of_k_by_address(layout: str, variant: str) ->
     assert ("page_table_ptr" in names) == (layout == "paged")
 
 
+@pytest.mark.parametrize("kv_dtype", ["fp8_mla_656", "fp8_e4m3"])
+def test_blocks_that_convert_rows_of_one_cache_merge_in_place(kv_dtype: str) -> None:
+    (launch,) = planned(f"variant: listed, kv_dtype: {kv_dtype}").launches
+    assert (launch.row_blocks, launch.cluster, launch.merges) == (2, 1, True)
+
+
+def test_two_caches_are_merged_by_a_launch() -> None:
+    launch, merge = planned("variant: two_caches, kv_dtype: fp8_mla_656").launches
+    assert (launch.cluster, launch.merges, merge.grid) == (2, False, "merged_rows")
+
+
 def test_masks_and_scores_read_places_from_the_list() -> None:
     """A full tile has no mask code, and one whose mask reads the place of a key has it in every tile."""
     plain, masked, scored = (

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from attngen.arch import Arch
-from attngen.dtypes import CACHE_DTYPES, row_of_keys
+from attngen.dtypes import CACHE_DTYPES, LatentRow, row_of_keys
 from attngen.errors import PlanError
 from attngen.lang.listed import LISTS
 from attngen.lang.variant import Variant
@@ -37,10 +37,11 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
     row = row_of_keys(spec.kv_dtype or spec.dtype, spec.head_dim_qk)
+    merges = _merges(spec.variant, row)
     few = _FEW_HEADS if row is None and not spec.variant.masked and spec.variant.score is None else ()
     return hopper_mla.plan_latent(
         spec,
-        _pipes(spec.head_dim_qk, spec.head_dim_v, operands_of(spec)),
+        _pipes(spec.head_dim_qk, spec.head_dim_v, operands_of(spec), spec.variant),
         schedule="hopper_indexed",
         label="indexed",
         loads="pointer",
@@ -48,7 +49,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
         products=(3 + 2 * len(few), 6 + 16 * len(few)) if row is None else (1, 2),
-        structure_of=partial(hopper_mla.HopperMla, few_heads=few),
+        structure_of=partial(hopper_mla.HopperMla, few_heads=few, merges=merges),
+        cluster=1 if merges else 2,
         least_tiles=1 if _has_extra(spec.variant) and row is not None and row.scales_after_rows else 2,
     )
 
@@ -63,7 +65,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
         arguments.row_pointer("lse"),
         *arguments.key_scales(plan),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
-        Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),
+        *hopper_mla.begun_arguments(plan),
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
@@ -85,22 +87,27 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     )
 
 
+def _merges(variant: Variant, row: LatentRow | None) -> bool:
+    """Whether blocks merge in place: not where a launch that merges is faster for few queries."""
+    return row is not None and not _has_extra(variant)
+
+
 def _has_extra(variant: Variant) -> bool:
     """Whether calls have a second cache beside the first."""
     return variant.keys is not None and LISTS[variant.keys].extra
 
 
-def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands) -> Pipes:
+def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands, variant: Variant) -> Pipes:
     row = row_of_keys(operands.k.name, head_dim_qk)
     return indexed_pipes(
-        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row,
+        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row, merges=_merges(variant, row),
         registers=_REGISTERS if row is None else hopper_mla.WIDENING_REGISTERS,
     )  # fmt: skip
 
 
 def indexed_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned kernel."""
-    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands)
+    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands, plan.variant)
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:

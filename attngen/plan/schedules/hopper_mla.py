@@ -192,7 +192,7 @@ def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tu
         arguments.row_pointer("lse"),
         *arguments.key_scales(plan),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
-        *(() if _merges(plan) else (Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),)),
+        *begun_arguments(plan),
         Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
         *arguments.lengths(plan),
         *arguments.tensor_pointers(plan.variant),
@@ -213,8 +213,11 @@ def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tu
     )
 
 
-def _merges(plan: Plan) -> bool:
-    return isinstance(plan.structure, HopperMla) and plan.structure.merges
+def begun_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """The list of items that workers begin, if a launch merges them."""
+    if isinstance(plan.structure, HopperMla) and plan.structure.merges:
+        return ()
+    return (Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),)
 
 
 def _prefetches(plan: Plan) -> bool:

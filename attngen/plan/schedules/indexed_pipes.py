@@ -13,6 +13,7 @@ from attngen.plan.schedules.mla_pipes import (
     KEYS,
     ROWS,
     TILES,
+    UNFINISHED_BYTES,
     consumer_roles,
     values_of_latents,
 )
@@ -20,6 +21,7 @@ from attngen.plan.schedules.mla_pipes import (
 #: Order of the regions of shared memory: matrices first, which need the most alignment.
 _ORDER = (
     "q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "walks", "parts", "last", "counts",
+    "unfinished",
 )  # fmt: skip
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _WORD = 4
@@ -29,12 +31,18 @@ PART_BYTES = 128
 
 
 def indexed_pipes(
-    *, qk: int, v: int, element: int, registers: tuple[int, ...], latent_row: LatentRow | None = None
+    *,
+    qk: int,
+    v: int,
+    element: int,
+    registers: tuple[int, ...],
+    latent_row: LatentRow | None = None,
+    merges: bool = False,
 ) -> Pipes:
     """Pipes of a kernel with rows of ``qk`` columns, the first ``v`` of them values, of ``element`` bytes.
 
     ``registers`` are those of a thread of the loaders, and of a consumer. ``latent_row``: how rows lie in memory, if
-    loaders convert them.
+    loaders convert them. ``merges``: blocks merge the partial results of items that they share.
     """
     box = KEYS * BOX_COLUMNS * element
     threads = 32 * WARPGROUP
@@ -47,6 +55,7 @@ def indexed_pipes(
         **({"parts": 2 * PART_BYTES} if latent_row is None else {"walks": WARPGROUP * WALK_BYTES}),
         "last": BARRIER_BYTES,
         "counts": _WARPS * COUNT_BYTES,
+        **({"unfinished": UNFINISHED_BYTES} if merges else {}),
     }
 
     gathered = Signal(threads, GATHERED, "rows of the listed keys have landed")

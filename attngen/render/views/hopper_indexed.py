@@ -20,6 +20,7 @@ _REGION_TEXTS = {
     "parts": "two parts of work items: one that consumers work on, and the next",
     "walks": "where each warp of the loaders is in it",
     "last": "whether this block is the last of its item", "counts": "chunks and items that each warp has counted",
+    "unfinished": "work items that other workers have parts of, too",
 }  # fmt: skip
 
 

@@ -63,21 +63,8 @@ __device__ __forceinline__ uint4 widened(uint32_t first, uint32_t second, const 
           times(lowered_pair<kLower>(second), scale), times(lowered_pair<kUpper>(second), scale)};
 }
 
-// Loads from global memory that is not written meanwhile, or zeros. They stay where they are in the program, so that what
-// follows hides their latency. The first one loads 16 bytes of each of four boxes of 64 bytes.
-__device__ __forceinline__ void load_early(uint4 (&to)[4], const void* from, bool exists) {
-  asm volatile(
-      "{.reg .pred exists; setp.ne.b32 exists, %17, 0;"
-      " mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0; mov.b32 %4, 0; mov.b32 %5, 0; mov.b32 %6, 0; mov.b32 %7, 0;"
-      " mov.b32 %8, 0; mov.b32 %9, 0; mov.b32 %10, 0; mov.b32 %11, 0; mov.b32 %12, 0; mov.b32 %13, 0; mov.b32 %14, 0; mov.b32 %15, 0;"
-      " @exists ld.global.nc.L2::128B.v4.b32 {%0, %1, %2, %3}, [%16];"
-      " @exists ld.global.nc.L2::128B.v4.b32 {%4, %5, %6, %7}, [%16 + 64];"
-      " @exists ld.global.nc.L2::128B.v4.b32 {%8, %9, %10, %11}, [%16 + 128];"
-      " @exists ld.global.nc.L2::128B.v4.b32 {%12, %13, %14, %15}, [%16 + 192];}"
-      : "=&r"(to[0].x), "=&r"(to[0].y), "=&r"(to[0].z), "=&r"(to[0].w), "=&r"(to[1].x), "=&r"(to[1].y), "=&r"(to[1].z), "=&r"(to[1].w),
-        "=&r"(to[2].x), "=&r"(to[2].y), "=&r"(to[2].z), "=&r"(to[2].w), "=&r"(to[3].x), "=&r"(to[3].y), "=&r"(to[3].z), "=&r"(to[3].w)
-      : "l"(from), "r"(static_cast<int>(exists)));
-}
+// Loads 16 bytes from global memory that is not written meanwhile, or zeros. Loads stay where they are in the program, so that what
+// follows hides their latency.
 __device__ __forceinline__ void load_early(uint4& to, const void* from, bool exists) {
   asm volatile(
       "{.reg .pred exists; setp.ne.b32 exists, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
@@ -85,25 +72,8 @@ __device__ __forceinline__ void load_early(uint4& to, const void* from, bool exi
       : "=&r"(to.x), "=&r"(to.y), "=&r"(to.z), "=&r"(to.w)
       : "l"(from), "r"(static_cast<int>(exists)));
 }
-__device__ __forceinline__ void load_early(float2& to, const void* from, bool exists) {
-  asm volatile(
-      "{.reg .pred exists; setp.ne.b32 exists, %3, 0; mov.b32 %0, 0; mov.b32 %1, 0;"
-      " @exists ld.global.nc.v2.f32 {%0, %1}, [%2];}"
-      : "=&f"(to.x), "=&f"(to.y)
-      : "l"(from), "r"(static_cast<int>(exists)));
-}
-__device__ __forceinline__ void load_early(float& to, const void* from, bool exists) {
-  asm volatile("{.reg .pred exists; setp.ne.b32 exists, %2, 0; mov.b32 %0, 0; @exists ld.global.nc.f32 %0, [%1];}"
-               : "=&f"(to)
-               : "l"(from), "r"(static_cast<int>(exists)));
-}
-__device__ __forceinline__ void load_early(uint32_t& to, const void* from, bool exists) {
-  asm volatile("{.reg .pred exists; setp.ne.b32 exists, %2, 0; mov.b32 %0, 0; @exists ld.global.nc.b32 %0, [%1];}"
-               : "=&r"(to)
-               : "l"(from), "r"(static_cast<int>(exists)));
-}
 
-// The same of a row that exists, and stores that stay where they are.
+// The same of a row that exists: 16 bytes of each of four boxes of 64 bytes, and scales. Stores stay where they are, too.
 __device__ __forceinline__ void load_boxes(uint4 (&to)[4], const void* from) {
   asm volatile(
       "ld.global.nc.L2::128B.v4.b32 {%0, %1, %2, %3}, [%16];"
