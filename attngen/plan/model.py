@@ -150,6 +150,11 @@ class Structure(StructureFields):
         return False
 
     @property
+    def takes_powers(self) -> bool:
+        """Whether P is a polynomial of what bounds the score, in tiles without a mask."""
+        return False
+
+    @property
     def in_cluster(self) -> bool:
         """Whether the blocks of a cluster divide a tile of keys."""
         return False

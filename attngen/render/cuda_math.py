@@ -22,6 +22,7 @@ from attngen.lang.folding import (
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import MAX_SEQLEN, POSITION, Expr, Op, Type, Var, names, own, rewrite, spelled, walk
 from attngen.lang.naming import label
+from attngen.lang.powers import argument_of
 from attngen.lang.ranges import INT32
 from attngen.lang.runs import score_by_position
 from attngen.lang.separate import asked
@@ -149,8 +150,12 @@ def logits(plan: Plan) -> Logits:
     variant = plan.variant
     folded = fold_logit(score_by_position(variant), variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
     of_key, of_distance = score_values(plan), distance_score_values(plan)
-    value = with_score_values(folded.value, [*of_key, *of_distance])
-    value = split_keys(value) if plan.fast_math else value
+
+    def evaluated(value: Expr) -> Expr:
+        value = with_score_values(value, [*of_key, *of_distance])
+        return split_keys(value) if plan.fast_math else value
+
+    value, argument = evaluated(folded.value), evaluated(argument_of(folded.value))
     if plan.structure.relative:
         value = subtract(value, _COUNTED_FROM) or value
     scale = cap_scale(folded, plan.box_heads)
@@ -165,7 +170,8 @@ def logits(plan: Plan) -> Logits:
         bound = element_bindings(plan, ragged=partial)
         bound |= {each.symbol.name: Binding(each.name, _KV) for each in of_key}
         bound |= {each.symbol.name: Binding(each.name, _Q | _KV) for each in of_distance}
-        (biased,), asked = with_lookups(plan, [with_biases(plan, value)])
+        evaluates = argument if plan.structure.takes_powers and not partial else value
+        (biased,), asked = with_lookups(plan, [with_biases(plan, evaluates)])
         entries = held_entries(plan, asked, bound, lane="lane")
         bound |= lookup_bindings(plan, asked, "{i}")
         scored = emit_for(plan, CUDA, [biased, folded.multiplier, *more], bound)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.lang.bands import Heads
 from attngen.lang.bounded import bounding_maximum, score_bounds
 from attngen.lang.folding import ONE, Logit, cap_scale, fold_logit, split_keys, subtract
+from attngen.lang.powers import powers_of, special_functions
 from attngen.plan.choices import refuse
 from attngen.schema.expand import KernelSpec
 
 _LOG2E = math.log2(math.e)
+
+#: Values of the MUFU, and operations of products, in a clock of a multiprocessor.
+_SPECIAL_RATE, _PRODUCT_RATE = 16, 4096
 
 
 def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str, float | None]:
@@ -51,6 +56,22 @@ def constant_row_max(spec: KernelSpec, exponents: tuple[int, int] | None) -> flo
     (low, high), (least, most) = (end * _LOG2E for end in bounds), exponents
     constant = 0.0 if least <= low and high <= most else float(math.ceil(high - most))
     return constant if low - constant >= least else None
+
+
+def terms_of(spec: KernelSpec, constant: float | None, columns: int) -> tuple[float, ...]:
+    """Terms of the polynomial that takes the place of exp2 in tiles without a mask; none where exp2 stays.
+
+    exp2 and the functions of the score share the MUFU. A polynomial pays where these take longer than the products, of
+    K and V with ``columns`` in all.
+    """
+    folded = _folded(spec)
+    if folded is None or constant is None or spec.scale_block or spec.dtype in QUANTIZED_DTYPES:
+        return ()
+    functions = special_functions(folded)
+    if not functions or (1 + functions) / _SPECIAL_RATE <= 2 * columns / _PRODUCT_RATE:
+        return ()
+    powers = powers_of(folded, spec.variant.score, spec.variant.ranges, constant)
+    return powers.terms if powers else ()
 
 
 def _heads(spec: KernelSpec) -> Heads:

@@ -31,7 +31,7 @@ from attngen.plan.schedules.forward_memory import (
 )
 from attngen.plan.schedules.forward_pipes import forward_roles
 from attngen.plan.schedules.forward_registers import FEWER_KEYS, REGISTERS, register_refusal, registers_of, searches
-from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max
+from attngen.plan.schedules.forward_softmax import is_soft_capped, softmax_of, takes_row_max, terms_of
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import first_see_many_more, first_see_most, last_see_most, row_time
 from attngen.plan.traits import (
@@ -293,8 +293,10 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
     end_aligned = tile_n % ANCHOR == 0 and _can_be_end_aligned(spec, iteration)
+    terms = () if tiled or candidate.by_distance else terms_of(spec, constant, qk + v)
     capped = (
-        max(qk, v) <= form.capped_columns
+        not terms
+        and max(qk, v) <= form.capped_columns
         and softmax in ("fixed_reference", "bounded")
         and not spec.scale_block
         and not tiled
@@ -358,6 +360,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         else "",
         fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
+        terms=terms,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if end_aligned else 0,
         recompute_by_count=end_aligned and softmax == "fixed_reference" and not capped and not numbers.lane_sum_log2,

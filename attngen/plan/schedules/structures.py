@@ -44,6 +44,7 @@ class HopperForward(Structure):
     fixed_max: str = "0.0f"  # literal; constant instead of row maxima, in units of log2, where logits are bounded
     recompute_by_count: bool = False  # a step may add one for each key of a lane, however little there was before
     capped: bool = False  # tanh of a soft-capped score is a polynomial where no argument is large
+    terms: tuple[float, ...] = ()  # of a polynomial in place of exp2, in tiles without a mask; none: exp2
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
     sharing: int = 1  # most blocks of a cluster that split the keys of a work item
     bias_stages: int = 0  # of the ring of these tiles
@@ -58,6 +59,11 @@ class HopperForward(Structure):
     def shares(self) -> bool:
         """Whether the blocks of a cluster split the keys of a work item and merge their results."""
         return self.sharing > 1
+
+    @property
+    def takes_powers(self) -> bool:
+        """See ``Structure``."""
+        return bool(self.terms)
 
     @property
     def splits_keys(self) -> bool:

@@ -48,16 +48,25 @@ def parts_of(plan: Plan, forward: HopperForward) -> Parts:
         tiles=_file("consumer/tiles_skipped" if forward.skips else "consumer/tiles_all"),
         work=_file(f"consumer/{work}"),
         step=_file("consumer/step_overlapped" if forward.overlap else "consumer/step_in_order"),
-        logits=_file(f"logits/{'capped' if forward.capped else 'fused' if forward.fused else 'branches'}"),
+        logits=_file(f"logits/{_logits(forward)}"),
         softmax=_file(f"softmax/{_softmax(plan, forward)}"),
         store=_file("consumer/store_staged" if forward.staged else "consumer/store_direct"),
     )
+
+
+def _logits(forward: HopperForward) -> str:
+    """Return how products become logits."""
+    if forward.capped:
+        return "capped"
+    return "powers" if forward.takes_powers else "fused" if forward.fused else "branches"
 
 
 def _softmax(plan: Plan, forward: HopperForward) -> str:
     """Return the kind of softmax: what probabilities are measured from, and in how many bits they are."""
     if forward.capped and plan.softmax == "bounded":
         return "capped_bounded"
+    if forward.takes_powers:
+        return "powers"
     if plan.softmax != "fixed_reference":
         return plan.softmax
     kind = "capped" if forward.capped else "fixed_relative" if forward.relative else "fixed"

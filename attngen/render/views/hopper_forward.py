@@ -187,6 +187,7 @@ def _headers(plan: Plan, forward: HopperForward) -> tuple[str, ...]:
         "expression": any((variant.masked, variant.score, variant.sink)),
         "pages": plan.key_access == "paged",
         "pdl": True,
+        "powers": forward.takes_powers,
         "quad": not (forward.staged or forward.transposes or forward.shares),
         "ring": True,
         "row_parts": forward.cuts,
