@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 from attngen.lang.facts import Facts, index
 from attngen.lang.intervals import Numbers, evaluate
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, walk
+from attngen.lang.ranges import INT32
 from attngen.lang.simplify import Linear, integer, linear, make
 
 #: Limits of the search for a proof: replacements in a row, sums looked at, size of an expression.
@@ -20,6 +21,9 @@ _DEPTH, _STEPS, _NODES = 5, 100, 60
 #: Sums looked at for a whole mask, so that one of many comparisons, whose pairs are all tried, takes seconds; shipped
 #: masks take at most 706. Beyond that, bounds are computed in the kernel, or tiles are classified.
 _STEPS_OF_ALL = 5_000
+
+#: The largest element that a tensor of integers may hold.
+_MOST = integer(INT32[1])
 
 
 def _plus(name: str, constant: int = 0) -> Expr:
@@ -173,6 +177,10 @@ class Proof:
                     match quotient:
                         case Op(op="floordiv", args=(x, d)) if d == n and self._positive(n):
                             yield [(self._multiple(x, n, up), coefficient)]
+            case Search(value=Op(op="select", args=(_, a, b))):
+                found = (list(self._search_bounds(replace(term, value=end), up, depth - 1)) for end in (a, b))
+                for bounds in product(*found):
+                    yield [(bound, coefficient) for bound in bounds]
             case Search():
                 for bound in self._search_bounds(term, up, depth - 1):
                     yield [(bound, coefficient)]
@@ -184,9 +192,9 @@ class Proof:
 
     def _search_bounds(self, term: Search, up: bool, depth: int) -> Iterator[Expr]:
         """Yield bounds of a search for an element of the tensor itself: the index of that element."""
-        if up:
-            yield term.length
         value = term.value
+        if up or (term.strict and value == _MOST):  # no element is larger
+            yield term.length
         if not isinstance(value, Load) or value.tensor != term.tensor or term.strict == up:
             return
         pairs = zip(value.indices, term.indices, strict=True)

@@ -174,6 +174,8 @@ class Symbols:
             less, more = (a, b) if op == "min" else (b, a)
             if self._proof.at_most(less, more):
                 return a
+            if op == "min" and isinstance(b, Search) and self._proof.at_most(limit := make("min", a, b.length), b):
+                return limit
             if isinstance(b, Op) and b.op == op:  # min(a, min(u, v)) where a <= u
                 for u, v in (b.args, b.args[::-1]):
                     less, more = (a, u) if op == "min" else (u, a)
