@@ -66,7 +66,7 @@ def powers_of(logit: Logit, score: Expr | None, ranges: Mapping[str, Range], con
 
 
 def argument_of(value: Expr) -> Expr:
-    """What the powers of a logit's value are of: the value itself, or the tanh of which a sigmoid is made."""
+    """Base of the powers of a logit's value: the value itself, or the tanh of which a sigmoid is made."""
     match value:
         case Op(op="sigmoid", args=(inner,)):
             return Op("tanh", (_halved(inner, Const(0.5, Type.FLOAT)),), Type.FLOAT)

@@ -178,8 +178,8 @@ class Proof:
                         case Op(op="floordiv", args=(x, d)) if d == n and self._positive(n):
                             yield [(self._multiple(x, n, up), coefficient)]
             case Search(value=Op(op="select", args=(_, a, b))):
-                found = (list(self._search_bounds(replace(term, value=end), up, depth - 1)) for end in (a, b))
-                for bounds in product(*found):
+                of_ends = (list(self._search_bounds(replace(term, value=end), up, depth - 1)) for end in (a, b))
+                for bounds in product(*of_ends):
                     yield [(bound, coefficient) for bound in bounds]
             case Search():
                 for bound in self._search_bounds(term, up, depth - 1):
