@@ -358,6 +358,14 @@ def test_a_tensor_longer_than_the_sequence_is_not_cut_short() -> None:
     assert texts(bands(mask, FACTS))[0] == [f".. first(doc[b, :] > ({last}), seqlen_k)"]
 
 
+def test_the_end_of_a_causal_document_is_not_searched_for() -> None:
+    """The last query that a row is compared with is itself a key of its document, unless it lies behind all keys."""
+    visible, full, exact = texts(bands(variant("q >= kv and doc[b, q] == doc[b, kv]").mask, FACTS))
+    assert [end.split(" .. ")[1] for end in visible] == ["min(q_hi + 1, seqlen_k)"]
+    assert exact
+    assert all(text.count("first(") == 1 for text in full)
+
+
 def test_an_index_that_is_not_solved_makes_nothing_full() -> None:
     """Seen: ``T[i] == x`` was full wherever x is the same for all rows, though nothing was known of i."""
     position = op("floordiv", var("kv"), op("add", var("kv"), const(1)))

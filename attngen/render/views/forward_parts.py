@@ -55,7 +55,7 @@ def parts_of(plan: Plan, forward: HopperForward) -> Parts:
 
 
 def _logits(forward: HopperForward) -> str:
-    """Return how products become logits."""
+    """Name of the file whose lines turn products into logits."""
     if forward.capped:
         return "capped"
     return "powers" if forward.takes_powers else "fused" if forward.fused else "branches"
