@@ -128,6 +128,8 @@ class HopperExplanation(ScheduleExplanation):
             growth=structure.recompute_growth.rstrip("f"),
             fixed_max=structure.fixed_max.rstrip("f"),
         )
+        if structure.terms:
+            softmax += f"; in tiles without a mask P(j) is a polynomial of degree {len(structure.terms) - 1}"
         if structure.lane_sum_log2 and self.plan.softmax == "fixed_reference":
             softmax += "; from a new maximum after a partial first tile"
             if structure.recompute_below:
