@@ -65,6 +65,9 @@ _REGISTERS_OF_FOUR = 40
 #: Columns up to which registers hold the sum of a first tile.
 _REMEMBERED_COLUMNS = 128
 
+#: Columns up to which row maxima of a tile map are recomputed by the number of keys; beyond, that was not measured.
+_COUNTED_COLUMNS = 64
+
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
@@ -199,6 +202,8 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
         rows = [row for row in form.table if row.family in families and max(qk, v) <= row.head_dim]
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
         if "window" in families and not form.transposes and _has_rows_of_one_head(spec):
+            choice = _faster(spec, choice, max(qk, v), _MORE_EVEN)
+        if "listed_by_head" in families and iteration == "ranges" and not form.transposes:
             choice = _faster(spec, choice, max(qk, v))
         if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
             # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
@@ -214,14 +219,14 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
             yield Candidate(one, tile_n, tiled, by_distance)
 
 
-def _faster(spec: KernelSpec, usual: Choice, columns: int) -> Choice:
+def _faster(spec: KernelSpec, usual: Choice, columns: int, most: float = 1.0) -> Choice:
     """The ``usual`` choice for a mask whose bands end on the left, or tiles of 128 x 128 if rows in the middle of a
-    long sequence should take less time in these."""
+    long sequence should take less than ``most`` times as long in these."""
     if columns > _WIDE_COLUMNS:
         return usual
     wide = replace(usual, consumers=_WIDE[0], tile_n=_WIDE[1])
     times = [row_time(spec, each.consumers, each.tile_n, columns) for each in (usual, wide)]
-    return wide if times[0] and times[1] and times[1] < _MORE_EVEN * times[0] else usual
+    return wide if times[0] and times[1] and times[1] < most * times[0] else usual
 
 
 def _has_rows_of_one_head(spec: KernelSpec) -> bool:
@@ -323,6 +328,9 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         longest = from_first and not skips and not short_early and first_see_many_more(spec)
     # in 8 bits, tiles of work that take equally long are cut if they end unevenly
     alike = spec.variant.mask == TRUE and spec.variant.score is None and not spec.scale_block
+    relative = softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec)
+    # rows of a tile map begin with a partial tile, in which some see few keys
+    by_count = end_aligned or (iteration == "tile_map" and not relative and max(qk, v) <= _COUNTED_COLUMNS)
     draft = HopperForward(
         consumers=consumers,
         warp_roles=warp_roles,
@@ -363,8 +371,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         terms=terms,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if end_aligned else 0,
-        recompute_by_count=end_aligned and softmax == "fixed_reference" and not capped and not numbers.lane_sum_log2,
-        relative=softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec),
+        recompute_by_count=by_count and softmax == "fixed_reference" and not capped and not numbers.lane_sum_log2,
+        relative=relative,
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
         biases=len(biases(spec.variant, tiled)),
