@@ -23,7 +23,7 @@ _DEPTH, _STEPS, _NODES = 5, 100, 60
 _STEPS_OF_ALL = 5_000
 
 #: The largest element that a tensor of integers may hold.
-_MOST = integer(INT32[1])
+_MOST = integer(int(INT32[1]))
 
 
 def _plus(name: str, constant: int = 0) -> Expr:
