@@ -12,6 +12,7 @@
 #include "first_writer.cuh"
 #include "gradient.cuh"
 #include "parts.cuh"
+#include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -158,6 +159,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_caus
     int heads, int rows, int row_tiles, long long state_chunks,
     int has_dlse
 ) {
+  wait_dependencies();  // nothing in global memory is read or written before
+  launch_dependents();  // so that the next kernel, before it waits, reads only what was complete before this one
   constexpr int kLanes = 16, kRows = 16 * kLanes / 128;  // lanes of a row, 16 bytes each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
@@ -349,6 +352,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             kv_ring.advance();
             keys_loaded = true;
           }
+          if (sums == 1) wait_dependencies();  // for preprocess
           for (int row = lane; row < kBlockM; row += 32) {
             const int q = q_start + row;
             const long long entry = (b * static_cast<long long>(heads) + h) * seqlen_q + q;
@@ -358,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
           if (lane == 0) q_ring.arrive();
-          dout_ring.acquire();
+        dout_ring.acquire();
           if (lane == 0) {
             dout_ring.arrive_expecting(kDoutBytes);
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
@@ -405,6 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             last.unit = unit;
             last.parts = done_parts;
           } else {
+            wait_dependencies();
             add_release(done(unit), done_parts);
           }
         }
@@ -412,6 +417,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         signal(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
+      wait_dependencies();  // also where there was no step
       __syncwarp();
       signal(kEndOfAll);
     } else if (warp == kAdder) {
@@ -454,6 +460,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         phase ^= 1;
       }
     } else if (warp == kRounder) {
+      wait_dependencies();  // for the counters that preprocess clears
       // Rounds dQ: the next block arrives while one is written. Its description is in shared memory, since this role has
       // few registers; all lanes write the same.
       bool more = true;

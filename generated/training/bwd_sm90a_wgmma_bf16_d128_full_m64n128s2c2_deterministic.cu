@@ -9,6 +9,7 @@
 #include "blocks.cuh"
 #include "gradient.cuh"
 #include "order.cuh"
+#include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -153,6 +154,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_full
     int heads, int rows, int row_tiles, long long sum_chunks,
     int has_dlse
 ) {
+  wait_dependencies();  // nothing in global memory is read or written before
+  launch_dependents();  // so that the next kernel, before it waits, reads only what was complete before this one
   constexpr int kLanes = 16, kRows = 16 * kLanes / 128;  // lanes of a row, 16 bytes each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
@@ -309,6 +312,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
+          if (sums == 0) wait_dependencies();  // for preprocess
           float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
 #pragma unroll
           for (int i = 0; i < kBlockM / 32; ++i) {
@@ -352,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
           if (lane == 0) q_ring.arrive();
-          dout_ring.acquire();
+        dout_ring.acquire();
           if (lane == 0) {
             dout_ring.arrive_expecting(kDoutBytes);
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
@@ -385,6 +389,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (keys_loaded) {
             shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum)).unit = unit;
           } else {
+            wait_dependencies();
             store_relaxed(counter_at(unit * kv_tiles + kv_tile), kAllPassed);
             add_release(done(unit), 1);
           }
@@ -393,6 +398,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         signal(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
+      wait_dependencies();  // also where there was no step
       __syncwarp();
       signal(kEndOfAll);
     } else if (warp == kAdder) {
@@ -437,6 +443,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         phase ^= 1;
       }
     } else if (warp == kRounder) {
+      wait_dependencies();  // for the counters that preprocess clears
       // Rounds dQ: the next block arrives while one is written. Its description is in shared memory, since this role has
       // few registers; all lanes write the same.
       bool more = true;

@@ -9,6 +9,7 @@
 #include "blocks.cuh"
 #include "gradient.cuh"
 #include "order.cuh"
+#include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
@@ -38,33 +39,36 @@ constexpr int kDqColumns = 64;  // columns of dQ of a consumer, which has half o
 
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
-constexpr uint32_t kK = kShared + 0;  // 16384 B: K
-constexpr uint32_t kV = kShared + 16384;  // 16384 B: V
+constexpr uint32_t kK = kShared + 0;  // 16384 B: K, a tile per stage
+constexpr uint32_t kV = kShared + 16384;  // 16384 B: V, a tile per stage
 constexpr uint32_t kQ = kShared + 32768;  // 32768 B: Q, a tile per stage
 constexpr uint32_t kDout = kShared + 65536;  // 32768 B: dO, a tile per stage
-constexpr uint32_t kDs = kShared + 98304;  // 65536 B: dS of two steps, then dK for its store
-constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way to the dQ accumulator, then dV for its store
+constexpr uint32_t kDs = kShared + 98304;  // 65536 B: dS of two steps, then dK and dV for their stores
+constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way to the dQ accumulator
 constexpr uint32_t kDqBlock = kShared + 196608;  // 16384 B: two blocks of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 212992;  // 1024 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 214016;  // 1024 B: D of the rows of each stage
 constexpr uint32_t kWork = kShared + 215040;  // 64 B: two tiles of work: the one that is computed and the next
 constexpr uint32_t kStep = kShared + 215104;  // 16 B: the step of each stage of Q: its queries and its head
-constexpr uint32_t kKvFull = kShared + 215120;  // 8 B: barriers
-constexpr uint32_t kKvEmpty = kShared + 215128;  // 8 B: barriers
-constexpr uint32_t kQFull = kShared + 215136;  // 16 B: barriers
-constexpr uint32_t kQEmpty = kShared + 215152;  // 16 B: barriers
-constexpr uint32_t kDoutFull = kShared + 215168;  // 16 B: barriers
-constexpr uint32_t kDoutEmpty = kShared + 215184;  // 16 B: barriers
-constexpr uint32_t kDqFull = kShared + 215200;  // 16 B: barriers
-constexpr uint32_t kDqEmpty = kShared + 215216;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 215232;  // 16 B: barriers
-constexpr uint32_t kDqBlockFull = kShared + 215248;  // 16 B: barriers
-constexpr uint32_t kDsFull = kShared + 215264;  // 16 B: barriers
-constexpr uint32_t kDqBlockTaken = kShared + 215280;  // 64 B: which these are
-constexpr uint32_t kSumTile = kShared + 215344;  // 160 B: where dQ of the last steps goes
+constexpr uint32_t kKFull = kShared + 215120;  // 8 B: barriers
+constexpr uint32_t kKEmpty = kShared + 215128;  // 8 B: barriers
+constexpr uint32_t kVFull = kShared + 215136;  // 8 B: barriers
+constexpr uint32_t kVEmpty = kShared + 215144;  // 8 B: barriers
+constexpr uint32_t kQFull = kShared + 215152;  // 16 B: barriers
+constexpr uint32_t kQEmpty = kShared + 215168;  // 16 B: barriers
+constexpr uint32_t kDoutFull = kShared + 215184;  // 16 B: barriers
+constexpr uint32_t kDoutEmpty = kShared + 215200;  // 16 B: barriers
+constexpr uint32_t kDqFull = kShared + 215216;  // 16 B: barriers
+constexpr uint32_t kDqEmpty = kShared + 215232;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 215248;  // 16 B: barriers
+constexpr uint32_t kDqBlockFull = kShared + 215264;  // 16 B: barriers
+constexpr uint32_t kDsFull = kShared + 215280;  // 16 B: barriers
+constexpr uint32_t kDqBlockTaken = kShared + 215296;  // 64 B: which these are
+constexpr uint32_t kSumTile = kShared + 215360;  // 160 B: where dQ of the last steps goes
 
 // Rings: who fills the stages -> who empties them.
-using KvRing = Ring<kKvFull, kKvEmpty, 1>;  // the loader -> each consumer
+using KRing = Ring<kKFull, kKEmpty, 1>;  // the loader -> each consumer
+using VRing = Ring<kVFull, kVEmpty, 1>;  // the loader -> each consumer
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader -> each consumer
 using DoutRing = Ring<kDoutFull, kDoutEmpty, 2>;  // the loader -> each consumer
 using DqRing = Ring<kDqFull, kDqEmpty, 2>;  // each consumer -> the warp that adds
@@ -155,6 +159,8 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d64_full_
     int heads, int rows, int row_tiles, long long sum_chunks,
     int has_dlse
 ) {
+  wait_dependencies();  // nothing in global memory is read or written before
+  launch_dependents();  // so that the next kernel, before it waits, reads only what was complete before this one
   constexpr int kLanes = 8, kRows = 16 * kLanes / 128;  // lanes of a row, 16 bytes each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
@@ -215,8 +221,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 
   if (threadIdx.x == 0) {
     if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != kShared) __trap();
-    init_barriers(kKvFull, 1, 1);  // the loader, and the bytes of the copy
-    init_barriers(kKvEmpty, 1, 2);  // each consumer
+    init_barriers(kKFull, 1, 1);  // the loader, and the bytes of the copy
+    init_barriers(kKEmpty, 1, 2);  // each consumer
+    init_barriers(kVFull, 1, 1);  // the loader, and the bytes of the copy
+    init_barriers(kVEmpty, 1, 2);  // each consumer
     init_barriers(kQFull, 2, 2);  // the loader twice, for Q and for the row statistics, and the bytes of the copy
     init_barriers(kQEmpty, 2, 2);  // each consumer
     init_barriers(kDoutFull, 2, 1);  // the loader, and the bytes of the copy
@@ -283,7 +291,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       DoutRing dout_ring;
       QRing q_ring;
       WorkRing work_ring;
-      KvRing kv_ring;
+      KRing k_ring;
+      VRing v_ring;
       int sums = 0;
       // Tells consumers what comes instead of a step.
       const auto signal = [&](int what) {
@@ -313,6 +322,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
+          if (sums == 0) wait_dependencies();  // for preprocess
           float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
 #pragma unroll
           for (int i = 0; i < kBlockM / 32; ++i) {
@@ -334,19 +344,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           ++sums;
           if (__any_sync(~0u, !keys_loaded)) {
-            kv_ring.acquire();
+            const int rows = min(kBlockN, seqlen_k - kv_start);  // rows after the end become 0
+            v_ring.acquire();
             if (lane == 0) {
-              const int rows = min(kBlockN, seqlen_k - kv_start);  // rows after the end become 0
-              kv_ring.arrive_expecting(kKBytes + kVBytes);
-              for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
-                load_box(kK + column * kBlockN * kElementBytes, k_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
-              }
+              v_ring.arrive_expecting(kVBytes);
               for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-                load_box(kV + column * kBlockN * kElementBytes, v_map, kv_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
+                load_box(kV + column * kBlockN * kElementBytes, v_map, v_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
               }
             }
-            kv_ring.advance();
+            v_ring.advance();
+            k_ring.acquire();
+            if (lane == 0) {
+              k_ring.arrive_expecting(kKBytes);
+              for (int column = 0; column < kHeadDimQk; column += kBoxColumns) {
+                load_box(kK + column * kBlockN * kElementBytes, k_map, k_ring.full(), column, hk, kBlockN - rows, kv_start + rows, b);
+              }
+            }
+            k_ring.advance();
             keys_loaded = true;
+          }
+        dout_ring.acquire();
+          if (lane == 0) {
+            dout_ring.arrive_expecting(kDoutBytes);
+            for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+              load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * kElementBytes, dout_map, dout_ring.full(), column, h, q_start, b);
+            }
           }
 #pragma unroll
           for (int i = 0; i < kBlockM / 32; ++i) {
@@ -356,13 +378,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
           if (lane == 0) q_ring.arrive();
-          dout_ring.acquire();
-          if (lane == 0) {
-            dout_ring.arrive_expecting(kDoutBytes);
-            for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
-              load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * kElementBytes, dout_map, dout_ring.full(), column, h, q_start, b);
-            }
-          }
           __syncwarp();
           q_ring.advance();
           dout_ring.advance();
@@ -389,6 +404,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (keys_loaded) {
             shared_at<Sum>(kSumTile + (sums - 1) % kSums * sizeof(Sum)).unit = unit;
           } else {
+            wait_dependencies();
             store_relaxed(counter_at(unit * kv_tiles + kv_tile), kAllPassed);
             add_release(done(unit), 1);
           }
@@ -397,6 +413,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         signal(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
+      wait_dependencies();  // also where there was no step
       __syncwarp();
       signal(kEndOfAll);
     } else if (warp == kAdder) {
@@ -441,6 +458,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         phase ^= 1;
       }
     } else if (warp == kRounder) {
+      wait_dependencies();  // for the counters that preprocess clears
       // Rounds dQ: the next block arrives while one is written. Its description is in shared memory, since this role has
       // few registers; all lanes write the same.
       bool more = true;
@@ -551,7 +569,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     DoutRing dout_ring;
     QRing q_ring;
     WorkRing work_ring;
-    KvRing kv_ring;
+    KRing k_ring;
+    VRing v_ring;
     DqRing dq_ring(warpgroup);  // this consumer's stage alone
     int buffer = 0;  // of dS
     uint32_t ds_phase = 0;
@@ -652,18 +671,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       q_ring.wait();
       return shared_at<Step>(kStep + q_ring.stage * sizeof(Step));
     };
-    // dK and dV leave through shared memory, so that stores are whole rows.
-    const auto store_rows = [&](const auto& acc, float factor, uint32_t region, GradElement* rows, long long stride, int count, int columns) {
-      constexpr int kChunks = sizeof(acc) / sizeof(float) * 2 / kGradChunk;
-      const uint32_t own = region + warpgroup * 64 * 16 * kChunks;
+    // dK and dV leave through shared memory, so that stores are whole rows: to it,
+    const auto stage_rows = [&]<int kFirst, int kColumns>(const auto& acc, float factor, uint32_t own) {
+      constexpr int kChunks = kColumns / kGradChunk;
       const int own_lane = not_hoisted(lane), row = 16 * (warp % 4) + own_lane % 16;
 #pragma unroll
       for (int i = 0; i < kChunks; i += 2) {
         const int chunk = i + own_lane / 16, swizzled = chunk ^ (row % 8);
-        const auto pair = [&](int j) { return pack<GradElement>(acc[4 * i + j] * factor, acc[4 * i + j + 1] * factor); };
+        const auto pair = [&](int j) {
+          const int place = kFirst / 2 + 4 * i + j;
+          return pack<GradElement>(acc[place] * factor, acc[place + 1] * factor);
+        };
         store_blocks(own + 16 * (row * kChunks + swizzled), pair(0), pair(2), pair(4), pair(6));
       }
-      named_sync(Named::kGroup, warpgroup, 128);
+    };
+    // and from it.
+    const auto store_rows = [&]<int kColumns>(uint32_t own, GradElement* rows, long long stride, int count, int columns) {
+      constexpr int kChunks = kColumns / kGradChunk;
       for (int i = group_thread; i < 64 * kChunks; i += 128) {
         const int row = i / kChunks, chunk = i % kChunks, swizzled = chunk ^ (row % 8);
         if (row < count && chunk < columns / kGradChunk) {
@@ -681,7 +705,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       if (__any_sync(~0u, step.tile >= 0)) {
-        kv_ring.wait();
+        k_ring.wait();
+        v_ring.wait();
         // Ping-pong: the consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of the other.
         // dQ of a step is computed in the next step, so that neither waits for dS of the other.
         const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 128 * kConsumers); };
@@ -755,6 +780,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           if (leader) used.release();
         }
         give_turn();
+        if (leader) v_ring.release();
+        v_ring.advance();
         DsRing(buffer, ds_phase).wait();  // dS of both is complete
         fence_async_proxy();  // by who reads: who has just stored would wait for its stores
         ds_phase ^= buffer ^ 1;
@@ -762,25 +789,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         wait_products<0>();
         fence_registers(dq);
         store_dq();
-        if (leader) kv_ring.release();
-        kv_ring.advance();
+        if (leader) k_ring.release();  // here: before, ptxas keeps the buffer of dS in vector registers
+        k_ring.advance();
       }
-      // dK leaves through the memory of dS, dV through that of dQ, so that the next K and V may arrive.
-      dq_ring.acquire();
-      sync_consumers();
+      // dK and dV leave through this consumer's part of the dS that comes next, which both have multiplied: neither waits for
+      // the other, nor for the warp that adds dQ.
+      named_sync(Named::kGroup, warpgroup, 128);
       // The end of the tile of work took a stage of Q. By now all warps have seen it.
       if (leader) q_ring.release();
       q_ring.advance();
       const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
       const int b = work.b, hk = work.hk, key = work.kv_start + 64 * warpgroup;
       const int count = min(64, work.keys - work.kv_start - 64 * warpgroup);
-      store_rows(dk, softmax_scale, kDs, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s, stride_dk_s, count, 64);
-      store_rows(dv, 1.0f, kDq, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s, stride_dv_s, count, 64);
-      sync_consumers();
+      const uint32_t staged = kDs + (buffer ^ 1) * kDsBytes + warpgroup * kBlockM * kDsBoxBytes;
+      stage_rows.template operator()<0, 64>(dk, softmax_scale, staged + 0);
+      stage_rows.template operator()<0, 64>(dv, 1.0f, staged + 8192);
+      named_sync(Named::kGroup, warpgroup, 128);
+      store_rows.template operator()<64>(staged + 0, dk_ptr + b * stride_dk_b + hk * stride_dk_h + key * stride_dk_s + 0, stride_dk_s, count, 64);
+      store_rows.template operator()<64>(staged + 8192, dv_ptr + b * stride_dv_b + hk * stride_dv_h + key * stride_dv_s + 0, stride_dv_s, count, 64);
+      named_sync(Named::kGroup, warpgroup, 128);
       if (leader) work_ring.release();
       work_ring.advance();
     }
     if (warpgroup == 0) named_sync(Named::kTurn, 0, 128 * kConsumers);  // the last turn, which the other consumer does not take
+    dq_ring.acquire();
     // Tells the warp that adds dQ that there is no other step.
     if (lane == 0) dq_ring.arrive();
     // No tile of keys is left: helps to round dQ of the last heads, straight from L2.

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "launch.h"
+#include "pdl.cuh"
 #include "types.cuh"
 
 using Element = bf16;

@@ -37,6 +37,8 @@ class Rules:
     biases_of_steps: bool = True  # consumers wait for biases of steps alone, not for any after the last one
     wait_for_reader: bool = True  # a warp that reads dS has done so before the step after the next one writes there
     reader_before_rows: bool = True  # and before dK goes to that place
+    rows_in_next: bool = True  # consumers that take turns store dK and dV through the dS that comes next
+    adder_before_end: bool = True  # and wait for their last dQ to leave before they tell that there is no more
     mark_before_end: bool = True  # where the order of sums is fixed: consumers learn of the end when the adder may, too
 
 
@@ -78,9 +80,10 @@ class Backward(Simulation):
         super().__init__(random)
         self.case, self.rules = case, rules
         pipes = declared.backward(
-            case.q_stages, case.stages, WARPS, case.overlap, case.bias_stages, reads_ds=case.reads_ds
-        )
-        self.q, self.dout, self.kv = (Ring(pipes.ring(name)) for name in ("q", "dout", "kv"))
+            case.q_stages, case.stages, WARPS, case.overlap, case.bias_stages, reads_ds=case.reads_ds,
+        )  # fmt: skip
+        self.q, self.dout = (Ring(pipes.ring(name)) for name in ("q", "dout"))
+        self.keys = {name: Ring(pipes.ring(name)) for name in (("k", "v") if case.overlap == "pingpong" else ("kv",))}
         if case.bias_stages:
             self.biases = Ring(pipes.ring("biases"))
             if not rules.warps_release_biases:
@@ -109,7 +112,7 @@ def loader(s: Backward) -> Role:
     """``backward/_loader.cu.j2``."""
     case: Case = s.case  # type: ignore[assignment]
     rules: Rules = s.rules  # type: ignore[assignment]
-    q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
+    q, dout, keys = Place(s.q), Place(s.dout), {name: Place(ring) for name, ring in s.keys.items()}
     biases = [Place(s.biases, c) for c in range(CONSUMERS)] if case.bias_stages else []
     slot = work_phase = count = 0
 
@@ -132,12 +135,18 @@ def loader(s: Backward) -> Role:
             count += 1
             s.copy(q, (work, step))
             if step == 0:
-                yield kv.empty()
-                s.copy(kv, work)
-                kv.advance()
-            s.q.full[q.stage].arrive()
-            yield dout.empty()
-            s.copy(dout, (work, step))
+                for name in sorted(keys, reverse=True):
+                    yield keys[name].empty()
+                    s.copy(keys[name], work)
+                    keys[name].advance()
+            early = case.overlap == "pingpong" and case.q_stages <= case.stages
+            for what in ("dout", "rows") if early else ("rows", "dout"):
+                if what == "rows":
+                    yield lambda: True
+                    s.q.full[q.stage].arrive()
+                else:
+                    yield dout.empty()
+                    s.copy(dout, (work, step))
             for c, place in enumerate(biases):
                 if (c, work, step) not in case.hidden:
                     yield place.empty()
@@ -203,7 +212,9 @@ def consumer(s: Backward, c: int, w: int) -> Role:
     case: Case = s.case  # type: ignore[assignment]
     rules: Rules = s.rules  # type: ignore[assignment]
     leader = w == 0
-    q, dout, kv = Place(s.q), Place(s.dout), Place(s.kv)
+    apart = case.overlap == "pingpong"  # each stores its gradients without meeting the other one
+    q, dout, keys = Place(s.q), Place(s.dout), {name: Place(ring) for name, ring in s.keys.items()}
+    k, v = (keys["k"], keys["v"]) if apart else (keys["kv"], keys["kv"])
     biases = Place(s.biases, c) if case.bias_stages else None
     slot = buffer = dq_phase = ds_phase = 0
     work = -1
@@ -280,11 +291,11 @@ def consumer(s: Backward, c: int, w: int) -> Role:
     def product(kind: str, at: tuple[Place, Place, int], own: object) -> tuple[Read, ...]:
         """Memory that a product of a step reads."""
         q_at, dout_at, ds_at = at
-        keys = of(kv, own[0])  # type: ignore[index]
+        of_k, of_v = of(k, own[0]), of(v, own[0])  # type: ignore[index]
         both = tuple((s.ds[ds_at], other, own) for other in range(CONSUMERS))
         return {
-            "s": (keys, of(q_at, own)), "dp": (keys, of(dout_at, own)), "dv": (of(dout_at, own),),
-            "dk": ((s.ds[ds_at], c, own), of(q_at, own)), "dq": (keys, *both),
+            "s": (of_k, of(q_at, own)), "dp": (of_v, of(dout_at, own)), "dv": (of(dout_at, own),),
+            "dk": ((s.ds[ds_at], c, own), of(q_at, own)), "dq": (of_k, *both),
         }[kind]  # fmt: skip
 
     def overlapping() -> Role:
@@ -460,12 +471,21 @@ def consumer(s: Backward, c: int, w: int) -> Role:
                 used.release()
             before = own
         give_turn()
+        if leader:
+            v.release()
+        v.advance()
         yield from multiply_dq(before)
-        yield from complete(*product("dq", (q, dout, buffer), before))
+        reads = product("dq", (q, dout, buffer), before)
+        if not rules.keys_until_products and leader:
+            k.release()
+        yield from complete(*reads)
         yield from store_dq(before)
+        if rules.keys_until_products and leader:
+            k.release()
+        k.advance()
 
     steps_of = {"pingpong": in_turns, "nothing": plain}.get(case.overlap, overlapping)
-    if case.overlap == "pingpong" and c == 1:
+    if apart and c == 1:
         s.turn[0].arrive()
     while True:
         yield from next_step()
@@ -473,34 +493,41 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             break
         work += 1
         if step != END_OF_TILE:
-            yield kv.full()
-            if not rules.keys_until_products and leader:
-                kv.release()
-            yield from steps_of()
-            if rules.keys_until_products and leader:
-                kv.release()
-            kv.advance()
+            for place in keys.values():
+                yield place.full()
+            if apart:
+                yield from in_turns()
+            else:
+                if not rules.keys_until_products and leader:
+                    k.release()
+                yield from steps_of()
+                if rules.keys_until_products and leader:
+                    k.release()
+                k.advance()
         if leader and rules.release_end and not rules.all_see_the_end:
             q.release()
-        if rules.wait_for_adder:
+        if rules.wait_for_adder and not apart:
             yield s.dq_empty[c].done(dq_phase ^ 1)
         if case.reads_ds and rules.reader_before_rows:
             yield s.ds_empty[buffer ^ 1].done(ds_phase ^ 1)
-            yield s.ds_empty[buffer].done(ds_phase ^ buffer ^ 1)
-        yield from sync_consumers()
+            if not apart:
+                yield s.ds_empty[buffer].done(ds_phase ^ buffer ^ 1)
+        yield from s.group[c].sync() if apart else sync_consumers()
         if leader and rules.release_end and rules.all_see_the_end:
             q.release()
         q.advance()
         if s.works[slot] != work:
             raise ProtocolError(f"consumer {c} read work {s.works[slot]} for {work}")
-        # the rows of dK take a buffer of dS of both
+        # the rows of dK take a buffer of dS of both, or all rows the consumer's own part of one
         places: list[tuple[list[object], int]] = [(s.ds[c], 0), (s.ds[c], 1), (s.dq, c)]
+        if apart:
+            places = [(s.ds[buffer ^ rules.rows_in_next], c)]
         for where, index in places if leader else ():
             where[index] = ("rows", work, c)
         yield from s.group[c].sync()
         yield from complete(*((where, index, ("rows", work, c)) for where, index in places))
         if rules.meet_after_rows:
-            yield from sync_consumers()
+            yield from s.group[c].sync() if apart else sync_consumers()
         if leader:
             s.work_empty[slot].arrive()
         slot ^= 1
@@ -511,4 +538,6 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         yield from begin_ds(END_OF_ALL)
         yield lambda: True
         s.ds_full[buffer].arrive()
+    if apart and rules.adder_before_end:
+        yield s.dq_empty[c].done(dq_phase ^ 1)
     s.dq_full[c].arrive()

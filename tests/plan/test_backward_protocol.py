@@ -43,6 +43,8 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
         ("biases_of_steps", "deadlock|read"),
         ("wait_for_reader", "deadlock|read"),
         ("reader_before_rows", "read"),
+        ("rows_in_next", "read"),
+        ("adder_before_end", "deadlock|added|the adder"),
     ],
 )
 def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:

@@ -140,8 +140,9 @@ def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     assert roles.dq_columns % box == 0 or roles.dq_by_rows
     assert kernel.columns_qk[0].width - head_dim < box  # no copy lies outside of a windowed descriptor
     sizes = {region.name: region.bytes for region in roles.shared}
-    assert sizes["dq"] >= sizes["v"]  # through which dV leaves
-    assert sizes["ds"] >= sizes["k"]
+    if not roles.stores_apart:
+        assert sizes["dq"] >= sizes["v"]  # through which dV leaves
+        assert sizes["ds"] >= sizes["k"]
 
 
 @pytest.mark.parametrize("head_dim", ["{qk: 64, v: 128}", "{qk: 16, v: 64}", "{qk: 128, v: 64}", "{qk: 8, v: 128}"])
@@ -149,8 +150,7 @@ def test_dk_and_dv_find_room_where_dq_has_other_columns(head_dim: str) -> None:
     roles = backward(head_dim=head_dim).structure
     assert roles is not None
     sizes = {region.name: region.bytes for region in roles.shared}
-    assert sizes["dq"] >= sizes["v"]
-    assert sizes["ds"] >= sizes["k"]
+    assert roles.stores_apart or (sizes["dq"] >= sizes["v"] and sizes["ds"] >= sizes["k"])
     assert roles.shared_bytes <= ARCHES["sm90a"].shared_memory
 
 
@@ -360,9 +360,9 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
     before, after = element.split("x = u_element_value;", maxsplit=1)
     assert "const float derivative = 1.0f - u_element_value * u_element_value;" in before
     assert "if (8 * row >= visible_to) x = kMasked;" in after
-    assert "store_rows(dk, softmax_scale / u_cap * u_cap, " in text
+    assert "stage_rows.template operator()<0, 64>(dk, softmax_scale / u_cap * u_cap, " in text
     of_heads = render(backward("own", **declared("s * slope[h]"))).text
-    assert "store_rows(dk, 1.0f, " in of_heads  # dK sums over heads whose derivatives differ
+    assert "operator()<0, 64>(dk, 1.0f, " in of_heads  # dK sums over heads whose derivatives differ
 
 
 @pytest.mark.parametrize(

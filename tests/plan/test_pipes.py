@@ -184,8 +184,8 @@ MODELS = {
     ),
     "backward": (
         [
-            "kv_full", "kv_empty", "q_full", "q_empty", "dout_full", "dout_empty", "dq_full", "dq_empty", "work_empty",
-            "ds_full", "biases_full", "biases_empty",
+            "k_full", "k_empty", "v_full", "v_empty", "q_full", "q_empty", "dout_full", "dout_empty", "dq_full",
+            "dq_empty", "work_empty", "ds_full", "biases_full", "biases_empty",
         ],
         lambda random: Backward(BackwardCase((5, 5, 5, 5), 2, 2, "pingpong", 1), BackwardRules(), random).run(),
     ),

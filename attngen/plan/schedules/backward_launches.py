@@ -36,10 +36,11 @@ def launch_of(plan: Plan, name: str, grid: str, warps: int, **fields: object) ->
     return Launch(name=name, symbol=symbol, grid=grid, num_warps=warps, **{**common, **fields})  # type: ignore[arg-type]
 
 
-def leading_launches(plan: Plan, preprocess_arguments: tuple[Argument, ...]) -> Iterator[Launch]:
-    """Yield the launches before that of all products: row statistics, and the tile map if there is one."""
+def leading_launches(plan: Plan, preprocess_arguments: tuple[Argument, ...], *, pdl: bool = False) -> Iterator[Launch]:
+    """Yield the launches before that of all products: row statistics, by programmatic dependent launch if ``pdl``, and
+    the tile map if there is one."""
     rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
-    yield launch_of(plan, "preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=preprocess_arguments)
+    yield launch_of(plan, "preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=preprocess_arguments, pdl=pdl)
     if plan.iteration == "tile_map":
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
         yield launch_of(
@@ -55,11 +56,11 @@ def tile_map_axes(plan: Plan) -> TileMapAxes | None:
 
 def launches(plan: Plan, roles: HopperBackward) -> Iterator[Launch]:
     """Yield the launches in their order."""
-    yield from leading_launches(plan, _preprocess_arguments(plan))
     axes, cluster = tile_map_axes(plan), roles.cluster
+    yield from leading_launches(plan, _preprocess_arguments(plan), pdl=cluster == 1)
     yield launch_of(
         plan, "dqkv", "keys", plan.num_warps, stages=plan.stages, iteration=plan.iteration, tile_map=axes,
-        cluster=cluster, persistent=cluster == 1, arguments=_dqkv_arguments(plan, roles),
+        cluster=cluster, persistent=cluster == 1, pdl=cluster == 1, arguments=_dqkv_arguments(plan, roles),
         shared_bytes=roles.shared_bytes, max_spills=_spills(roles).bytes, products=_products(plan, roles),
     )  # fmt: skip
     if cluster > 1:  # a block alone rounds dQ itself

@@ -32,17 +32,38 @@ def backward_pipes(
     """
     consumers, keys = roles.consumers, KEYS_OF_CONSUMER * roles.consumers
     loader, each = "the loader", "each consumer"
-    kv = Ring(
-        "kv", 1, loader, each,
-        guards="K and V of a tile of work stay until all products of its steps are complete",
-        full=Signal(1, loader, "K and V of a tile of work have landed", bytes=True),
-        empty=Signal(consumers, each, "consumers have multiplied the last step of a tile of work"),
-        stored=(("k", keys * qk * operands.k.bytes), ("v", keys * v * operands.v.bytes)),
-    )  # fmt: skip
+    stored_k, stored_v = ("k", keys * qk * operands.k.bytes), ("v", keys * v * operands.v.bytes)
+    kv = [
+        Ring(
+            "kv", 1, loader, each,
+            guards="K and V of a tile of work stay until all products of its steps are complete",
+            full=Signal(1, loader, "K and V of a tile of work have landed", bytes=True),
+            empty=Signal(consumers, each, "consumers have multiplied the last step of a tile of work"),
+            stored=(stored_k, stored_v),
+        )
+    ]  # fmt: skip
+    if roles.stores_apart:
+        kv = [
+            Ring(
+                "k", 1, loader, each,
+                guards="K of a tile of work stays until dQ of its last step is complete",
+                full=Signal(1, loader, "K of a tile of work has landed", bytes=True),
+                empty=Signal(consumers, each, "consumers have multiplied the last dQ of a tile of work"),
+                stored=(stored_k,),
+            ),
+            Ring(
+                "v", 1, loader, each,
+                guards="V of a tile of work stays until dP of its last step is complete",
+                full=Signal(1, loader, "V of a tile of work has landed", bytes=True),
+                empty=Signal(consumers, each, "consumers have multiplied the last dP of a tile of work"),
+                stored=(stored_v,),
+            ),
+        ]  # fmt: skip
     q = Ring(
         "q", roles.q_stages, loader, each,
         guards="a tile of Q, the step that it belongs to, and log-sum-exp and D of its rows; the end of a tile of work "
-        "takes a stage, too, which is released when both consumers have met",
+        "takes a stage, too, which is released when "
+        + ("all warps of a consumer have seen it" if roles.stores_apart else "both consumers have met"),
         full=Signal(2, f"{loader} twice, for Q and for the row statistics", "a step has landed", bytes=True),
         empty=Signal(consumers, each, "dK of a step is complete, or its end is seen by all"),
         stored=(
@@ -59,14 +80,15 @@ def backward_pipes(
         empty=Signal(consumers, each, "dV of a step is complete"),
         stored=(("dout", tile_m * v * operands.dout.bytes),),
     )  # fmt: skip
+    dv_bytes = KEYS_OF_CONSUMER * v * operands.dv.bytes
     dq = Ring(
         "dq", consumers, each, "the warp that adds",
-        guards="dQ of a step, a stage for each consumer, until it is added to the dQ accumulator; dV leaves through "
-        "the same memory",
+        guards="dQ of a step, a stage for each consumer, until it is added to the dQ accumulator"
+        + ("" if roles.stores_apart else "; dV leaves through the same memory"),
         full=Signal(warps, "each warp of the consumer", "dQ of a step is written, or there is no more"),
         empty=Signal(1, "the warp that adds", "dQ of a step has left"),
         stored=(
-            ("dq", max(64 * roles.dq_columns * operands.accumulator.bytes, KEYS_OF_CONSUMER * v * operands.dv.bytes)),
+            ("dq", max(64 * roles.dq_columns * operands.accumulator.bytes, 0 if roles.stores_apart else dv_bytes)),
         ),
     )  # fmt: skip
     work = Ring(
@@ -90,8 +112,8 @@ def backward_pipes(
     )  # fmt: skip
     ds = Ring(
         "ds", 2, each, each,
-        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; dK leaves through the "
-        "same memory",
+        guards="dS of two steps in turn: both consumers' is there before either multiplies dQ; "
+        + ("dK and dV leave" if roles.stores_apart else "dK leaves") + " through the same memory",
         full=Signal(warps * consumers, "each warp of both consumers", "dS of both is written")
         if roles.pingpong or roles.reads_ds
         else None,
@@ -113,7 +135,7 @@ def backward_pipes(
     )  # fmt: skip
     sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else CUT_SUM_BYTES if roles.cuts else SUM_BYTES)
     return Pipes(
-        (kv, q, dout, dq, *([biases] if roles.biases else []), work, dq_block, ds),
+        (*kv, q, dout, dq, *([biases] if roles.biases else []), work, dq_block, ds),
         named=_named(roles),
         roles=roles.warp_roles,
         order=_ORDER,

@@ -131,6 +131,16 @@ class HopperBackward(Structure):
         """Whether consumers alternate at the tensor cores."""
         return self.overlap == "pingpong"
 
+    def dout_early(self, stages: int) -> bool:
+        """Whether dO of a step is asked for before its row statistics are read: where it has as many stages as Q, one
+        of which is free by then."""
+        return self.stores_apart and self.q_stages <= stages
+
+    @property
+    def stores_apart(self) -> bool:
+        """Whether each consumer stores dK and dV through its own part of dS, without meeting the other one."""
+        return self.pingpong
+
     @property
     def holds_mask_bits(self) -> bool:
         """Whether consumers apply the mask of a tile map by bits; those of a cluster evaluate it for each element."""

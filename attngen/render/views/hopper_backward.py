@@ -13,7 +13,7 @@ from attngen.plan.schedules.backward_families import by_head
 from attngen.plan.schedules.backward_launches import first_stored, row_lanes
 from attngen.plan.schedules.backward_pipes import DQ_BLOCK_BYTES, backward_pipes_of
 from attngen.plan.schedules.cluster_pipes import cluster_pipes_of
-from attngen.plan.schedules.structures import HopperBackward
+from attngen.plan.schedules.structures import KEYS_OF_CONSUMER, HopperBackward
 from attngen.plan.traits import reads_positions
 from attngen.render.biases import Bias, biases_of
 from attngen.render.classifier import ClassifierView, classifier_view
@@ -43,6 +43,11 @@ _REGION_TEXTS = {
     "dq_block": "two blocks of the dQ accumulator: the one that is rounded and the next",
     "dq_block_taken": "which these are",
 }  # fmt: skip
+#: And where each consumer stores its gradients through its own part of dS.
+_APART_TEXTS = {
+    "k": "K, a tile per stage", "v": "V, a tile per stage", "ds": "dS of two steps, then dK and dV for their stores",
+    "dq": "dQ on its way to the dQ accumulator",
+}  # fmt: skip
 #: And in a cluster, where these differ.
 _CLUSTER_TEXTS = {
     "q": "Q, a tile per stage, then dK for its store", "ds": "P, then dS, of two steps",
@@ -54,6 +59,17 @@ _WRITTEN = {
     "dqkv": frozenset({"dq", "dk", "dv", "dq_sum", "dq_state", "partials", "tile_counter"}),
     "postprocess": frozenset({"dq"}),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class StoredColumns:
+    """Columns of dK or dV that a consumer stores at once, and where they lie in its part of dS meanwhile."""
+
+    name: str
+    first: int
+    columns: int
+    kept: int  # columns, of these, that the gradient has
+    offset: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +125,7 @@ class CudaBackwardView:
     waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
     factor_lines: tuple[Statement, ...]
     factor: Code
+    store_rounds: tuple[tuple[StoredColumns, ...], ...]
     uses_b: bool
     postprocess_lines: tuple[str, ...]
     postprocess_uses_hk: bool
@@ -191,6 +208,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         waits_for_loads=roles.cluster > 1 and plan.variant.dropout and reads_positions(plan.variant),
         factor_lines=factor_lines,
         factor=factor_text,
+        store_rounds=_store_rounds(plan, roles) if roles.cluster == 1 and roles.stores_apart else (),
         uses_b=not plan.varlen or "b" in reads([*factor_lines, factor_text]),
         postprocess_lines=_lines(plan, postprocess) if postprocess else (),
         postprocess_uses_hk="hk" in reads([*dq_factor_lines, dq_factor]),
@@ -200,11 +218,32 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     )
 
 
+def _store_rounds(plan: Plan, roles: HopperBackward) -> tuple[tuple[StoredColumns, ...], ...]:
+    """Columns of dK and dV that leave together: as many as a consumer's part of dS of a step has room for, at
+    most 64 of either, since rows of more are swizzled over several copies."""
+    widths = (
+        ("dk", roles.columns_of(plan.columns_qk), plan.head_dim_qk),
+        ("dv", roles.columns_of(plan.columns_v), plan.head_dim_v),
+    )  # fmt: skip
+    rounds: list[list[StoredColumns]] = []
+    left = 0
+    for name, width, kept in widths:
+        for first in range(0, width, KEYS_OF_CONSUMER):
+            columns = min(KEYS_OF_CONSUMER, width - first)
+            if columns > left:
+                rounds.append([])
+                left = plan.tile_m
+            offset = (plan.tile_m - left) * KEYS_OF_CONSUMER * plan.operands.shared("dk", "dv").bytes
+            rounds[-1].append(StoredColumns(name, first, columns, max(min(kept - first, columns), 0), offset))
+            left -= columns
+    return tuple(map(tuple, rounds))
+
+
 def _region_text(roles: HopperBackward, plan: Plan, name: str, values: QueryValues | None) -> str:
     if roles.cluster > 1 and name == "dout":
         part = "a tile" if roles.parts_of(roles.columns_of(plan.columns_v)) == 1 else "half a tile"
         return f"dO, {part} per stage, then dV for its store"
-    texts = _REGION_TEXTS | _CLUSTER_TEXTS if roles.cluster > 1 else _REGION_TEXTS
+    texts = _REGION_TEXTS | (_CLUSTER_TEXTS if roles.cluster > 1 else _APART_TEXTS if roles.stores_apart else {})
     return texts.get(name, "barriers").format(who=values.who if values else "")
 
 
