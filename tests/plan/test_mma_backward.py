@@ -180,6 +180,7 @@ def test_the_mask_finds_values_of_queries_in_shared_memory(variant: str, values:
     assert ("values_ahead" in render(made).text) == bool(values)
     wide = mma("sm80", 128, variant)
     assert ("values_of_keys" in render(wide).text) == bool(values)
+    assert "values_ahead" not in render(mma("sm86", 128, variant)).text  # 32 queries
 
 
 @pytest.mark.parametrize("deterministic", ["true", "false"])

@@ -47,6 +47,9 @@ _QUERIES = 16
 #: Most columns of dK and dV with which kernels are faster if each partial step loads the values of keys again.
 _NARROW_COLUMNS = 128
 
+#: Fewest queries of a step whose values are loaded ahead.
+_VALUED_QUERIES = 64
+
 #: Steps whose values of queries are in shared memory: this one and the next.
 _VALUE_SLOTS = 2
 
@@ -128,8 +131,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         by_columns=0 < late_columns < warp_dq or (tile.m < _LATE_QUERIES and not spec.deterministic),
         centered=not spec.variant.dropout and not differentiable_of(spec.variant),
         ordered=spec.deterministic,
-        query_values=_query_values(spec),
-        keys_once=_query_values(spec) > 0 and qk.width + v.width > _NARROW_COLUMNS,
+        query_values=_query_values(spec, tile),
+        keys_once=_query_values(spec, tile) > 0 and qk.width + v.width > _NARROW_COLUMNS,
         shared=_regions(tile, qk.width, v.width, element.bytes, spec),
     )
     planned = drafted(
@@ -236,14 +239,15 @@ def _query_warps(tile: _Tile) -> int:
     return _ROWS * tile.warps // tile.n
 
 
-def _query_values(spec: KernelSpec) -> int:
-    """Number of values of a query that the mask reads, and that are loaded a step ahead."""
-    return query_loads(spec.variant) if iteration_of(spec, "q") == "ranges" else 0
+def _query_values(spec: KernelSpec, tile: _Tile) -> int:
+    """Number of values of a query that the mask reads, and that are loaded a step ahead. In steps of fewer queries that
+    spills."""
+    return query_loads(spec.variant) if iteration_of(spec, "q") == "ranges" and tile.m >= _VALUED_QUERIES else 0
 
 
 def _regions(tile: _Tile, width_qk: int, width_v: int, size: int, spec: KernelSpec) -> tuple[Region, ...]:
     """Return the regions of shared memory. Blocks that add dQ up in a fixed order take tiles from a counter."""
-    keys, regions, at, values = tile.n, [], 0, _query_values(spec)
+    keys, regions, at, values = tile.n, [], 0, _query_values(spec, tile)
     pairs = keys * tile.m * size
     for name, count in (
         ("k", keys * width_qk * size), ("v", keys * width_v * size), ("q", tile.stages * tile.m * width_qk * size),
@@ -265,7 +269,7 @@ def _families(spec: KernelSpec, arch: Arch) -> set[str]:
         "large": large,
         "gather": gathers(spec.variant),
         "narrow": narrow,
-        "large window": large and narrow and _query_values(spec) == 0,
+        "large window": large and narrow and not query_loads(spec.variant),
     }
     return {"any", *(name for name, holds in member.items() if holds)}
 
