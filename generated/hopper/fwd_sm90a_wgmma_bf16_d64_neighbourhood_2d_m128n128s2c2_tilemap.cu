@@ -45,7 +45,6 @@ constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
 constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
 constexpr float kRecomputeAbove = 0x1p40f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
 constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
-constexpr float kRecomputeLeast = kBlockN / 4;  // and more than one for each key of a lane: a first tile may hold few keys
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
 constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
@@ -493,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         fence_registers(acc);
         release_v();
         exponentiate<Element>(s, scale_log2e, row_max, p, sum);
-        const auto kept = [&](int row) { return sum[row] <= fminf(fmaxf(kRecomputeGrowth * row_sum[row], kRecomputeLeast), kRecomputeAbove); };
+        const auto kept = [&](int row) { return sum[row] <= fminf(fmaxf(kRecomputeGrowth * row_sum[row], kBlockN / 4), kRecomputeAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
           keep_row_max({kept(0), kept(1)}, row_max, maximum);
