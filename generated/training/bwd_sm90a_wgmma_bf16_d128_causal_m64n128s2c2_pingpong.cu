@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_caus
     int has_dlse
 ) {
   wait_dependencies();  // nothing in global memory is read or written before
-  launch_dependents();  // so that the next kernel, before it waits, reads only what was complete before this one
+  launch_dependents();
   constexpr int kLanes = 16, kRows = 16 * kLanes / 128;  // lanes of a row, 16 bytes each; rows of a thread
   const int chunk = threadIdx.x % kLanes;
   const int h = blockIdx.x % heads, row_tile = blockIdx.x / heads % row_tiles, b = blockIdx.x / heads / row_tiles;
@@ -297,6 +297,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         prefetch_map(v_map);
         prefetch_map(dout_map);
       }
+      wait_dependencies();  // for preprocess, and for the counter of tiles: another thread's kernel may come between, and take from it
       // The last tiles in the order in which they are taken are cut into parts, so that blocks end together.
       const int units = batch * kv_heads;
       DoutRing dout_ring;
@@ -333,7 +334,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         bool keys_loaded = false;
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
-          if (sums == 0) wait_dependencies();  // for preprocess
           float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
 #pragma unroll
           for (int i = 0; i < kBlockM / 32; ++i) {
@@ -427,7 +427,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
             last.unit = unit;
             last.parts = done_parts;
           } else {
-            wait_dependencies();
             add_release(done(unit), done_parts);
           }
         }
@@ -435,7 +434,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         signal(kEndOfTile);
       }
       if (lane == 0) shared_at<Sum>(kSumTile + sums % kSums * sizeof(Sum)).tile = -1;
-      wait_dependencies();  // also where there was no step
       __syncwarp();
       signal(kEndOfAll);
     } else if (warp == kAdder) {

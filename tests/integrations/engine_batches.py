@@ -83,16 +83,17 @@ class Batch:
 def batch(
     queries: Sequence[int], lengths: Sequence[int], *, heads: int = 4, kv_heads: int = 2, dim: int = 32,
     rows: int = 16, dtype: torch.dtype = torch.float32, fp8: Sequence[Tensor] | None = None, padded: int = 0,
-    extra_tokens: int = 0, order: Sequence[int] = (0, 1, 2), seed: int = 0, device: str = "cpu",
+    extra_tokens: int = 0, order: Sequence[int] = (0, 1, 2), seed: int = 0, device: str = "cpu", least_blocks: int = 0,
 ) -> Batch:  # fmt: skip
-    """A random batch. ``fp8`` are scales of keys and values, () or (kv_heads,), of a cache in 8 bits (as uint8)."""
+    """A random batch. ``fp8`` are scales of keys and values, () or (kv_heads,), of a cache in 8 bits (as uint8), which
+    has ``least_blocks`` at least."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
 
     counts = [-(-length // rows) for length in lengths]
-    blocks = sum(counts) + 3
+    blocks = max(sum(counts) + 3, least_blocks)
     free = torch.randperm(blocks - 1, generator=generator) + 1  # block 0 is vLLM's null block
     width = max(counts) + 2
     table = torch.zeros(len(lengths) + padded, width, dtype=torch.int32)

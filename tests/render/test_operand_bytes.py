@@ -193,7 +193,9 @@ def test_copies_announce_the_bytes_that_they_bring(case: tuple[Plan, str, dict[s
             wanted |= {stage["other_ds"] // 2, numbers["kKeys"] * size}  # of one column
             wanted |= {stage["part"] // 4} if "part" in stage else set()  # of a warp
         else:
-            wanted |= {stage["k"] + stage["v"], numbers["kDqBlockBytes"]}
+            apart = plan.structure.stores_apart  # K and V arrive apart
+            wanted |= {stage["k"], stage["v"]} if apart else {stage["k"] + stage["v"]}
+            wanted |= {numbers["kDqBlockBytes"]}
     assert announced == wanted
 
 
