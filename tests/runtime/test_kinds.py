@@ -287,3 +287,35 @@ def test_numbers_are_those_of_a_call_that_is_prepared_for_its_sizes(
         )  # fmt: skip
         ragged.clear()
     assert sum(isinstance(one, RaggedCalls) for one in kinds()) == 1
+
+
+OF_PAGES = """
+kernels:
+  - {variant: causal, head_dim: 64, layout: paged, kv_dtype: fp8_e4m3, split_kv: true, descale: [head, page]}
+"""
+
+
+def test_scales_of_pages_are_not_taken_for_those_of_sequences(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that differ in nothing but the rows of their scales, after the first kind is recognized by its tensors."""
+    monkeypatch.setattr(debug, "check_lengths", lambda call: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    registry.add(package_of_kernels(planned(OF_PAGES), "memory"))
+    pages = [torch.zeros(50, 16, 2, 64).to(torch.float8_e4m3fn) for _ in "kv"]
+    launched: list[Any] = []
+    monkeypatch.setattr(Chain, "__call__", lambda launch, a, s, n, sized: launched.append(sized.functions))
+
+    def call(rows: int) -> Any:
+        q, scale = torch.zeros(7, 1, 8, 64).bfloat16(), torch.ones(rows, 2)
+        table, used = torch.zeros(7, 5, dtype=torch.int32), torch.ones(7, dtype=torch.int32)
+        with drivers.use(driver), torch.no_grad():
+            attngen.attention_paged(q, *pages, table, used, variant="causal", k_descale=scale, v_descale=scale)
+        return launched.pop()
+
+    driver = Loading()
+    of_pages = call(50)
+    dispatch._PREPARED.clear()
+    dispatch._SEEN.clear()
+    of_sequences = [call(7) for _ in range(4)]
+    assert of_sequences[0] != of_pages
+    assert call(50) == of_pages
+    assert call(7) == of_sequences[0]

@@ -97,6 +97,14 @@ def rows_of_scales_fit(scales: Iterable[Tensor | None], pages: int | None, batch
     return True
 
 
+def by_page(scales: tuple[Tensor | None, ...], pages: int | None) -> tuple[bool, ...]:
+    """Whether each scale of a cache has a row for each of its ``pages``; else it has one for each sequence, or none.
+
+    Checks of tensors whose rows may differ do not tell these apart.
+    """
+    return tuple([scale is not None and scale.dim() == 2 and scale.shape[0] == pages for scale in scales])
+
+
 def kind_of(
     given: Given, addresses: list[int], shape: Any, strides: Any, common: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:

@@ -26,7 +26,7 @@ from attngen.runtime.arguments.checked import ATTENTION_DTYPES, DIRECTIONS, Call
 from attngen.runtime.arguments.dropout import with_state
 from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, kind_settings_of, tensors_of
 from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note_others
-from attngen.runtime.arguments.kinds import INDEX_VECTORS, free_of, has_kinds, kind_of, resize
+from attngen.runtime.arguments.kinds import INDEX_VECTORS, by_page, free_of, has_kinds, kind_of, resize
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
@@ -210,7 +210,8 @@ def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None
             shapes = [tensor.shape for tensor in own]
             lengths = q.shape, given.k.shape, given.max_seqlen_q, given.max_seqlen_k, *shapes
         elif given.page_table is not None:  # layers may have caches of several sizes
-            lengths = given.k.shape
+            pages = given.k.shape[0]
+            lengths = given.k.shape, by_page((given.q_descale, given.k_descale, given.v_descale), pages)
     except (AttributeError, RuntimeError):  # a nested tensor, or none at all
         return None
     chosen = variant if isinstance(variant, str) else id(variant)

@@ -7,6 +7,7 @@ from typing import Any
 from attngen.runtime.arguments.keys import PLAIN, note
 from attngen.runtime.arguments.kinds import (
     UnlikeError,
+    by_page,
     note_rows,
     note_scale,
     rows_of_scales_fit,
@@ -68,9 +69,11 @@ def seen_key(call: Append) -> tuple[Any, ...] | None:
         return None
     try:
         one = k.shape[0] == 1
-    except (IndexError, RuntimeError):
+        pages = None if call.page_table is None and call.slots is None else call.k_cache.shape[0]
+        of_pages = by_page((call.k_descale, call.v_descale), pages)
+    except (AttributeError, IndexError, RuntimeError):
         return None
-    return registry.generation, one, call.page_layout, interleaved, type(interleaved)
+    return registry.generation, one, call.page_layout, interleaved, type(interleaved), of_pages
 
 
 def sizes_of(call: Append) -> tuple[Any, ...]:
