@@ -69,6 +69,14 @@ def test_a_cache_in_8_bits(host: HostDriver, dtype: torch.dtype, where: str) -> 
     assert len(host.launches) == len(granularities)
 
 
+def test_scales_of_pages_are_not_taken_for_those_of_sequences(host: HostDriver) -> None:
+    """Calls that differ in nothing but the rows of their scales, after the first ones are recognized by their tensors."""
+    torch.manual_seed(6)
+    for scales in ("head", "head", "head", "page", "head"):
+        both(a_call(random.Random(1), "pages", torch.bfloat16, scales=scales))
+    assert len(host.launches) == 5
+
+
 @pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
