@@ -70,7 +70,7 @@ def test_a_cache_in_8_bits(host: HostDriver, dtype: torch.dtype, where: str) -> 
 
 
 def test_scales_of_pages_are_not_taken_for_those_of_sequences(host: HostDriver) -> None:
-    """Calls that differ in nothing but the rows of their scales, after the first ones are recognized by their tensors."""
+    """Calls that differ in nothing but the rows of their scales, after the first are recognized by their tensors."""
     torch.manual_seed(6)
     for scales in ("head", "head", "head", "page", "head"):
         both(a_call(random.Random(1), "pages", torch.bfloat16, scales=scales))
