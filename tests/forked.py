@@ -166,7 +166,8 @@ class Popen:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it may end, and be waited for, in between
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End the process at once."""
