@@ -60,7 +60,7 @@ class _Alike:
         #: The launches of the last batch, and what they depend on: the next one often has the same sizes, in the same
         #: memory.
         self.last: tuple[_Sizes, _Launches] | None = None
-        #: What makes the launches of other sizes, by how a batch runs (``_how``).
+        #: Launches for other sizes, by how a batch runs (``_how``).
         self.renewals: dict[_How, _Renewal] = {}
         #: Whether a query and an output are like those of an earlier call, but for their rows.
         self.like: Callable[[Tensor, Tensor], bool] | None = None

@@ -189,7 +189,7 @@ class TensorMap:
         in_bytes = tuple(stride * element_bytes for stride in usable_strides(shape, strides, element_bytes))
         self._strides = tuple(reversed(in_bytes[:-1]))
         self._token = next(_TOKENS)
-        #: What packs a descriptor from its address and its rows less 1, and the bytes between and behind these; None
+        #: Packer of a descriptor from its address and its rows less 1, and the bytes between and behind these; None
         #: before the driver has encoded one, and where the layout is not known.
         self._pack: Callable[..., bytes] | None = None
         self._around = b"", b""

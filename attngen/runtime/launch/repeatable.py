@@ -27,7 +27,7 @@ class Repeatable:
         """The arguments of a launch, and memory of its workspaces that is to be ``kept``. ``given``: addresses of a
         call's tensors, its scale and scalars."""
         self.chain, self.stream, self.kept, self.given = chain, stream, kept, given
-        #: What serves calls of the kind, if that has other sizes.
+        #: Prepared launches for calls of the kind with other sizes.
         self.calls: Any = None
         self._block = block = chain.take(sized)
         chain.place(block, addresses, sized)
