@@ -77,6 +77,15 @@ class TensorGradient:
         return PRODUCT.name in names(self.varying)
 
     @property
+    def by_ends(self) -> bool:
+        """Whether there are tiles whose diagonals all share an entry, which the first and the last one tell, and the
+        derivative: consumers add up these."""
+        if self.way is not Way.DIAGONAL or APART.name in names(self.varying):
+            return False
+        moving = [index for index in self.indices if APART.name in names(index)]
+        return len(moving) == 1 and _direction(moving[0]) is not None and _ends(moving[0])
+
+    @property
     def reads(self) -> frozenset[str]:
         """Names that index and derivative read."""
         return frozenset[str]().union(*map(names, (self.constant, self.varying, *self.indices)))
@@ -127,6 +136,32 @@ def is_large(variant: Variant, load: Load) -> bool:
     """Whether a tensor may have more entries than an int32 counts: the call decides the extents of two axes."""
     shape = variant.tensor(load.tensor).shape
     return sum(isinstance(extent, str) and extent not in _FEW for extent in shape) > 1
+
+
+def _direction(node: Expr) -> int | None:
+    """Return 1 or -1 where a function of ``APART`` never falls or never rises, 0 where it is constant, else None."""
+    if APART.name not in names(node):
+        return 0
+    if node == APART:
+        return 1
+    if not isinstance(node, Op):
+        return None
+    first, *others = [_direction(each) for each in node.args]
+    match node.op, first, others:
+        case (("add" | "min" | "max"), int(a), [int(b)]) if a * b >= 0:
+            return a or b
+        case "sub", int(a), [int(b)] if a * b <= 0:
+            return a or -b
+        case "neg", int(a), []:
+            return -a
+        case "floordiv", int(a), [0] if isinstance(node.args[1], Const) and node.args[1].value > 0:
+            return a
+    return None
+
+
+def _ends(node: Expr) -> bool:
+    """Whether a function is clamped somewhere."""
+    return isinstance(node, Op) and (node.op in ("min", "max") or any(map(_ends, node.args)))
 
 
 def _comes_first(index: Expr) -> bool:

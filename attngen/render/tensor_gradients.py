@@ -97,6 +97,7 @@ class TileSum:
     entry: GradientEntry
     varies: bool = False  # the factor differs from diagonal to diagonal
     uniform: bool = False  # all diagonals have one entry
+    by_ends: bool = False  # consumers add up tiles whose first and last diagonal share an entry
     stored: str = ""
     cleared: str = ""
     in_float32: bool = False
@@ -243,7 +244,9 @@ def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
     if each.way is Way.DIAGONAL:
         entry = _entry(plan, each, {APART.name: Binding(spelled(APART.name), _TILE)})
         uniform = not any(APART.name in names(index) for index in each.indices)
-        return TileSum("diagonal", name, gradient, entry, varies=APART.name in names(each.varying), uniform=uniform)
+        by_ends = each.by_ends and not plan.structure.in_cluster
+        varies = APART.name in names(each.varying)
+        return TileSum("diagonal", name, gradient, entry, varies=varies, uniform=uniform, by_ends=by_ends)
     if each.way is Way.COLUMN:
         entry = _entry(plan, each, _bindings_of_keys())
         keys = _number_keys("{first_key} + 2 * {own_lane} + {column}", entry.reads)

@@ -183,3 +183,24 @@ def test_kernels_without_gradients_of_tensors_have_none_of_it() -> None:
     text = render(planned("causal", passes="backward")).text
     for word in ("tensor", "DsStep", "dlogit"):
         assert word not in text
+
+
+@pytest.mark.parametrize(
+    ("index", "by_ends"),
+    [
+        ("clamp(q - kv + 128, 0, 256)", True),
+        ("min(q_pos - kv, 40)", True),
+        ("40 - clamp((q - kv) // 4, 0, 40)", True),
+        ("q - kv + 128", False),  # no two diagonals share an entry
+        ("clamp(abs(q - kv), 0, 40)", False),  # falls, then rises
+        ("clamp((q - kv) * (q - kv), 0, 40)", False),
+    ],
+)
+def test_clamped_indices_that_never_turn_back_are_known_by_their_ends(index: str, by_ends: bool) -> None:
+    declared = (
+        f'variants:\n  own:\n    mask: "q >= kv"\n    score: "s + table[{index}]"\n'
+        "    tensors:\n      table: {dtype: float32, shape: [257], grad: true}\n"
+    )
+    plan = planned("own", passes="backward", backward="{backend: cuda}", head_dim=64, declared=declared)
+    (gradient,) = gradients_of(plan.variant, fast_math=plan.fast_math)
+    assert (gradient.way, gradient.by_ends) == (Way.DIAGONAL, by_ends)

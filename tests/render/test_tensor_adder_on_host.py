@@ -139,16 +139,24 @@ def test_sums_are_those_of_float64(
     }  # fmt: skip
     wanted = {name: [0.0] * sizes[name] for name in names}
     for step, rows in zip(steps, pairs, strict=True):
+        own = [name for name in names if not (name == "table" and form == "all" and shares_entry(plan, step, lengths))]
         for i, row in enumerate(rows):
             for j, x in enumerate(row):
                 if x:
-                    for name in names:
+                    for name in own:
                         place = place_of(name, step, plan.tile_m * step.tile + i, step.kv_start + j, lengths, form)
                         assert place is not None
                         wanted[name][place[0]] += x * place[1]
     results = run(plan, steps, pairs, lengths, {name: sizes[name] for name in names}, stored, tmp_path)
     for name in names:
         assert results[name] == pytest.approx(wanted[name], abs=1e-4, rel=1e-4), name
+
+
+def shares_entry(plan: Plan, step: Step, lengths: tuple[int, int]) -> bool:
+    """Whether all diagonals of a tile share an entry of the table, so that consumers add it up."""
+    first = plan.tile_m * step.tile + lengths[1] - lengths[0] - step.kv_start
+    low, high = (min(max(apart + 20, 0), 40) for apart in (first - 127, first + plan.tile_m - 1))
+    return low == high
 
 
 def inside(plan: Plan, step: Step, lengths: tuple[int, int], row: int, key: int) -> bool:

@@ -26,7 +26,7 @@ from attngen.render.distance_values import DistanceValues
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
-from attngen.render.tensor_gradients import SumsView, TilesView, register_sums, tile_sums
+from attngen.render.tensor_gradients import SumsView, TileSum, TilesView, register_sums, tile_sums
 from attngen.render.views.hopper_forward import SWIZZLES, RegionView, classifier_lines
 
 _REGION_TEXTS = {
@@ -132,6 +132,11 @@ class CudaBackwardView:
     dq_factor_lines: tuple[Statement, ...]
     dq_factor: Code
     classifier: ClassifierView | None
+
+    @property
+    def end_sums(self) -> tuple[TileSum, ...]:
+        """Gradients of the variant's tensors of which consumers add up the tiles whose diagonals share an entry."""
+        return tuple(each for each in self.tensor_tiles.sums if each.by_ends) if self.tensor_tiles else ()
 
 
 def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:

@@ -177,6 +177,17 @@ __device__ __forceinline__ void add_to_run(float* to, Entry& run, float& sum, En
   run = entry;
 }
 
+// The same for a term that all lanes of a warp have; an entry of -1 changes nothing.
+__device__ __forceinline__ void add_to_run_of_warp(float* to, int& run, float& sum, int entry, float term, int lane) {
+  const bool changes = entry >= 0 && entry != run, ends = changes && run >= 0 && lane == 0;
+  asm volatile(
+      "{.reg .pred p; setp.ne.s32 p, %2, 0; @p red.relaxed.gpu.global.add.f32 [%0], %1;}"
+      ::"l"(to + run), "f"(sum), "r"(static_cast<int>(ends))
+      : "memory");
+  sum = (changes ? 0.0f : sum) + (entry >= 0 ? term : 0.0f);
+  run = entry >= 0 ? entry : run;
+}
+
 // Eight neighbouring numbers of dS as they are, of which `count` are wanted; `aligned`: at a multiple of 16 bytes.
 template <typename Element>
 __device__ __forceinline__ void store_eight(Element* to, const uint4& eight, int count, bool aligned) {
