@@ -1,7 +1,7 @@
 """Draw docs/figures/speed.svg from speed.json beside it: ``python docs/figures/speed.py``. Needs matplotlib.
 
-The figures are those of the first table of docs/performance.md, to which a test holds them. What was not raced at all
-lengths is left out.
+The figures are those of the first table of docs/performance/forward.md, to which a test holds them. What was not raced
+at all lengths is left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The picture of the speed and the table of docs/performance.md show the same figures."""
+"""The picture of the speed and the table of docs/performance/forward.md show the same figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DATA = ROOT / "docs/figures/speed.json"
 
 
 def test_picture_and_table_agree() -> None:
-    (rows,) = tables(ROOT / "docs/performance.md", "bf16", *COLUMNS, "ratio")
+    (rows,) = tables(ROOT / "docs/performance/forward.md", "bf16", *COLUMNS, "ratio")
     data = json.loads(DATA.read_text())
     table = {
         row[0].removesuffix(" 1k / 4k / 16k"): {
@@ -29,7 +29,11 @@ def test_picture_and_table_agree() -> None:
 
 @pytest.mark.parametrize(
     ("page", "card"),
-    [("performance.md", "bf16"), ("performance.md", "bf16, H100"), ("notebook/hopper_forward.md", "bf16, H100")],
+    [
+        ("performance/forward.md", "bf16"),
+        ("performance/forward.md", "bf16, H100"),
+        ("notebook/hopper_forward.md", "bf16, H100"),
+    ],
 )
 def test_ratios_of_the_tables_follow_from_their_speeds(page: str, card: str) -> None:
     (rows,) = tables(ROOT / "docs" / page, card, *COLUMNS, "ratio")
@@ -49,7 +53,7 @@ def test_every_panel_is_in_the_picture() -> None:
 
 def test_speeds_of_the_cookbook_are_those_of_the_table_of_masks() -> None:
     header = ("function", "d 128: FlexAttention", "attngen", "ratio", "d 64: FlexAttention", "attngen", "ratio")
-    (rows,) = tables(ROOT / "docs/performance.md", *header)
+    (rows,) = tables(ROOT / "docs/performance/masks.md", *header)
     ratios = {row[0]: tuple(row[3].split(" / ")) for row in rows}
     text = " ".join((ROOT / "docs/cookbook.md").read_text().split())
     quoted = re.findall(r"(\S+) times FlexAttention forward, (\S+) backward \(`([^`]+)`\)", text)
