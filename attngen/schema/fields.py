@@ -130,7 +130,16 @@ def _literal(value: object) -> bool | int | float:
     return value
 
 
+def _refuse_function(value: object) -> None:
+    if callable(value):
+        raise ValueError(
+            "found a function; allowed: an expression, as text. attngen.integrations.flex_attention takes functions "
+            "(mask_mod, score_mod)"
+        )
+
+
 def _expression(value: object) -> str:
+    _refuse_function(value)
     # YAML reads `score: 0` as a number; it is as good an expression as any
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"found {show(value)}; allowed: an expression")
@@ -167,6 +176,7 @@ def _transposed(value: object) -> bool | str:
 
 
 def _mask(value: object) -> bool | str:
+    _refuse_function(value)
     if not isinstance(value, bool | str):
         raise ValueError(f"found {show(value)}; allowed: an expression, true or false")
     return value

@@ -85,6 +85,8 @@ def test_errors_have_the_words_of_those_of_a_spec(fields: dict[str, Any]) -> Non
         ({"tensors": {"w": {"dtype": "int32", "shape": [torch.zeros(1)]}}}, "tensors.w.shape"),
         ({"mask": np.ones((2, 2), dtype=bool)}, "mask: found"),
         ({"dropout": np.ones(2)}, "dropout: found"),
+        ({"mask": max}, "mask: found a function; allowed: an expression, as text"),
+        ({"score": max}, "score: found a function; allowed: an expression, as text"),
     ],
 )
 def test_fields_that_no_file_could_hold_are_refused(fields: dict[str, Any], message: str) -> None:
