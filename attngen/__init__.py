@@ -14,8 +14,8 @@ from attngen.runtime.calls.exported import install as _install
 
 if TYPE_CHECKING:
     from attngen import errors, integrations, parallel
+    from attngen.debugging import debug
     from attngen.first_call import jit
-    from attngen.looking import debug
     from attngen.runtime.calls.append import append_kv
     from attngen.runtime.calls.dispatch import explain, tile_map
     from attngen.runtime.calls.entry import attention, attention_paged, attention_varlen, define_operators
@@ -39,7 +39,7 @@ _HOMES = {
     "attention": "attngen.runtime.calls.entry",
     "attention_paged": "attngen.runtime.calls.entry",
     "attention_varlen": "attngen.runtime.calls.entry",
-    "debug": "attngen.looking",
+    "debug": "attngen.debugging",
     "define_operators": "attngen.runtime.calls.entry",
     "errors": None,
     "explain": "attngen.runtime.calls.dispatch",

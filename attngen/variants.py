@@ -131,12 +131,11 @@ def variant(
     """Return a variant of attention, to be passed to calls as ``variant=``.
 
     The arguments are the fields of a variant in a spec, described in docs/spec.md: ``mask`` is true where a query sees
-    a key, ``score`` is the logit in terms of ``s``, ``sink`` a logit of each head without a key, which the log-sum-exp
-    leaves out without ``sink_in_lse``; ``let`` names values
-    and functions, in order; ``scalars`` and ``tensors`` declare what a call passes, for example ``tensors={"window":
-    {"dtype": "int32", "shape": ["h"]}}``; ``dropout`` drops probabilities; with ``keys="index"``, queries see only the
-    keys that ``indices`` of the call lists. Kernels that were built from a spec under the same ``name``, with the same
-    definition, serve its calls.
+    a key; ``score`` is the logit in terms of ``s``; ``sink`` is a logit of each head that has no key, and
+    ``sink_in_lse=False`` leaves it out of the log-sum-exp; ``let`` names values and functions, in order; ``scalars``
+    and ``tensors`` declare the arguments of a call, for example ``tensors={"window": {"dtype": "int32", "shape":
+    ["h"]}}``; ``dropout`` drops probabilities; with ``keys="index"``, queries see only the keys that the call lists in
+    ``indices``. Kernels built from a spec under the same ``name``, with the same definition, serve its calls.
 
     Raises SpecError, which names the argument and marks the place in an expression. Warns about expressions that
     are legal but probably mistakes, such as a condition that is never true.

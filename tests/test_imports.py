@@ -26,7 +26,7 @@ LAYERS = (
     {"runtime"},
     {"integrations"},
     {"tools"},
-    {"variants", "first_call", "looking"},
+    {"variants", "first_call", "debugging"},
     {"parallel"},
     {"packaging"},
     {"commands", "cli"},

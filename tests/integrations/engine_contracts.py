@@ -1,9 +1,9 @@
 """The contract tests of serving engines: ``python -m tests.integrations.engine_contracts [vllm==0.33.0 …]``.
 
 Downloads the wheels of the named releases, unpacks their Python parts (no binaries), installs the pure Python packages
-that they import, and runs ``contract_<engine>.py`` and ``contract_<engine>_engine.py`` in each, on the CPU. Without
-names: all releases that the plugins name. ``--folder`` keeps what was downloaded, for the next run. Nothing is
-installed in this environment.
+that they import, and runs ``contract_<engine>.py`` and ``contract_<engine>_engine.py`` in each, on the CPU, and on a
+Hopper GPU ``contract_<engine>_gpu.py``. Without names: all releases that the plugins name. ``--folder`` keeps what was
+downloaded, for the next run. Nothing is installed in this environment.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import torch
 
 from attngen.integrations import diffusers, sglang, vllm
 
@@ -126,8 +128,13 @@ def run(requirement: str, folder: Path, options: list[str]) -> int:
     path = os.pathsep.join([str(place), str(packages), str(ROOT), str(empty_modules(folder))])
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     tests = ROOT / "tests" / "integrations"
-    files = [tests / f"contract_{engine}{kind}.py" for kind in ("", "_engine")]
+    kinds = ("", "_engine", "_gpu") if _on_hopper() else ("", "_engine")
+    files = [tests / f"contract_{engine}{kind}.py" for kind in kinds]
     return max(run_file(file, folder, environment, options) for file in files if file.exists())
+
+
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def run_file(file: Path, folder: Path, environment: dict[str, str], options: list[str]) -> int:

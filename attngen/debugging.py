@@ -1,4 +1,4 @@
-"""Looking inside of calls: ``attngen.debug``."""
+"""``attngen.debug``: checked calls, and a look at the logits and errors of one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Debug:
-    """``with attngen.debug():`` checks what tensors of calls hold; ``scores`` and ``compare`` inspect one call."""
+    """``with attngen.debug():`` checks the tensors of calls; ``scores`` and ``compare`` inspect one call."""
 
     def __call__(self) -> AbstractContextManager[None]:
         """Check the contents of every call inside: cu_seqlens, seqused_k, declared ranges and monotone axes.
