@@ -31,7 +31,7 @@ PACKAGES = {
     "cv2": "opencv-python-headless", "google": "protobuf googleapis-common-protos", "dotenv": "python-dotenv",
     "pythonjsonlogger": "python-json-logger", "jwt": "pyjwt", "sklearn": "scikit-learn", "IPython": "ipython",
     "opentelemetry": "opentelemetry-api opentelemetry-sdk opentelemetry-semantic-conventions "
-    "opentelemetry-exporter-otlp", "multipart": "python-multipart", "sgl_kernel": "sgl-kernel",
+    "opentelemetry-exporter-otlp", "multipart": "python-multipart",
 }  # fmt: skip
 
 #: Modules that engines are known to import.
@@ -46,8 +46,8 @@ KNOWN = (
     "torchao", "traitlets", "urllib3", "uvloop", "watchfiles", "xgrammar", "yarl",
 )  # fmt: skip
 
-#: Modules that need binaries of their own torch, and that the tests only import.
-EMPTY = ("torchvision",)
+#: Modules of binaries that the tests only import.
+EMPTY = ("torchvision", "sgl_kernel")
 
 _MOST_PACKAGES = 40
 
