@@ -43,38 +43,49 @@ def attention(
     quantize: str | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return softmax(score(scale · q kᵀ) where the mask allows) · v.
-
-    q is (batch, seqlen_q, heads, head_dim), k and v are (batch, seqlen_k, kv_heads, …), or (batch, heads, seqlen, …)
-    with ``layout='bhsd'``; heads is a multiple of kv_heads. ``variant`` is the name of a variant (``package/variant``
-    if the short name is ambiguous) or what ``attngen.variant`` made; its scalars and tensors are keywords.
-    ``softmax_scale`` is 1/√head_dim unless given. ``seqused_k`` (batch,) int32 is how many keys of each sequence count.
-    With ``return_lse`` the natural log-sum-exp (batch, heads, seqlen_q) in float32 is returned, too. A query that sees
-    no key gives an output of 0, and a log-sum-exp of −inf or of its sink. ``tile_map`` is what ``attngen.tile_map``
-    returned for the same arguments; without it, a kernel that needs one computes it. With ``deterministic`` its
-    gradients have the same bits on every run, as under ``torch.use_deterministic_algorithms``; the output has them in
-    any case.
-
-    Quantized q, k and v (float8_e4m3fn or float8_e5m2, k and v alike) come with ``q_descale``, ``k_descale`` and
-    ``v_descale``, positive float32: the value of an element is the element times its scale. Scales have shape (), or
-    (batch, kv_heads), shared by the query heads of a KV head; or (batch, heads or kv_heads, blocks), one for each block
-    of 64 or 128 tokens; or (batch, heads, seqlen_q) and (batch, kv_heads, seqlen_k), one for each query and each key.
-    The output is bfloat16, or float16 with ``out_dtype=torch.float16``. v may have contiguous keys instead of
-    contiguous columns. ``attngen.quantize`` makes such tensors and scales. If only k and v are quantized, as in a
-    cache, the output has the dtype of q, and scales have shape () or (batch, kv_heads).
-
-    With ``quantize="fp8"`` q, k and v in bfloat16 or float16 are quantized to float8_e4m3fn on the way, for a kernel of
-    8 bits: keys relative to their mean where the variant allows it, rows of q and k after the Hadamard transform, with
-    a scale for each KV head. There is no backward.
-
-    A variant with dropout also takes ``dropout_p`` in [0, 1), and may take ``rng_state``, seed and offset as an int64
-    tensor (2,) on q's device; left out, it is drawn from torch's generator of the device.
-
-    Under ``torch.autocast`` float32 tensors are taken in its dtype for their device.
+    """Attention: softmax(score(softmax_scale · q kᵀ) where the mask allows) · v.
 
     Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
-    current stream and does not wait. Raises CallError for arguments that are wrong or contradict each other, and
-    NoKernelError, which lists every candidate and the reason against it, if no kernel takes the call.
+    current stream and does not wait. Under ``torch.autocast``, float32 tensors are converted to its dtype first.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim); heads is a multiple of kv_heads.
+        v: (batch, seqlen_k, kv_heads, head_dim of v).
+        variant: Name of a variant, ``package/variant`` if the short name is ambiguous, or a result of
+            ``attngen.variant``.
+        softmax_scale: Factor of q kᵀ; 1/√head_dim by default.
+        seqused_k: (batch,) int32, the number of keys of each sequence that count.
+        return_lse: Also return the log-sum-exp.
+        layout: ``'bshd'`` as above, or ``'bhsd'`` for (batch, heads, seqlen, head_dim).
+        backend: ``'cuda'`` or ``'triton'`` for kernels of that kind only, or ``'reference'``.
+        package: Look for kernels in this package only.
+        tile_map: Result of ``attngen.tile_map`` for the same arguments; without it, a kernel that needs one computes
+            it.
+        deterministic: Gradients have the same bits on every run, as under ``torch.use_deterministic_algorithms``. The
+            output has them in any case.
+        q_descale: Scale of an 8-bit q (float8_e4m3fn or float8_e5m2), positive float32: an element's value is the
+            element times its scale. Shape (); (batch, kv_heads), shared by the query heads of a KV head; (batch,
+            heads, blocks), one for each block of 64 or 128 tokens; or (batch, heads, seqlen_q), one for each query.
+        k_descale: The same of k, with kv_heads in place of heads; () or (batch, kv_heads) if q has 16 bits, as beside
+            a cache. k and v have one dtype.
+        v_descale: The same of v, whose keys may be contiguous instead of its columns. ``attngen.quantize`` makes such
+            tensors and scales.
+        out_dtype: torch.float16 for 8-bit q, whose output is bfloat16 otherwise.
+        quantize: ``'fp8'`` converts bfloat16 or float16 q, k and v to float8_e4m3fn on the way, for an 8-bit kernel
+            without a backward: keys relative to their mean where the variant allows it, q and k after the Hadamard
+            transform, with a scale for each KV head.
+        **arguments: Scalars and tensors of the variant. A variant with dropout takes ``dropout_p`` in [0, 1), and
+            optionally ``rng_state``, seed and offset as an int64 tensor (2,) on q's device; by default they come from
+            torch's generator of the device.
+
+    Returns:
+        The output (batch, seqlen_q, heads, head_dim of v), and with ``return_lse`` the natural log-sum-exp, float32
+        (batch, heads, seqlen_q). A query that sees no key gives 0, and a log-sum-exp of −inf or of its sink.
+
+    Raises:
+        CallError: Arguments are wrong or contradict each other.
+        NoKernelError: No kernel takes the call; the message lists every candidate and the reason against it.
     """
     if _any_autocast():
         q, k, v = _as_autocast(q, k, v)
@@ -118,12 +129,24 @@ def attention_varlen(
     out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """As ``attention``, for sequences packed one after the other: q (total_q, heads, head_dim), k and v (total_k, …).
+    """As ``attention``, for sequences packed one after the other.
 
-    Sequence i holds rows cu_seqlens[i] to cu_seqlens[i + 1]; both are int32 of shape (batch + 1,), start with 0 and
-    never decrease. max_seqlen_q and max_seqlen_k are at least the longest lengths. The log-sum-exp is
-    (heads, total_q). What the offsets hold is checked on the CPU and under ``attngen.debug()`` only, since reading
-    it would wait for the GPU. Rows after the last sequence are unspecified.
+    Values of the offsets are checked on the CPU and under ``attngen.debug()`` only, since reading them would wait for
+    the GPU. Rows after the last sequence are unspecified.
+
+    Args:
+        q: (total_q, heads, head_dim).
+        k: (total_k, kv_heads, head_dim).
+        v: (total_k, kv_heads, head_dim of v).
+        cu_seqlens_q: (batch + 1,) int32, never decreasing from 0: queries of sequence i are rows cu_seqlens_q[i] to
+            cu_seqlens_q[i + 1].
+        cu_seqlens_k: The same of keys.
+        max_seqlen_q: At least the largest number of queries of a sequence.
+        max_seqlen_k: At least the largest number of keys of a sequence.
+        variant: This and all other arguments are those of ``attention``.
+
+    Returns:
+        The output (total_q, heads, head_dim of v), and with ``return_lse`` the log-sum-exp (heads, total_q).
     """
     if _any_autocast():
         q, k, v = _as_autocast(q, k, v)
@@ -199,31 +222,43 @@ def attention_paged(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for keys and values in the pages of a cache. There is no backward.
 
-    q is (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with ``cu_seqlens_q`` (batch + 1,) int32 and
-    ``max_seqlen_q``, at least the longest. k_pages and v_pages are (pages, page_size, kv_heads, head_dim), or (pages,
-    kv_heads, page_size, head_dim) with ``page_layout='HND'``. Key j of sequence b is row j % page_size of page
-    page_table[b, j // page_size]; page_table is (batch, max_pages) int32. seqused_k (batch,) int32 counts the keys of
-    each sequence, including those of its queries: ``q_pos`` puts the last query at the last key. Entries of
-    page_table beyond a length are not read, and rows of a page beyond a length do not matter, whatever they hold.
+    Key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Page numbers, lengths and offsets
+    are checked on the CPU and under ``attngen.debug()`` only, since reading them would wait for the GPU.
 
-    The output is written to ``out``, if given, and returned. With ``return_lse`` the log-sum-exp is returned, too:
-    float32, (heads, total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q).
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim) with ``cu_seqlens_q``.
+        k_pages: (pages, page_size, kv_heads, head_dim). With q in bfloat16 or float16 it may be float8_e4m3fn.
+        v_pages: The same with the head_dim of v.
+        page_table: (batch, max_pages) int32. Entries beyond a sequence's length are not read.
+        seqused_k: (batch,) int32, the number of keys of each sequence, including those of its queries: ``q_pos`` puts
+            the last query at the last key. Rows of a page beyond it may hold anything.
+        cu_seqlens_q: (batch + 1,) int32, where packed queries of each sequence begin.
+        max_seqlen_q: At least the largest number of packed queries of a sequence.
+        num_decodes: The first ``num_decodes`` sequences, or the last ``-num_decodes``, have at most one query each.
+            Such a batch runs as two launches side by side, each on the kernel that suits it; results do not change.
+        variant: As for ``attention``, with its scalars and tensors in ``arguments``.
+        softmax_scale: Factor of q kᵀ; 1/√head_dim by default.
+        page_layout: ``'NHD'`` as above, or ``'HND'`` for (pages, kv_heads, page_size, head_dim).
+        num_splits: Number of blocks that share the keys of a sequence; by default the call chooses.
+        split_size: Number of keys of each of these blocks. The bits of a row then depend only on its own sequence.
+        out: Tensor for the output.
+        return_lse: Also return the log-sum-exp.
+        backend: As for ``attention``.
+        package: As for ``attention``.
+        q_descale: Scale of a float8_e4m3fn q, () or (batch, kv_heads); the output is bfloat16.
+        k_descale: Scales of a float8_e4m3fn cache, positive float32: (), (batch, kv_heads), or (pages, kv_heads) for a
+            scale of each page.
+        v_descale: The same of v; none where v is the first columns of k, which has its scales.
+        **arguments: Scalars and tensors of the variant.
 
-    With ``num_decodes`` the first so many sequences have at most one query each, or, if it is negative, the last so
-    many, as batches of servers have them that decode beside prompts: such a batch runs as two launches, on the kernels
-    that suit the two, side by side. The result is the same without.
+    Returns:
+        The output, of q's shape with the head_dim of v, and with ``return_lse`` the log-sum-exp, float32: (heads,
+        total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q).
 
-    ``num_splits`` is how many blocks share the keys of a sequence, ``split_size`` how many keys each of them takes; by
-    default the call chooses. With a ``split_size`` the bits of a row depend only on its own sequence.
-
-    With a cache in 8 bits (float8_e4m3fn), q is bfloat16, float16 or float8_e4m3fn. The cache has ``k_descale`` and
-    ``v_descale``, positive float32 of shape (), (batch, kv_heads), or (pages, kv_heads) for a scale of each page; a v
-    that is the first columns of k has its scales, without a ``v_descale``. q in
-    8 bits has ``q_descale``, () or (batch, kv_heads), and an output in bfloat16.
-
-    Whether a page is one of the cache, and what lengths and offsets hold, is checked on the CPU and under
-    ``attngen.debug()`` only, since reading it would wait for the GPU. Raises CallError and NoKernelError as
-    ``attention`` does, and CallError if a gradient is needed and a kernel would run; the reference is differentiable.
+    Raises:
+        CallError: As ``attention``; also if a kernel would run and a gradient is needed. The reference is
+            differentiable.
+        NoKernelError: As ``attention``.
     """
     given = make(Given, (
         q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
