@@ -19,8 +19,8 @@ from attngen.runtime.helpers.quantize_sampled import SAMPLED, Sampled, mean_of_k
 
 
 class Quantized(NamedTuple):
-    """q, k and v in 8 bits, in the layout that they had, contiguous; and what brings them back to their units: an
-    element stands for itself times its scale. Scales are float32."""
+    """Contiguous q, k and v in 8 bits, in the layout that they had, and their scales in float32: the value of an
+    element is the element times its scale."""
 
     q: Tensor
     k: Tensor
@@ -51,44 +51,47 @@ def quantize(
     rotary_offsets: Tensor | None = None,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Quantized:
-    """Return q, k and v in 8 bits, with the scales that ``attention`` takes.
-
-    q is (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), v with its own head_dim;
-    with ``layout='bhsd'`` the two middle axes are exchanged. They are bfloat16, float16 or float32, with any strides;
-    results are contiguous, of ``dtype``: float8_e4m3fn or float8_e5m2. The arithmetic is float32.
-
-    ``granularity`` says which elements share a scale, from which the shapes of the scales follow:
-
-    ========== ============================= ================================ ==================
-    ``tensor``  ()                            for all three
-    ``head``    (batch, kv_heads)             for all three; query heads share that of their KV head
-    64, 128     (batch, heads, blocks)        of that many tokens; (batch, kv_heads, blocks) of k and v
-    ``token``   (batch, heads, seqlen_q)      of q, (batch, kv_heads, seqlen_k) of k, (batch, kv_heads) of v
-    ========== ============================= ================================ ==================
+    """Convert q, k and v to 8 bits, with the scales that ``attention`` takes.
 
     A scale is the largest magnitude over the largest number of ``dtype`` (448 for e4m3), at least 2**-126, and 1 where
-    all are 0. Elements are divided by it, rounded to nearest even, and saturate. NaN stays NaN, an infinity becomes the
-    largest number of its sign, and neither counts for a scale, so that no other row is affected.
-
-    With ``hadamard``, rows of q and k are multiplied by D H / sqrt(n), the same for both, which leaves q kᵀ as it is:
-    D changes signs at random, and H is the Hadamard transform of each n numbers, n being the largest power of two that
-    divides head_dim. It spreads large numbers over n numbers, which makes the error of 8 bits smaller; a number that is
-    not finite spreads, too. v is not transformed. ``signs`` (head_dim,), 1 or -1 each, is the diagonal of D; by default
-    it follows from ``seed``. q and the keys that it attends to must have the same signs.
-
-    ``rotary_cos`` and ``rotary_sin`` (positions, rotary_dim / 2) in float32, bfloat16 or float16 rotate the first
-    ``rotary_dim`` numbers of each row of q and k before that, as in ``append_kv``: token j of sequence b takes
-    row ``rotary_offsets[b]`` + j, or j without ``rotary_offsets`` (batch,) int32. Positions beyond the tables raise
-    CallError on the CPU and under ``attngen.debug()``; on a GPU they take the nearest row.
-
-    Source: Shah et al., FlashAttention-3, arXiv 2407.08608, section 3.3 (block quantization and incoherent processing);
-    Chee et al., QuIP, arXiv 2307.13304; Ashkboos et al., QuaRot, arXiv 2404.00456.
+    all are 0. Elements are divided by it in float32, rounded to nearest even, and saturate. NaN stays NaN, an infinity
+    becomes the largest number of its sign, and neither counts for a scale, so that no other row is affected.
 
     It does not wait for the GPU. Any spec with a kernel for ``dtype: fp8_e4m3`` brings a kernel for bfloat16 and one
     for float16: one launch for blocks, else up to three, and a tensor for maxima beside those that are returned. They
     take rows that are multiples of 16 bytes, up to 256 numbers; other calls, and those in float32, are some operations
-    of torch.
-    There is no derivative. Raises CallError for what does not fit.
+    of torch. There is no derivative.
+
+    Sources: Shah et al., FlashAttention-3, arXiv 2407.08608, section 3.3 (block quantization and incoherent
+    processing); Chee et al., QuIP, arXiv 2307.13304; Ashkboos et al., QuaRot, arXiv 2404.00456.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), bfloat16, float16 or float32, with any strides.
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim of v).
+        granularity: Elements that share a scale. ``'tensor'``: all, with scales of shape (). ``'head'``: those of a KV
+            head, (batch, kv_heads), also of the query heads that share it. 64 or 128: a head's blocks of so many
+            tokens, (batch, heads, blocks). ``'token'``: a head's token, (batch, heads, seqlen_q) for q and (batch,
+            kv_heads, seqlen_k) for k; v has scales of heads.
+        hadamard: Multiply rows of q and k by D H / sqrt(n), which leaves q kᵀ as it is: D changes signs at random, and
+            H is the Hadamard transform of each n numbers, n being the largest power of two that divides head_dim. It
+            spreads large numbers, and those that are not finite, over n numbers, which makes the error smaller.
+        signs: (head_dim,), 1 or -1 each, the diagonal of D. q and the keys that it attends to must have the same.
+        seed: Seed of the signs if these are not given.
+        layout: ``'bshd'`` as above, or ``'bhsd'`` for (batch, heads, seqlen, head_dim).
+        rotary_cos: (positions, rotary_dim / 2) in float32, bfloat16 or float16. The first ``rotary_dim`` numbers of
+            each row of q and k are rotated first, as by ``append_kv``. Positions beyond the tables raise CallError on
+            the CPU and under ``attngen.debug()``; on a GPU they take the nearest row.
+        rotary_sin: The same for sines.
+        rotary_interleaved: Pairs are numbers 2 i and 2 i + 1, instead of i and i + rotary_dim / 2.
+        rotary_offsets: (batch,) int32: token j of sequence b takes row rotary_offsets[b] + j, instead of j.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+
+    Returns:
+        Contiguous q, k and v in ``dtype``, and their scales.
+
+    Raises:
+        CallError: Arguments are wrong or contradict each other.
     """
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v)):
         raise CallError("quantize is not differentiable; call it under torch.no_grad()")
