@@ -391,7 +391,11 @@ def test_long_rows_are_the_first_of_each_batch_entry() -> None:
     assert order.dtype == torch.int32
     assert order.tolist() == [5, 3, 0, 1, 2, 4, 0, 1, 2, 3, 4, 5, 2]
     check_order(order, torch.where(tiles < 0, 32, tiles))
-    shape.by_keys = False
+    for heads_of_block, count in ((0.2, 2), (0.3, 0)):  # half of those below
+        shape.heads_of_block = heads_of_block
+        other = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
+        assert other.tolist() == [*order.tolist()[:-1], count]
+    shape.by_keys, shape.heads_of_block = False, 0.0
     order = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
     assert order.tolist() == [5, 3, 4, 2, 1, 0, 0, 5, 4, 3, 2, 1, 2]
     check_order(order, torch.where(tiles < 0, 32, tiles), by_keys=False)

@@ -146,17 +146,19 @@ class Relief:
     ``family``: the family whose rows of the table are taken instead of the spec's own. ``lean``: the loader keeps as
     little in registers as it can. ``gathers``: consumers load biases and compute values of distances for each pair,
     although the loader could store them in shared memory. ``divides``: consumers divide for each query, not the loader.
+    ``late``: the loader reads row statistics of a step when there is a stage for them.
     """
 
     family: str | None = None
     lean: bool = False
     gathers: bool = False
     divides: bool = False
+    late: bool = False
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Its labels in kernel names."""
-        return tuple(name for name in ("lean", "gathers", "divides") if getattr(self, name))
+        return tuple(name for name in ("lean", "gathers", "divides", "late") if getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +315,7 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
-        rows_early=choice.rows_ahead > 0 and iteration == "ranges" and not varlen and not relief.lean,
+        rows_early=choice.rows_ahead > 0 and not varlen and not relief.lean and not relief.late,
         q_stages=choice.q_stages,
         box_bytes=widest_box(
             *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
@@ -358,12 +360,15 @@ def alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
 def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     """Yield ways to save registers, in the order in which they are tried.
 
-    First consumers divide, if the loader did. Then come the rows of families that need more registers than the plan's
-    own; then a lean loader in single blocks, since masks of many ranges or searches exceed its few registers; then the
-    same with consumers that gather, if the loader of the ``first`` plan stores anything for them.
+    First the loader of a map reads row statistics late; and consumers divide, if the loader did. Then come the rows of
+    families that need more registers than the plan's own; then a lean loader in single blocks, since masks of many
+    ranges or searches exceed its few registers; then the same with consumers that gather, if the loader of the
+    ``first`` plan stores anything for them.
     """
     assert isinstance(first.structure, HopperBackward)
     brought = Brought(first.structure.bias_bytes, first.structure.distance_values)
+    if first.structure.rows_early and first.iteration == "tile_map":
+        yield Relief(late=True)
     if first.structure.query_values and costly_query_values(spec.variant):
         yield Relief(divides=True)
     of_tiles = families_from(family_of(spec, per_pair_of(spec, brought), brought), brought.bias_bytes)

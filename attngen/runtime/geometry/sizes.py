@@ -227,8 +227,8 @@ class Geometry:
         self.workspaces: Mapping[str, int] = {}  # elements of 4 bytes of each workspace of the call
         if launch.cuts and not launch.by_keys:  # a counter for the rows of each consumer
             self.sizes["split_counters"] = self.cut.tiles * (launch.tile_m // 64)
-            if self.map is not None:
-                self.map.heads_of_block = self.sizes["section"] / capacity.blocks
+        if launch.cuts and self.map is not None:
+            self.map.heads_of_block = self.sizes["section"] / capacity.blocks
 
     @cached_property
     def views(self) -> dict[str, View]:

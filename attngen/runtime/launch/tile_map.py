@@ -42,8 +42,9 @@ from attngen.runtime.launch.launches import Launches
 MAX_BITS = 512 * 2**20
 #: A row is long if it has more than this many times the tiles of the mean row.
 _LONG = 2
-#: Steps that a tile of queries takes beside its own; and by how much a long one has to outlast the others to be cut.
-_TILE_STEPS, _OUTLASTS = 2.6, 1.1
+#: Steps that a tile of work takes beside its own; and by how much a long one, of queries or of keys, has to outlast the
+#: others to be cut.
+_TILE_STEPS, _OUTLASTS, _OUTLASTS_BY_KEYS = 2.6, 1.1, 2.0
 #: Rows of all heads up to which they are taken by length: eight for each block of an H100.
 _FEW_ROWS = 8 * 132
 #: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile.
@@ -256,7 +257,7 @@ def same_words(words: Tensor, other: Tensor, shape: MapShape) -> bool:
 def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
     """Return the row indices of each batch entry: those of long rows first, the longest ahead, then the others, tiles
     of queries from the last to the first; and after all of them the most long rows that an entry has. That is 0 where
-    rows of queries that are taken first end before the others, so that nothing is cut. If there are few rows, all go by
+    rows that are taken first end before the others, so that nothing is cut. If there are few rows, all go by
     length, so that blocks end together; of many, neighbors run at a time, which read the same."""
     rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
     tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
@@ -269,7 +270,8 @@ def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
     count = long.sum(1).max()
     if shape.heads_of_block:
         steps = tiles / shape.heads + _TILE_STEPS
-        count *= steps.max() > _OUTLASTS * shape.heads_of_block * steps.sum(1).mean()
+        outlasts = _OUTLASTS_BY_KEYS if shape.by_keys else _OUTLASTS
+        count *= steps.max() > outlasts * shape.heads_of_block * steps.sum(1).mean()
     return torch.cat((order.flatten(), count[None])).int()
 
 
