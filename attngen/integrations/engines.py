@@ -311,11 +311,6 @@ def image_ranges(
     return int(starts[-1])
 
 
-def scale_of_tokens(scale: Tensor, kv_heads: int) -> Tensor:
-    """The scale of a layer's cache as ``append_kv`` takes it for one row of tokens, a view: () or one per KV head."""
-    return scale.reshape(()) if scale.numel() == 1 else scale.reshape(1, kv_heads)
-
-
 def scale_of_requests(scale: Tensor, requests: int, kv_heads: int) -> Tensor:
     """The scale of a layer's cache as ``attention_paged`` takes it, a view: () or one for each KV head."""
     return scale.reshape(()) if scale.numel() == 1 else scale.reshape(1, kv_heads).expand(requests, kv_heads)

@@ -49,7 +49,7 @@ Resized = Sequence[tuple[int, bytes]]
 class HelperLaunches:
     """The launches of a helper kernel for one kind of call. Calling it enqueues them on the current stream."""
 
-    __slots__ = ("_device", "_driver", "_first", "_free", "_launches", "label")
+    __slots__ = ("_device", "_driver", "_first", "_free", "_launches")
 
     def __init__(
         self, kernel: Kernel, operands: Operands, grids: Sequence[Grid], driver: Driver, device: int,
@@ -57,7 +57,6 @@ class HelperLaunches:
     ) -> None:  # fmt: skip
         """``changing``: numbers in which calls may differ. Raises LoadError if a cubin does not load, or its parameters
         are others."""
-        self.label = kernel.full_name
         self._driver, self._device = driver, device
         self._launches = [_PackedLaunch(kernel.direction, operands, grid, driver, device, changing) for grid in grids]
         numbers = {key: operands.sizes[key] if isinstance(key, str) else operands.strides[key] for key in changing}

@@ -86,9 +86,7 @@ class SampledHelper(Helper[Sampled, Sizes]):
             operands, grids, words = launches
             operands = replace(operands, tensors=_TENSORS)
             device = call.q.device.index or 0
-            return PreparedSampled(
-                kernel, operands, grids, words, driver, device, sizes, centered=call.centered, v_groups=v_groups
-            )
+            return PreparedSampled(kernel, operands, grids, words, driver, device, sizes, v_groups=v_groups)
 
         kernels = kernels_of(DIRECTION, QUANTIZE_VARIANT, call.q.dtype)
         return first_that_takes(
@@ -99,15 +97,15 @@ class SampledHelper(Helper[Sampled, Sizes]):
 class PreparedSampled(HelperLaunches):
     """The launches of one kind of call."""
 
-    __slots__ = ("_centered", "_mean", "_of_v", "_scales", "_words")
+    __slots__ = ("_mean", "_of_v", "_scales", "_words")
 
     def __init__(
         self, kernel: Kernel, operands: Operands, grids: list[Grid], words: int, driver: Driver, device: int,
-        sizes: Sizes, *, centered: bool, v_groups: int,
+        sizes: Sizes, *, v_groups: int,
     ) -> None:  # fmt: skip
         """``words``: those that the first launch clears. Raises LoadError if a cubin does not load."""
         super().__init__(kernel, operands, grids, driver, device)
-        self._centered, self._words = centered, -(-4 * words // _ALIGNMENT) * _ALIGNMENT // 4
+        self._words = -(-4 * words // _ALIGNMENT) * _ALIGNMENT // 4
         self._mean = sizes.batch, sizes.kv_heads, sizes.head_dim_qk
         self._scales = sizes.batch, sizes.kv_heads
         self._of_v = (*self._scales, v_groups, sizes.head_dim_v, V_GROUP) if v_groups else ()

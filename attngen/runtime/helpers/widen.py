@@ -222,8 +222,3 @@ class WidenedCall:
         if call.order == "bhsd" or (call.layout == "paged" and call.page_layout == "HND"):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         return self._run(given._replace(k=k, v=v, k_descale=None, v_descale=None, page_table=table))
-
-    @property
-    def kernel_label(self) -> str:
-        """The kernel that widens, as messages name it."""
-        return self._launch.label
