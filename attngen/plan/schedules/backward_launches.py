@@ -21,7 +21,7 @@ from attngen.plan.symbols import cleared_name, gradient_pointer, stored_name
 #: tile, the numbers of both that blocks take, and the states of dQ, after which the counters of splits stand.
 _CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
 #: The same where the first tiles of each KV head are split: the number of these, or the most where a tile map has it.
-_CUT_FIRST_SIZES = ("cut_rows", "parts", "sum_tiles")
+CUT_FIRST_SIZES = ("cut_rows", "parts", "sum_tiles")
 
 #: Query rows of a block of ``preprocess``, at least, and its warps.
 _ROWS, _ROWS_WARPS = 16, 4
@@ -124,7 +124,7 @@ def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:
 def _cut_sizes(roles: HopperBackward) -> tuple[str, ...]:
     if not roles.cuts:
         return ()
-    return _CUT_FIRST_SIZES if roles.cuts_first else _CUT_SIZES
+    return CUT_FIRST_SIZES if roles.cuts_first else _CUT_SIZES
 
 
 def _bias_maps(plan: Plan, roles: HopperBackward) -> Iterator[Argument]:

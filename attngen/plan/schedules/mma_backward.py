@@ -19,6 +19,7 @@ from attngen.plan.operands import operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.schedules.backward_launches import (
+    CUT_FIRST_SIZES,
     launch_of,
     leading_launches,
     tensor_gradient_arguments,
@@ -26,6 +27,7 @@ from attngen.plan.schedules.backward_launches import (
 )
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import MmaBackward
+from attngen.plan.times import first_seen_most, visible_queries
 from attngen.plan.traits import bands_of, gathers, query_loads, reads_positions
 from attngen.schema.expand import Backward, Gradient, KernelSpec
 
@@ -119,6 +121,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     tile = _tile(spec, arch, qk.width, v.width)
     iteration = iteration_of(spec, "q")
     warp_dq = -(-multiplied_qk * tile.m // (_DQ_ROWS * _ROWS * tile.warps)) * _DQ_ROWS  # columns of dQ of a warp
+    cuts = iteration == "ranges" and not spec.deterministic and first_seen_most(spec)
     late_columns = _late_columns(tile, warp_dq, multiplied_qk, ordered=spec.deterministic)
     structure = MmaBackward(
         blocks=tile.blocks,
@@ -131,6 +134,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         by_columns=0 < late_columns < warp_dq or (tile.m < _LATE_QUERIES and not spec.deterministic),
         centered=not spec.variant.dropout and not differentiable_of(spec.variant),
         ordered=spec.deterministic,
+        cuts_first=cuts,
         query_values=_query_values(spec, tile),
         keys_once=_query_values(spec, tile) > 0 and qk.width + v.width > _NARROW_COLUMNS,
         shared=_regions(tile, qk.width, v.width, element.bytes, spec),
@@ -162,11 +166,17 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         main="dqkv",
         sum_columns=multiplied_qk,
         ordered=spec.deterministic,
+        visible=visible_queries(spec) if cuts else (),
     )
     sums: tuple[int | str, ...] = (tile.m * multiplied_qk, "sum_tiles")
     counters: list[tuple[int | str, ...]] = [("kv_units", "kv_tiles")] if spec.deterministic else []
-    accumulator = Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)
-    return planned.with_launches(*_launches(planned, structure), workspaces=(*row_workspaces(), accumulator))
+    if cuts:
+        counters.append(("cut_tiles",))
+    workspaces = [*row_workspaces(), Workspace("dq_sum", "fp32", (sums, *counters), multiple=4)]
+    if cuts:
+        columns = sum(_columns_of_warps(columns, tile) for columns in (multiplied_qk, multiplied_v))
+        workspaces.append(Workspace("partials", "fp32", ((tile.n * columns, "cut_parts"),), multiple=4))
+    return planned.with_launches(*_launches(planned, structure), workspaces=tuple(workspaces))
 
 
 def _launches(plan: Plan, structure: MmaBackward) -> Iterator[Launch]:
@@ -197,13 +207,15 @@ def _dqkv_arguments(plan: Plan, structure: MmaBackward) -> tuple[Argument, ...]:
     """Return the arguments of the launch of all products. Blocks take tiles from a counter where their order counts."""
     operands = (
         *(arguments.pointer(plan, name) for name in ("q", "k", "v", "dout")), _sums(),
+        *([Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16)] if structure.cuts_first else []),
         *(arguments.pointer(plan, name) for name in ("dk", "dv")),
         arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="kv_tiles", strided=("q", "k", "v", "dout", "dk", "dv"),
         counted=structure.ordered, own_gradients=tensor_gradient_arguments(plan),
-        more_sizes=() if plan.varlen else ("q_tiles",), max_seqlen_k=True,
+        more_sizes=(*(() if plan.varlen else ("q_tiles",)), *(CUT_FIRST_SIZES if structure.cuts_first else ())),
+        max_seqlen_k=True,
     )  # fmt: skip
 
 
@@ -232,6 +244,12 @@ def _late_columns(tile: _Tile, warp_dq: int, columns: int, *, ordered: bool) -> 
     if ordered or not alike or tile.m < _LATE_QUERIES:
         return 0
     return warp_dq if warp_dq <= 3 * _DQ_ROWS else _LATE_COLUMNS
+
+
+def _columns_of_warps(columns: int, tile: _Tile) -> int:
+    """Columns of dK or dV that the warps of a tile's keys keep, each whole products of 16."""
+    warps = _query_warps(tile)
+    return -(-columns // (_DQ_ROWS * warps)) * _DQ_ROWS * warps
 
 
 def _query_warps(tile: _Tile) -> int:

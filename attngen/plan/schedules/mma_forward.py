@@ -154,6 +154,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     unmasked = spec.variant.mask == TRUE
     ranges = iteration == "ranges" and not unmasked
     one_box = max(qk.width, v.width) * element.bytes <= BOX_BYTES[0]
+    shares_keys = ranges and not tile.pairs and _may_share_keys(spec)
     structure = MmaForward(
         row_blocks=row_blocks,
         blocks=tile.blocks,
@@ -162,8 +163,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         one_address=tile.q_kept > 0 or (not unmasked and _columns(spec) <= _ONE_ADDRESS_COLUMNS),
         copy_share=_SHARE_OF_ONE_BOX if one_box and unmasked else _SHARE,
         paired_copies=one_box and not unmasked,
-        shares_keys=ranges and not tile.pairs and _may_share_keys(spec),
-        q_first=ranges and tile.q_operand == "shared" and not one_box,
+        shares_keys=shares_keys,
+        q_first=ranges and tile.q_operand == "shared" and (not one_box or shares_keys),
         key_values=tile.key_values,
         pairs=tile.pairs,
         s_apart=unmasked and tile.q_kept > 0,

@@ -223,6 +223,7 @@ class MmaBackward(Structure):
     by_columns: bool  # dQ is computed 16 columns after the other, some of which are added among the products of others
     centered: bool  # dP begins with -D
     ordered: bool  # dQ is added up in a fixed order, by counters of tiles of keys after the dQ accumulator
+    cuts_first: bool  # several blocks may divide one of the first tiles of keys of a KV head
 
     one_address: ClassVar[bool] = True
     queries_of_warp: ClassVar[str] = "kWarpM"

@@ -33,7 +33,7 @@ _REGION_TEXTS = {
 _AMONG, _BEFORE = (f"cuda/mma_backward/softmax/{name}_products.cu.j2" for name in ("among", "before"))
 _WRITTEN = {
     "preprocess": frozenset({"lse_log2", "delta", "dq_sum"}),
-    "dqkv": frozenset({"dk", "dv", "dq_sum", "tile_counter"}),
+    "dqkv": frozenset({"dk", "dv", "dq_sum", "partials", "tile_counter"}),
     "postprocess": frozenset({"dq"}),
 }
 
@@ -114,7 +114,7 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
         template=template,
         command=command(plan),
         summary=summary(plan),
-        headers=_headers(plan, tensor_sums, tensor_tiles, searches=span_lines != span.lines),
+        headers=_headers(plan, tensor_sums, tensor_tiles, searches=span_lines != span.lines, cuts=backward.cuts_first),
         regions=tuple(
             RegionView(constant(region.name), region.offset, f"{region.bytes} B: {_REGION_TEXTS[region.name]}")
             for region in backward.shared
@@ -177,7 +177,9 @@ def _with_keys_once(
     return replace(steps, tile=tile, row=row), fields_of(loads), lines
 
 
-def _headers(plan: Plan, sums: SumsView | None, tiles: TilesView | None, *, searches: bool) -> tuple[str, ...]:
+def _headers(
+    plan: Plan, sums: SumsView | None, tiles: TilesView | None, *, searches: bool, cuts: bool
+) -> tuple[str, ...]:
     """The headers that a kernel needs."""
     variant = plan.variant
     needed = {
@@ -189,6 +191,7 @@ def _headers(plan: Plan, sums: SumsView | None, tiles: TilesView | None, *, sear
         "gradient": True,
         "mma": True,
         "order": plan.ordered,
+        "parts": cuts,
         "quad": True,
         "schedule": True,
         "search_by_warp": searches,

@@ -22,3 +22,16 @@ __device__ __forceinline__ void gather_block(uint32_t (&of_block)[4]) {
 __device__ __forceinline__ void store_block(void* to, const uint32_t (&block)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(block[0]), "r"(block[1]), "r"(block[2]), "r"(block[3]) : "memory");
 }
+
+// One of two numbers. For an ordinary choice among the elements of arrays the compiler may put these into local memory.
+__device__ __forceinline__ float select_number(bool condition, float first, float second) {
+  float chosen;
+  asm("{\n"
+      ".reg .pred holds;\n"
+      "setp.ne.b32 holds, %3, 0;\n"
+      "selp.f32 %0, %1, %2, holds;\n"
+      "}"
+      : "=f"(chosen)
+      : "f"(first), "f"(second), "r"(static_cast<int>(condition)));
+  return chosen;
+}

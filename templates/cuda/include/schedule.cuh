@@ -4,13 +4,19 @@
 #include "types.cuh"
 
 // Finds the unit (batch x head) and the query tile of an index: the units of one section share L2, longest tiles first.
-__device__ __forceinline__ void place_tile(
-    int index, int q_tiles, int units, int section, int& unit, int& q_tile) {
-  const int units_before = index / (section * q_tiles) * section;
-  const int width = min(section, units - units_before);
-  const int rest = index - units_before * q_tiles;
+// Divisions of unsigned counts take fewer instructions.
+template <typename Count>
+__device__ __forceinline__ void place_tile_by(
+    Count index, Count q_tiles, Count units, Count section, int& unit, int& q_tile) {
+  const Count units_before = index / (section * q_tiles) * section;
+  const Count width = min(section, units - units_before);
+  const Count rest = index - units_before * q_tiles;
   unit = units_before + rest % width;
   q_tile = q_tiles - 1 - rest / width;
+}
+__device__ __forceinline__ void place_tile(
+    int index, int q_tiles, int units, int section, int& unit, int& q_tile) {
+  place_tile_by<int>(index, q_tiles, units, section, unit, q_tile);
 }
 
 // The value that another lane holds.
