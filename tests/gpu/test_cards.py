@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attngen.runtime.kernels.module import read_kernel
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.geometry import sizes
+from attngen.runtime.geometry.cuts import Cut
+from attngen.runtime.geometry.splits import Capacity
+from attngen.runtime.kernels.module import Launch, read_kernel
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
@@ -65,6 +69,23 @@ def test_kernels_of_other_cards(schedule: str) -> None:
         assert not trial.broken, "\n".join(problems)
         assert trial.results
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_parts_of_the_first_keys(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward kernels whose first tiles of keys are cut, into any number of parts."""
+
+    def any_cut(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
+        rows = -(-call.seqlen_k // launch.tile_n)
+        return Cut(call.batch * call.kv_heads * random.choice([1, -(-rows // 2), rows]), parts)
+
+    monkeypatch.setattr(sizes, "cut_of", any_cut)
+    names = [kernel.plan.name for kernel in cards() if getattr(kernel.plan.structure, "cuts_first", False)]
+    assert len(names) == 3
+    for name in names:
+        kernel = read_kernel(built()[name])
+        trial = try_pinned(kernel, torch.device("cuda", 0), random.randrange(2**31), small=True)
+        assert trial.problems == (), name
 
 
 @pytest.mark.parametrize("tool", some(["memcheck", "racecheck", "synccheck"], ["memcheck"]))

@@ -207,7 +207,7 @@ def _dqkv_arguments(plan: Plan, structure: MmaBackward) -> tuple[Argument, ...]:
     """Return the arguments of the launch of all products. Blocks take tiles from a counter where their order counts."""
     operands = (
         *(arguments.pointer(plan, name) for name in ("q", "k", "v", "dout")), _sums(),
-        *([Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16)] if structure.cuts_first else []),
+        *([_sums("partials")] if structure.cuts_first else []),
         *(arguments.pointer(plan, name) for name in ("dk", "dv")),
         arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
     )  # fmt: skip
@@ -233,8 +233,8 @@ def _postprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _sums() -> Argument:
-    return Argument("dq_sum_ptr", "pointer", "*fp32", of="dq_sum", divisibility=16)
+def _sums(workspace: str = "dq_sum") -> Argument:
+    return Argument(f"{workspace}_ptr", "pointer", "*fp32", of=workspace, divisibility=16)
 
 
 def _late_columns(tile: _Tile, warp_dq: int, columns: int, *, ordered: bool) -> int:

@@ -26,8 +26,8 @@ from attngen.tools.build.pipeline import plans as plans_of
 from attngen.tools.explain.backward import DROPOUT, backward_facts, derivatives
 from attngen.tools.explain.floor import HeadFloor
 from attngen.tools.explain.gradients import GradientFloors
-from attngen.tools.explain.pipes import barrier_lines, pipes_dict, ring_lines
 from attngen.tools.explain.mma_expected import expected, expected_text
+from attngen.tools.explain.pipes import barrier_lines, pipes_dict, ring_lines
 from attngen.tools.explain.predicted import predicted, times_text
 from attngen.tools.explain.schedule import ScheduleExplanation, explanation_of
 

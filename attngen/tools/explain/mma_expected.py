@@ -1,8 +1,8 @@
 """Expected speed of a forward kernel by mma.sync on cards that were not measured, by arithmetic.
 
 docs/notebook/mma.md derives the model and compares it with measurements on an H100 and an H200. A step of a warp keeps
-four units busy for some cycles: tensor cores, shared memory, the issue slots and the exponentials. They overlap in part,
-so that its time lies between the longest of them and their sum.
+four units busy for some cycles: tensor cores, shared memory, issue slots and exponentials. They overlap in part, so that
+its time lies between the longest of them and their sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PERMUTATIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Card:
-    """Multiprocessors, their clock, and cycles of a scheduler for a product (m16n8k16 in 16 bits), by published peaks."""
+    """Multiprocessors, clock, and cycles of a scheduler for a product (m16n8k16 in 16 bits), by published peaks."""
 
     name: str
     multiprocessors: int
