@@ -1,8 +1,8 @@
 """Expected speed of a forward kernel by mma.sync on cards that were not measured, by arithmetic.
 
 docs/notebook/mma.md derives the model and compares it with measurements on an H100 and an H200. A step of a warp keeps
-four units busy for some cycles: tensor cores, shared memory, issue slots and exponentials. They overlap in part, so that
-its time lies between the longest of them and their sum.
+four units busy for some cycles: tensor cores, shared memory, issue slots and exponentials. They overlap in part, so
+that its time lies between the longest of them and their sum.
 """
 
 from __future__ import annotations
