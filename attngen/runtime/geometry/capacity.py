@@ -22,7 +22,7 @@ def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], devic
         if launch.grid in (GRID, SHARES):
             return _capacity(kernel, launch, call, driver(), device)
         if launch.cuts or launch.short_early:
-            return Capacity(driver().multiprocessors(device))
+            return Capacity(driver().multiprocessors(device) * launch.blocks_at_once)
     return Capacity()
 
 
