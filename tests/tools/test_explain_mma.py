@@ -8,7 +8,8 @@ from click.testing import CliRunner
 from attngen import cli
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text
-from attngen.tools.explain.mma_expected import expected, expected_text
+from attngen.tools.explain.mma_forward import MmaForwardExplanation
+from attngen.tools.explain.schedule import explanation_of
 
 
 def planned(fields: str, variant: str = "full") -> Plan:
@@ -31,12 +32,14 @@ def planned(fields: str, variant: str = "full") -> Plan:
     ],
 )
 def test_expected_speeds_are_those_from_counts_of_cubins(fields: str, tflops: dict[str, int]) -> None:
-    assert dict(expected(planned(fields))) == pytest.approx(tflops, rel=0.04)
+    explanation = explanation_of(planned(fields))
+    assert isinstance(explanation, MmaForwardExplanation)
+    assert explanation.expected() == pytest.approx(tflops, rel=0.04)
 
 
 def test_other_kernels_have_no_expected_speed() -> None:
     for fields in ("arch: sm90a, head_dim: 64, dtype: bf16", "arch: sm80, head_dim: 64, dtype: fp32"):
-        assert expected_text(planned(fields)) == ""
+        assert "expected" not in explanation_of(planned(fields)).facts()
 
 
 def test_explain_says_that_no_card_was_measured() -> None:

@@ -26,7 +26,6 @@ from attngen.tools.build.pipeline import plans as plans_of
 from attngen.tools.explain.backward import DROPOUT, backward_facts, derivatives
 from attngen.tools.explain.floor import HeadFloor
 from attngen.tools.explain.gradients import GradientFloors
-from attngen.tools.explain.mma_expected import expected, expected_text
 from attngen.tools.explain.pipes import barrier_lines, pipes_dict, ring_lines
 from attngen.tools.explain.predicted import predicted, times_text
 from attngen.tools.explain.schedule import ScheduleExplanation, explanation_of
@@ -125,7 +124,6 @@ class PlanExplanation:
                 **({"regions": regions} if regions else {}),
             },
             "predicted": [{"seqlen": seqlen, "microseconds": round(us, 2)} for seqlen, us in self.predicted],
-            **({"expected": {card: round(tflops, 1) for card, tflops in cards}} if (cards := expected(plan)) else {}),
             "scalars": dict(self.scalars),
             "assumed": {"scalars": list(self.assumed), "tensors": dict(self.tensors), "seed": self.seed},
             "counted": self.place,
@@ -210,7 +208,7 @@ class PlanExplanation:
             ("loop", _loop(plan, classifier)),
             *_labelled("steps", of_schedule.get("steps", [])),
             *([("time", times_text(plan))] if plan.times else []),
-            *([("expected", text)] if (text := expected_text(plan)) else []),
+            *_labelled("expected", of_schedule.get("expected", [])),
             ("grid", self.schedule.grid(_section(plan))),
             *_labelled("arguments", argument_lines(plan.arguments)),
         ]

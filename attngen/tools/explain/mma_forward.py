@@ -8,9 +8,11 @@ that its time lies between the longest of them and their sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from attngen.plan.model import Plan
 from attngen.plan.schedules.structures import MmaForward
+from attngen.tools.explain.schedule import ScheduleExplanation
 
 #: How far the units overlap: 1 is not at all, infinity is entirely. Fitted to ten kernels on an H100.
 _OVERLAP = 1.6
@@ -47,19 +49,26 @@ _CARDS = {
 }
 
 
-def expected(plan: Plan) -> tuple[tuple[str, float], ...]:
-    """Cards that a forward by mma.sync is for, and TFLOP/s of its full tiles there; none for other plans."""
-    structure = plan.structure
-    if not isinstance(structure, MmaForward):
-        return ()
-    return tuple((card.name, _tflops(plan, structure, card)) for card in _CARDS.get(plan.arch_name, ()))
+@dataclass(frozen=True, slots=True)
+class MmaForwardExplanation(ScheduleExplanation):
+    """The explanation of a forward by mma.sync: what to expect of it on the cards that it is for."""
 
+    def expected(self) -> dict[str, float]:
+        """TFLOP/s of full tiles by card."""
+        structure = self.plan.structure
+        assert isinstance(structure, MmaForward)
+        return {card.name: _tflops(self.plan, structure, card) for card in _CARDS.get(self.plan.arch_name, ())}
 
-def expected_text(plan: Plan) -> str:
-    """The same in words; empty without cards."""
-    speeds = " and ".join(f"{tflops:.0f} TFLOP/s ({name})" for name, tflops in expected(plan))
-    source = "in full tiles, by arithmetic from rates of instructions; no such card was measured"
-    return f"about {speeds} {source}" if speeds else ""
+    def facts(self) -> dict[str, list[str]]:
+        """See ``ScheduleExplanation.facts``."""
+        speeds = " and ".join(f"{tflops:.0f} TFLOP/s ({name})" for name, tflops in self.expected().items())
+        source = "in full tiles, by arithmetic from rates of instructions; no such card was measured"
+        return {"expected": [f"about {speeds} {source}"]} if speeds else {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """See ``ScheduleExplanation.to_dict``."""
+        speeds = {name: round(tflops, 1) for name, tflops in self.expected().items()}
+        return {"expected": speeds} if speeds else {}
 
 
 def _tflops(plan: Plan, structure: MmaForward, card: _Card) -> float:
