@@ -58,23 +58,24 @@ __device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, boo
 }
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows.
-template <int kRows, int kColumns, int kAllRows = kRows, typename RowAt>
+// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows, and copied by all threads or by a warp.
+template <int kRows, int kColumns, int kAllRows = kRows, int kCopiers = kThreads, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
-  constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
+  constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kCopiers / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
-  static_assert(kRowsAtOnce % 8 == 0);
-  const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
+  static_assert(kRowsAtOnce % 8 == 0 || (kRowsAtOnce == 4 && kBoxBytes == 128));
+  const int own = threadIdx.x % kCopiers / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
   constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll
   for (int time = part * kTimes / parts; time < (part + 1) * kTimes / parts; ++time) {
     const int first = time * kRowsAtOnce;
     const int row = first + own;
+    const uint32_t place_of_row = (place ^ first % 8 * 16) + first * kBoxBytes;  // of the chunk
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-    load_boxes<kAllRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
+    load_boxes<kAllRows, kColumns>(place_of_row, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -94,9 +95,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
   const int lane = threadIdx.x % 32;
   const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   int unit, q_tile;
-  place_tile(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
-  const int b = unit / heads, h = unit % heads;
-  const int hk = h / group;
+  place_tile_by<uint32_t>(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  const int b = static_cast<uint32_t>(unit) / static_cast<uint32_t>(heads), h = unit - b * heads;
+  const int hk = static_cast<uint32_t>(h) / static_cast<uint32_t>(group);
   const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
   const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
   const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};
@@ -323,18 +324,39 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
   }
   wait_copies<0>();
 
+  float factors_of_rows[kRowBlocks][2];  // by which O is multiplied
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
     auto &row_max = row_maxima[block], &row_sum = row_sums[block];
-    const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
     float normalize[2];
     finish_sum(row_sum, normalize);
-    rescale(acc[block], normalize);
+    factors_of_rows[block][0] = normalize[0];
+    factors_of_rows[block][1] = normalize[1];
+  }
+  if (write_lse) {  // each lane of a quad has another one of its rows
+    float row_max = row_maxima[0][0], row_sum = row_sums[0][0];
+#pragma unroll
+    for (int i = 1; i < 2 * kRowBlocks; ++i) {
+      row_max = select_number(lane % 4 == i, row_maxima[i / 2][i % 2], row_max);
+      row_sum = select_number(lane % 4 == i, row_sums[i / 2][i % 2], row_sum);
+    }
+    const int q = work.q_start + (kWarpRows * warp + lane / 4 + 8 * (lane % 4));
+    if (lane % 4 < 2 * kRowBlocks && q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max, row_sum);
+  }
+  OutElement* own_rows;  // the first row of the lane
+  {
+    const int q = work.q_start + (kWarpRows * warp + lane / 4);
+    own_rows = (out_ptr + work.b * stride_out_b + q * stride_out_s + work.h * stride_out_h);
+  }
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+    rescale(acc[block], factors_of_rows[block]);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
+      const int row_in_group = kWarpRows * warp + 16 * block + lane / 4;
       const int q = work.q_start + row_in_group + 8 * row;
-      if (write_lse && lane % 4 == 0 && q < seqlen_q) lse_ptr[(work.b * static_cast<long long>(heads) + work.h) * seqlen_q + q] = log_sum_exp(row_max[row], row_sum[row]);
-      OutElement* const to = (out_ptr + work.b * stride_out_b + q * stride_out_s + work.h * stride_out_h) + 8 * (lane % 4);
+      OutElement* const of_row = own_rows + (16 * block + 8 * row) * stride_out_s;
+      OutElement* const to = of_row + 8 * (lane % 4);
 #pragma unroll
       for (int column = 0; column < kHeadDimV; column += 32) {
         uint32_t two_columns[4] = {};
@@ -344,9 +366,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d128
           two_columns[i] = pack<OutElement>(two[0], two[1]);
         }
         gather_block(two_columns);
-        if (q < seqlen_q) {
-          *reinterpret_cast<uint4*>(to + column) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
-        }
+        if (q < seqlen_q) store_block(to + column, two_columns);
       }
     }
   }

@@ -366,6 +366,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm120a_mmadecode_b
                        exists && (kColumns % kBoxColumns == 0 || column + 16 / sizeof(Element) * chunk < kColumns));
           }
         };
+        if (boxes == 1) {  // all keys of the step are in one page
+          const bool page_exists = static_cast<uint32_t>(page) < num_pages;
+          const long long place = page_exists ? page : 0;
+          const int row_of_page = by_page.remainder(key) + own, left = page_exists ? part.seqlen_k - key : 0;
+          const Element* k_from = k_ptr + place * stride_k_page + row_of_page * stride_k_s + part.hk * stride_k_h;
+          const Element* v_from = v_ptr + place * stride_v_page + row_of_page * stride_v_s + part.hk * stride_v_h;
+#pragma unroll
+          for (int first = 0; first < kBlockN; first += kRowsAtOnce) {
+            const int row = first + own;
+            copy_row(k_to, k_from, row, row < left, Number<128>(), Number<kKBytes / kBlockN / sizeof(Element)>());
+            copy_row(v_to, v_from, row, row < left, Number<128>(), Number<kVBytes / kBlockN / sizeof(Element)>());
+            k_from += kRowsAtOnce * stride_k_s;
+            v_from += kRowsAtOnce * stride_v_s;
+          }
+          arrive_when_copied(full);
+          continue;
+        }
 #pragma unroll
         for (int first = 0; first < kBlockN; first += kRowsAtOnce) {
           const int row = first + own;

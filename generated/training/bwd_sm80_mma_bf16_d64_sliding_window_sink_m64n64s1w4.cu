@@ -82,23 +82,24 @@ __device__ __forceinline__ void load_boxes(uint32_t to, const Element* from, boo
 }
 
 // Copies rows to shared memory, box after box of columns, swizzled; zeros for rows that do not exist, and after the last
-// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows.
-template <int kRows, int kColumns, int kAllRows = kRows, typename RowAt>
+// column. Rows can be copied in `parts`, each in a call. They may be some of kAllRows, and copied by all threads or by a warp.
+template <int kRows, int kColumns, int kAllRows = kRows, int kCopiers = kThreads, typename RowAt>
 __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int rows, int part = 0, int parts = 1) {
-  constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kThreads / kLanes;
+  constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kCopiers / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
-  static_assert(kRowsAtOnce % 8 == 0);
-  const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
+  static_assert(kRowsAtOnce % 8 == 0 || (kRowsAtOnce == 4 && kBoxBytes == 128));
+  const int own = threadIdx.x % kCopiers / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
   constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll
   for (int time = part * kTimes / parts; time < (part + 1) * kTimes / parts; ++time) {
     const int first = time * kRowsAtOnce;
     const int row = first + own;
+    const uint32_t place_of_row = (place ^ first % 8 * 16) + first * kBoxBytes;  // of the chunk
     if (kRows % kRowsAtOnce != 0 && row >= kRows) break;
     const Element* const from = row_at(row);
     const bool row_exists = row < rows;
-    load_boxes<kAllRows, kColumns>(place + first * kBoxBytes, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
+    load_boxes<kAllRows, kColumns>(place_of_row, from + kColumnsOfLane * chunk, row_exists, kColumnsOfLane * chunk);
   }
 }
 
@@ -549,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm80_mma_bf16_d64_
           if (column + 32 <= kColumns) {
             gather_block(pairs);
             if (kv_start + key < keys && place + 8 * (lane % 4) < columns) {
-              *reinterpret_cast<uint4*>(to + 8 * (lane % 4)) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+              store_block(to + 8 * (lane % 4), pairs);
             }
           } else {  // 16 columns are left
 #pragma unroll
