@@ -1,6 +1,6 @@
-"""A model of persistent blocks of the forward by mma.sync: the order of tiles of work, records of these, Q of the next
-one, and tiles of K and V in a ring that goes on from one to the next. Warps follow ``mma/_items.cu.j2`` and
-``mma/_loop.cu.j2`` line by line; what a warp copies lands some time after it was issued.
+"""A model of persistent blocks of the forward by mma.sync: the order of tiles of work, records of these, Q of the next one,
+and tiles of K and V in a ring that goes on from one to the next. Warps follow ``mma/_items.cu.j2`` and ``mma/_loop.cu.j2``
+line by line; what a warp copies lands some time after it was issued.
 """
 
 from __future__ import annotations
@@ -84,11 +84,6 @@ def warp_of(s: Block, warp: int) -> Role:
     def load(kind: str, listed: int, of: int) -> None:
         copy(s.ring[fill], warp, (kind, of, listed) if listed >= 0 else None)
 
-    def next_queries(listed: list[int], left: int, item: int) -> None:
-        if left == 1 and listed[1] != END:
-            s.expect(s.records[(item + 1) % len(s.records)], item + 1)
-            copy(s.q, warp, item + 1)
-
     def next_tile() -> Generator[Condition, None, int]:
         nonlocal steps_ahead, taken, source
         if steps_ahead == 0:
@@ -140,8 +135,14 @@ def warp_of(s: Block, warp: int) -> Role:
             s.expect(s.q[warp], item)
             s.expect(s.ring[stage], [("K", item, left - 1)] * s.warps)  # S
             yield now
+
+            def next_queries(left: int = left) -> None:
+                if left == 1 and listed[1] != END:
+                    s.expect(s.records[(item + 1) % len(s.records)], item + 1)
+                    copy(s.q, warp, item + 1)
+
             if s.stages > 2:
-                next_queries(listed, left, item)
+                next_queries()
             commit()
             stage = (stage + 1) % s.stages
             yield from wait(s.stages - 2)
@@ -150,7 +151,7 @@ def warp_of(s: Block, warp: int) -> Role:
             yield now
             s.expect(s.ring[stage], [("V", item, left - 1)] * s.warps)  # O += P V
             if s.stages == 2:
-                next_queries(listed, left, item)
+                next_queries()
             commit()
             stage = (stage + 1) % s.stages
             listed = listed[1:]
