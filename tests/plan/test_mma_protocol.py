@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from tests.plan import mma_forward_protocol, mma_items_protocol, mma_protocol
+from tests.plan import mma_forward_protocol, mma_protocol
 from tests.plan.simulation import ProtocolError
 
-_MODELS = {"forward": mma_forward_protocol, "persistent forward": mma_items_protocol, "backward": mma_protocol}
+_MODELS = {"forward": mma_forward_protocol, "backward": mma_protocol}
 _RULES = [(name, field.name) for name, model in _MODELS.items() for field in fields(model.Rules)]
 
 
