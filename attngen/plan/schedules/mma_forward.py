@@ -71,9 +71,6 @@ _SHARE, _SHARE_OF_ONE_BOX = 4, 8
 #: shared memory where a kernel without a mask spills less with a branch before S than with one before these products.
 _MIXED_COLUMNS, _SPILLING_COLUMNS = 192, 64
 
-#: Most bytes of a record of a tile of work.
-_ITEM_BYTES = 96
-
 #: Warps of a multiprocessor that have registers for products.
 _MOST_WARPS = 16
 
@@ -158,16 +155,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     ranges = iteration == "ranges" and not unmasked
     one_box = max(qk.width, v.width) * element.bytes <= BOX_BYTES[0]
     shares_keys = ranges and not tile.pairs and _may_share_keys(spec)
-    persistent = spec.persistent is True and shares_keys and not is_paged(spec)
-    if spec.persistent and not persistent:
-        raise refuse(
-            spec,
-            "persistent",
-            "kernels by mma.sync are persistent only where warps of a tile have rows of several heads, and keys do not "
-            "lie in pages; allowed: false",
-        )
     structure = MmaForward(
-        persistent=persistent,
         row_blocks=row_blocks,
         blocks=tile.blocks,
         q_in_ring=_q_in_ring(tile),
@@ -190,7 +178,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise_above=numbers.raise_above,
         peak=numbers.peak,
         fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
-        shared=_regions_of(tile, spec, persistent=persistent),
+        shared=_regions_of(tile, spec),
     )
     planned = drafted(
         spec,
@@ -202,7 +190,6 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
             *([] if softmax == _USUAL or of_8_bits else [softmax.replace("_", "")]),
             *([] if structure.longest_first else ["natural"]),
             *(["pack"] if pack_gqa else []),
-            *(["persistent"] if persistent else []),
         ),
         columns_qk=(qk,),
         columns_v=(v,),
@@ -226,7 +213,6 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         planned,
         _arguments(planned),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
-        persistent=persistent,
         shared_bytes=structure.shared_bytes,
         max_spills=MMA_SPILLS.bytes,
     )
@@ -240,7 +226,6 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
     return arguments.signature(
         plan, operands, tiles="q_tiles", strided=("q", "k", "v", "out"), max_seqlen_k=True,
-        counted=plan.structure.persistent,
         present=("lse", "seqused_k"),
     )  # fmt: skip
 
@@ -349,9 +334,9 @@ def _blocks(tile: _Tile, spec: KernelSpec, arch: Arch) -> int:
     return min(tile.blocks, room // (_memory(tile, spec) + _RESERVED), _MOST_WARPS // tile.warps)
 
 
-def _regions_of(tile: _Tile, spec: KernelSpec, *, persistent: bool = False) -> tuple[Region, ...]:
+def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
     """Regions of shared memory: Q, which may lie in the last stage of the ring; the ring of K and V; P and factors of
-    rows, which pairs of warps exchange; values of keys; and tiles of work that a persistent block has taken."""
+    rows, which pairs of warps exchange; values of keys."""
     element = operands_of(spec).q
     width_qk, width_v = (widths(head_dim, element).width for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     q, stage = tile.m * width_qk * element.bytes, tile.n * max(width_qk, width_v) * element.bytes
@@ -367,10 +352,6 @@ def _regions_of(tile: _Tile, spec: KernelSpec, *, persistent: bool = False) -> t
         end = regions[-1].offset + regions[-1].bytes
     if tile.key_values:  # of the tiles of K that the ring may hold
         regions.append(Region("key_values", end, _VALUE_BYTES * tile.key_values * tile.n * (tile.stages // 2 + 1)))
-        end += regions[-1].bytes
-    if persistent:
-        regions.append(Region("items", end, _ITEM_BYTES * (tile.stages // 2 + 2)))
-        regions.append(Region("taken", regions[-1].offset + regions[-1].bytes, 2 * _VALUE_BYTES))
     return tuple(regions)
 
 
@@ -398,6 +379,8 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
         return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
     if spec.roles is not None:
         return refuse(spec, "warps", "cuda kernels by mma.sync have no roles; give a count")
+    if spec.persistent:
+        return refuse(spec, "persistent", "cuda kernels by mma.sync are not persistent; allowed: false")
     if spec.epilogue == "staged":
         return refuse(spec, "epilogue", "cuda kernels by mma.sync store from registers; allowed: direct")
     if spec.softmax not in (None, *_SOFTMAXES):

@@ -27,8 +27,6 @@ _REGION_TEXTS = {
     "p": "P of a tile, warp after warp, as their lanes hold it",
     "factors": "two rows' factors of each lane",
     "key_values": "values of the keys of tiles under way, which {who}",
-    "items": "records of tiles of work, of those under way",
-    "taken": "numbers of the tiles of work that come next, in turn",
 }
 
 

@@ -70,7 +70,7 @@ class Explanation:
         tiles = prod(tiles_of(self.call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
         device = self.call.device.index or 0
         if kernel.main.persistent:
-            return min(tiles, drivers.current().multiprocessors(device) * kernel.main.blocks_at_once)
+            return min(tiles, drivers.current().multiprocessors(device))
         return tiles * capacity_for(kernel, self.call, drivers.current, device).shares
 
     def _packing(self, kernel: Kernel) -> str:

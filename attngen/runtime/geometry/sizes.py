@@ -275,8 +275,7 @@ class Geometry:
             return self.tiles
         if not self.launch.persistent:
             return self.tiles * self.launch.cluster
-        at_once = driver.multiprocessors(device) * self.launch.blocks_at_once
-        return min(max(self.tiles, self.sizes["q_tiles"] * self.units), at_once)
+        return min(max(self.tiles, self.sizes["q_tiles"] * self.units), driver.multiprocessors(device))
 
     def number(self, parameter: Argument) -> int:
         """Return the value of a stride, extent, size or presence; LoadError for one that is not known."""
@@ -526,7 +525,7 @@ def plain_sizes(launch: Launch, call: Call, capacity: Capacity, multiprocessors:
         return sizes, sizes["split_blocks"]
     sizes["q_tiles"], units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
     sizes["section"] = _section(launch, call, units, by_keys=False)
-    return sizes, min(sizes["q_tiles"] * units, multiprocessors * launch.blocks_at_once)
+    return sizes, min(sizes["q_tiles"] * units, multiprocessors)
 
 
 def geometries(

@@ -100,7 +100,7 @@ class Launch(LaunchFields):
         self.short_early = any(one.of == "short_tiles" for one in entry.parameters)  # after some of the longest
         self.times = kernel.times
         self.visible, self.uneven = kernel.visible, kernel.structure.uneven
-        self.blocks_at_once = kernel.structure.blocks  # of a multiprocessor
+        self.blocks_at_once = 1 if self.persistent else kernel.structure.blocks  # of a multiprocessor
         shared_memory = entry.resources.shared_memory if entry.resources else 0
         how = DEPENDENT * self.pdl | COOPERATIVE * self.cooperative
         self.entry = Entry(self.symbol, entry.parameters, entry.threads, shared_memory, image, how)
