@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kCopiers / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0 || (kRowsAtOnce == 4 && kBoxBytes == 128));
-  const int own = threadIdx.x % kCopiers / kLanes, chunk = threadIdx.x % kLanes;
+  const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
   constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll

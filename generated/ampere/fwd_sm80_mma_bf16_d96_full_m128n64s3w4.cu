@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, const RowAt& row_at, int 
   constexpr int kLanes = kBoxBytes / 16, kRowsAtOnce = kCopiers / kLanes;
   constexpr int kColumnsOfLane = 16 / sizeof(Element);
   static_assert(kRowsAtOnce % 8 == 0 || (kRowsAtOnce == 4 && kBoxBytes == 128));
-  const int own = threadIdx.x % kCopiers / kLanes, chunk = threadIdx.x % kLanes;
+  const int own = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
   const uint32_t place = to + own * kBoxBytes + 16 * swizzled<kBoxBytes>(own, chunk);
   constexpr int kTimes = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 #pragma unroll
@@ -88,9 +88,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) fwd_sm80_mma_bf16_d96_
   const int lane = threadIdx.x % 32;
   const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   int unit, q_tile;
-  place_tile_by<uint32_t>(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
-  const int b = static_cast<uint32_t>(unit) / static_cast<uint32_t>(heads), h = unit - b * heads;
-  const int hk = static_cast<uint32_t>(h) / static_cast<uint32_t>(group);
+  place_tile_by<int>(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  const int b = unit / heads, h = unit % heads;
+  const int hk = h / group;
   const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
   const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
   const Work work = {b, h, q_tile * kBlockM, q_begin, k_begin, seqlen_q, seqlen_k};

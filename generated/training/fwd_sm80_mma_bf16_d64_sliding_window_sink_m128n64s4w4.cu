@@ -113,10 +113,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   // The warp's: its rows are kWarpRows * warp and those after it.
   const Work work = {b, h, tile_start + kWarpRows * ((warp >> head_bits) - warp), q_begin, k_begin, seqlen_q, seqlen_k};
 
-  {  // each warp copies its own rows
-    const int q = work.q_start + kWarpRows * warp;
-    const Element* const rows = q_ptr + work.b * stride_q_b + q * stride_q_s + work.h * stride_q_h;
-    load_rows<kWarpRows, kHeadDimQk, kBlockM, 32>(shared + kQ + kWarpRows * warp * kBoxBytes, [&](int row) { return rows + row * stride_q_s; }, seqlen_q - q);
+#pragma unroll
+  for (int place = 0; place < kBlockM / kWarpRows; ++place) {
+    const int h = first_head + (place & (1 << head_bits) - 1), q = tile_start + (place >> head_bits) * kWarpRows;
+    const Element* const rows = q_ptr + work.b * stride_q_b + q * stride_q_s + h * stride_q_h;
+    load_rows<kWarpRows, kHeadDimQk, kBlockM>(shared + kQ + place * kWarpRows * kBoxBytes, [&](int row) { return rows + row * stride_q_s; }, seqlen_q - q);
   }
 
   const auto spans_of = [&](int first_row, int rows) {

@@ -77,7 +77,8 @@ def test_parts_of_the_first_keys(parts: int, monkeypatch: pytest.MonkeyPatch) ->
 
     def any_cut(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
         rows = -(-call.seqlen_k // launch.tile_n)
-        return Cut(call.batch * call.kv_heads * random.choice([1, -(-rows // 2), rows]), parts)
+        rows = random.Random(f"{rows} {parts}").choice([1, -(-rows // 2), rows])  # the same for the same call
+        return Cut(call.batch * call.kv_heads * rows, parts)
 
     monkeypatch.setattr(sizes, "cut_of", any_cut)
     names = [kernel.plan.name for kernel in cards() if getattr(kernel.plan.structure, "cuts_first", False)]

@@ -25,7 +25,7 @@ from attngen.plan.schedules.backward_launches import (
     tensor_gradient_arguments,
     tile_map_axes,
 )
-from attngen.plan.schedules.forward_memory import widest_box, widths
+from attngen.plan.schedules.forward_memory import BOX_BYTES, widest_box, widths
 from attngen.plan.schedules.structures import MmaBackward
 from attngen.plan.times import first_seen_most, visible_queries
 from attngen.plan.traits import bands_of, gathers, query_loads, reads_positions
@@ -128,6 +128,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         columns_qk=multiplied_qk,
         columns_v=multiplied_v,
         box_bytes=widest_box(qk.width * element.bytes, v.width * element.bytes),
+        bounded_rows=max(qk.width, v.width) * element.bytes > BOX_BYTES[0],
         shares_p=_query_warps(tile) > 1,
         late_columns=late_columns,
         late_beside_s=late_columns if tile.beside_s else late_columns // 2,

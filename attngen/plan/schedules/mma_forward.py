@@ -165,6 +165,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         paired_copies=one_box and not unmasked,
         shares_keys=shares_keys,
         q_first=ranges and tile.q_operand == "shared" and (not one_box or shares_keys),
+        bounded_rows=not unmasked,
+        q_by_warps=shares_keys and not one_box and not tile.key_values,
         key_values=tile.key_values,
         pairs=tile.pairs,
         s_apart=unmasked and tile.q_kept > 0,

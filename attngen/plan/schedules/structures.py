@@ -195,6 +195,8 @@ class MmaForward(Structure):
     paired_copies: bool  # two copies of a lane stand together among the products
     shares_keys: bool  # warps of a tile may have rows of several heads of a group, so that all see about the same keys
     q_first: bool  # copies of Q are issued before the tiles are found that its rows see
+    bounded_rows: bool  # the compiler knows how many rows are copied at once
+    q_by_warps: bool  # each warp copies its own rows of Q, not all warps those of each
     pairs: bool  # two warps share their rows of P, and each has half of the columns of O for all of these
     s_apart: bool  # a branch keeps other work before S,
     v_apart: bool  # and exponentials before the products with V
@@ -216,6 +218,7 @@ class MmaBackward(Structure):
     columns_qk: int  # that are multiplied: multiples of 32; rows in shared memory may be longer
     columns_v: int
     box_bytes: int  # of a row, over which it is swizzled
+    bounded_rows: bool  # the compiler knows how many rows are copied at once
     shares_p: bool  # several warps have the same keys, and divide the columns of dV and dK
     late_columns: int  # of dQ of a warp, that are added to the sums among the products of the next step; 0: all at once
     keys_once: bool  # registers hold the values of keys that the mask loads
