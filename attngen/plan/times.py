@@ -7,15 +7,13 @@ these (``runtime.prediction``) and takes the kernel that should be done first.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 from typing import TYPE_CHECKING, Any
 
 from attngen.lang.bands import Bands
 from attngen.lang.declared import Scalar
 from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate, written
-from attngen.lang.ir import Expr, Load, Op, Search, Type, Var, rewrite, walk
-from attngen.lang.simplify import integer, make
 from attngen.lang.spans import Interval
 from attngen.plan.traits import bands_of
 from attngen.schema.expand import KernelSpec
@@ -61,9 +59,6 @@ _TILE, _MANY = 128, 4
 #: Time that the blocks of a cluster add to a tile of work whose keys they split: they wait and merge results.
 MERGE = 2000.0
 
-#: Tokens of the documents by which ``row_time`` compares tiles.
-_DOCUMENT = 1024
-
 #: A step in 8 bits beside one in 16, as far as it decides between tiles.
 _ONE_BYTE = 0.75
 
@@ -100,7 +95,7 @@ def times_of(
 def row_time(spec: KernelSpec, consumers: int, tile_n: int, columns: int) -> float | None:
     """Predicted nanoseconds of a row in the middle of a long sequence, in 16 bits; None if bounds do not decide.
 
-    Scalars are assumed as in ``first_see_most``, and rows to lie in the middle of a document of ``_DOCUMENT`` tokens.
+    Scalars are assumed as in ``first_see_most``.
     """
     rows, bands = 64 * consumers, bands_of(spec)
     starts = [_LONG // 2 // rows * rows + rows * i for i in range(_SAMPLED)]
@@ -108,7 +103,7 @@ def row_time(spec: KernelSpec, consumers: int, tile_n: int, columns: int) -> flo
     ends = [start + rows - 1 for start in starts]
     names |= {"q_lo": starts, "q_pos_lo": starts, "q_hi": ends, "q_pos_hi": ends}
     names |= {scalar.name: _assumed(scalar) for scalar in spec.variant.scalars}
-    visible, full = (_ends(map(_of_document, part), names, _SAMPLED) for part in (bands.visible, bands.full))
+    visible, full = (_ends(part, names, _SAMPLED) for part in (bands.visible, bands.full))
     if not visible or full is None:
         return None
     steps = sum(max(-(-to // tile_n) - at // tile_n, 0) for interval in visible for at, to in interval)
@@ -119,27 +114,6 @@ def row_time(spec: KernelSpec, consumers: int, tile_n: int, columns: int) -> flo
             steps += _PARTIAL_STEPS
     _, tile, step = times_of(consumers, tile_n, columns, 2)
     return (tile + steps / _SAMPLED * step) / rows
-
-
-def _of_document(interval: Interval) -> Interval:
-    """An interval whose ends are those of a document of ``_DOCUMENT`` tokens, where they are searched for in data."""
-
-    def rule(node: Expr) -> Expr | None:
-        match node:
-            case Search(tensor=tensor, value=value, strict=strict) if tensor in _loaded(value):
-                half = integer(_DOCUMENT // 2)
-                return make("add", Var("q_hi", Type.INT), half) if strict else make("sub", Var("q_lo", Type.INT), half)
-            case Op(op="select", args=(Op(op="eq", args=(one, other)), same, _)) if _loaded(one) & _loaded(other):
-                return same
-        return None
-
-    lo, hi = (None if end is None else rewrite(end, rule) for end in (interval.lo, interval.hi))
-    return replace(interval, lo=lo, hi=hi)
-
-
-def _loaded(expr: Expr) -> frozenset[str]:
-    """Tensors whose elements an expression reads."""
-    return frozenset(node.tensor for node in walk(expr) if isinstance(node, Load))
 
 
 def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int) -> bool:

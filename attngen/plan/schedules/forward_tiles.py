@@ -89,6 +89,10 @@ _CUT_COLUMNS = 128
 #: much their rows may take longer: short calls of fewer rows in a tile end more evenly.
 _WIDE, _WIDE_COLUMNS, _MORE_EVEN = (2, 128), 128, 1.045
 
+#: Consumers and keys of the tiles that masks which divide may have instead of their usual ones, up to how many columns
+#: and for how many intervals of keys, and what their rows may take at most, over the usual.
+_TALL, _TALL_COLUMNS, _TALL_INTERVALS, _SOONER = (3, 128), 64, 2, 0.97
+
 #: With this many consumers or more, tiles have so many rows that few calls end evenly.
 _FEW_TILES = 3
 
@@ -202,9 +206,9 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
         rows = [row for row in form.table if row.family in families and max(qk, v) <= row.head_dim]
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
         if "window" in families and not form.transposes and _has_rows_of_one_head(spec):
-            choice = _faster(spec, choice, max(qk, v), _MORE_EVEN)
-        if "listed_by_head" in families and iteration == "ranges" and not form.transposes:
             choice = _faster(spec, choice, max(qk, v))
+        if iteration == "ranges" and not form.transposes and "light" not in families and _has_rows_of_one_head(spec):
+            choice = _taller(spec, choice, max(qk, v))
         if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
             # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
             choice = next((row for row in rows if row.consumers < _FEW_TILES), choice)
@@ -219,14 +223,24 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
             yield Candidate(one, tile_n, tiled, by_distance)
 
 
-def _faster(spec: KernelSpec, usual: Choice, columns: int, most: float = 1.0) -> Choice:
+def _faster(spec: KernelSpec, usual: Choice, columns: int) -> Choice:
     """The ``usual`` choice for a mask whose bands end on the left, or tiles of 128 x 128 if rows in the middle of a
-    long sequence should take less than ``most`` times as long in these."""
+    long sequence should take little more time in these."""
     if columns > _WIDE_COLUMNS:
         return usual
     wide = replace(usual, consumers=_WIDE[0], tile_n=_WIDE[1])
     times = [row_time(spec, each.consumers, each.tile_n, columns) for each in (usual, wide)]
-    return wide if times[0] and times[1] and times[1] < most * times[0] else usual
+    return wide if times[0] and times[1] and times[1] < _MORE_EVEN * times[0] else usual
+
+
+def _taller(spec: KernelSpec, usual: Choice, columns: int) -> Choice:
+    """The ``usual`` choice for a mask that divides, or tiles of 192 x 128 if rows in the middle of a long sequence
+    should take less time in these."""
+    if columns > _TALL_COLUMNS or usual.family != "any" or len(bands_of(spec).visible) > _TALL_INTERVALS:
+        return usual
+    tall = replace(usual, consumers=_TALL[0], tile_n=_TALL[1])
+    times = [row_time(spec, each.consumers, each.tile_n, columns) for each in (usual, tall)]
+    return tall if times[0] and times[1] and times[1] < _SOONER * times[0] else usual
 
 
 def _has_rows_of_one_head(spec: KernelSpec) -> bool:
