@@ -345,6 +345,12 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     relative = softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec)
     # rows of a tile map begin with a partial tile, in which some see few keys
     by_count = end_aligned or (iteration == "tile_map" and not relative and max(qk, v) <= _COUNTED_COLUMNS)
+    # scores by distance are mostly largest near the rows: row maxima of that tile seldom are recomputed in later ones
+    nearest_first = (
+        candidate.by_distance > 0
+        and softmax == "fixed_reference"
+        and (iteration == "tile_map" or (iteration == "ranges" and not skips and _sees_both_sides(spec)))
+    )
     draft = HopperForward(
         consumers=consumers,
         warp_roles=warp_roles,
@@ -358,7 +364,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         staged=staged,
         boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
         skips=skips,
-        whole_first=ranges and not skips and not numbers.lane_sum_log2 and _may_begin_whole(spec),
+        whole_first=ranges and not (skips or nearest_first or numbers.lane_sum_log2) and _may_begin_whole(spec),
+        nearest_first=nearest_first,
         q_stages=1,
         box_bytes=box,
         out_columns=v,
@@ -429,6 +436,12 @@ def _may_begin_whole(spec: KernelSpec) -> bool:
     bands = bands_of(spec)
     dense = spec.layout == "dense" and not spec.pack_gqa and not spec.split_tiles
     return len(bands.visible) == len(bands.full) and len(bands.visible) in ((1, 2) if dense else (1,))
+
+
+def _sees_both_sides(spec: KernelSpec) -> bool:
+    """Whether the keys that rows see are an interval that does not end at the rows' own position."""
+    visible = bands_of(spec).visible
+    return len(visible) == 1 and visible[0].hi is None
 
 
 def place_bits(step: int) -> int:

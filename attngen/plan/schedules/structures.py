@@ -27,6 +27,7 @@ class HopperForward(Structure):
     box_bytes: int  # of a row of one copy, over which it is swizzled
     out_columns: int  # columns of O that are staged at once
     whole_first: bool  # a tile that all rows see, if there is one, comes before the others, from the last to the first
+    nearest_first: bool  # the tile of keys nearest to the rows comes before the others
     short_early: bool  # a call may take its shortest tiles after some of the longest, so that blocks end together
     lookahead: int  # steps before the end of a tile of work at which the next one is taken
     value_loader: bool  # V has a loader of its own
