@@ -221,6 +221,26 @@ def test_the_queries_that_see_the_most_keys_come_first(mask: str, from_first: bo
     assert not roles_of(on_hopper("own", declared=declared, order="natural")).from_first
 
 
+@pytest.mark.parametrize(
+    ("mask", "score", "iteration", "nearest_first"),
+    [
+        ("True", "s - abs(q - kv)", "ranges", True),
+        ("ids[q] == ids[kv]", "s - abs(q - kv)", "tile_map", True),
+        ("ids[q] == ids[kv]", "s + 0.1 * kv", "tile_map", False),
+        ("ids[q] == ids[kv]", "s", "tile_map", False),
+        ("q_pos >= kv", "s - sqrt(float(q_pos - kv))", "ranges", False),  # the nearest tile is the last one
+    ],
+)
+def test_scores_by_distance_begin_with_the_nearest_tile(
+    mask: str, score: str, iteration: str, nearest_first: bool
+) -> None:
+    tensors = "    tensors: {ids: {dtype: int32, shape: [seqlen_k]}}\n" if "ids" in mask else ""
+    declared = f"variants:\n  own:\n    mask: '{mask}'\n    score: '{score}'\n{tensors}"
+    plan = on_hopper("own", declared=declared)
+    assert (plan.iteration, roles_of(plan).nearest_first) == (iteration, nearest_first)
+    assert ("nearest" in render(plan).text) == nearest_first
+
+
 # --- packed heads ---------------------------------------------------------------------------------------------
 
 

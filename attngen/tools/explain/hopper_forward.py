@@ -115,7 +115,12 @@ class HopperExplanation(ScheduleExplanation):
         structure = self.structure
         turn, passed = ("take the turn, ", ", pass the turn") if structure.pingpong else ("", "")
         end_aligned = ", which ends with the last key that is" if structure.end_aligned else ""
-        first = "the last tile of keys that all rows see, then the others" if structure.whole_first else "tiles of keys"
+        if structure.nearest_first:
+            first = "the tile of keys nearest to the rows, then the others"
+        elif structure.whole_first:
+            first = "the last tile of keys that all rows see, then the others"
+        else:
+            first = "tiles of keys"
         yield "order", f"{first} from the last that is seen{end_aligned} to the first"
         reductions = "exponentials make" if structure.softmax == "bounded" else "maximum and exponentials make"
         yield "first tile", f"{turn}QK(0){passed}, wait; {reductions} P(0)"
