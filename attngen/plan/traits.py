@@ -132,6 +132,14 @@ def distance_values_of_score(variant: Variant, *, fast_math: bool) -> tuple[Expr
     return distance_values(logit.value, variant, frozenset({"s", PRODUCT.name}))
 
 
+def computes_distance_values(variant: Variant, *, fast_math: bool) -> bool:
+    """Whether what a logit takes of a distance is computed, not loaded from a table: such scores mostly fall with the
+    distance."""
+    values = distance_values_of_score(variant, fast_math=fast_math)
+    loads = (node for value in values for node in walk(value) if isinstance(node, Load))
+    return bool(values) and not any(names(index) & KEYS for load in loads for index in load.indices)
+
+
 def without_distance_values(variant: Variant, *, fast_math: bool) -> Variant:
     """A variant with a symbol for what its score reads by distance: what a kernel computes for each pair then."""
     values = distance_values_of_score(variant, fast_math=fast_math)

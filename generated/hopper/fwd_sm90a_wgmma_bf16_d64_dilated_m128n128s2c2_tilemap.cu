@@ -480,7 +480,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(v_ring.stage);  // O += P V of the tile before
-        pass_turn();
+        const bool keeps_turn = __any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1);  // the softmax takes longer than the products
+        if (!keeps_turn) pass_turn();
         wait_products<1>();
         fence_registers(s);
         release_k();
@@ -488,6 +489,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         // P of this tile, with the row max of the step before. S is kept until the sums show that P stayed in range.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
+        if (keeps_turn) pass_turn();  // the products are done
         fence_registers(acc);
         release_v();
         exponentiate<Element>(s, scale_log2e, row_max, p, sum);

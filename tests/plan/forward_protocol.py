@@ -48,6 +48,7 @@ class Case:
     skips: bool
     value_loader: bool = False  # K and V are loaded by a warp each
     keeps_turn: bool = False  # it is passed when the products of a step are complete
+    keeps_masked_turn: bool = False  # it is so in steps of some tiles, which may differ between consumers
     shares: bool = False  # its one tile of work, with the other blocks of a cluster
     bias_stages: int = 0  # tiles of biases come with those of K; 0: none
 
@@ -74,7 +75,8 @@ class Case:
             skips=random.random() < 0.7,
             value_loader=value_loader,
             bias_stages=0 if value_loader else random.choice((0, 2, 3)),
-            keeps_turn=random.random() < 0.4,
+            keeps_turn=random.random() < 0.3,
+            keeps_masked_turn=random.random() < 0.3,
         )
 
     def skipped(self, tile: Tile, consumer: int) -> bool:
@@ -386,14 +388,15 @@ def consumer(s: Forward, c: int, w: int) -> Role:
                 release_k()
             yield held.full()
             yield from issue(pv)
-            if not case.keeps_turn:
+            keeps_turn = case.keeps_turn or (case.keeps_masked_turn and (sum(tile) + c) % 2 == 0)
+            if not keeps_turn:
                 pass_turn()
             if case.overlap:
                 yield from complete(*qk)
                 release_k()
                 yield from read_values(of_keys)
             yield from finish_pv(pv)
-            if case.keeps_turn:
+            if keeps_turn:
                 pass_turn()
             if not case.overlap:
                 yield from read_values(of_keys)

@@ -227,6 +227,7 @@ def test_the_queries_that_see_the_most_keys_come_first(mask: str, from_first: bo
         ("True", "s - abs(q - kv)", "ranges", True),
         ("ids[q] == ids[kv]", "s - abs(q - kv)", "tile_map", True),
         ("ids[q] == ids[kv]", "s + 0.1 * kv", "tile_map", False),
+        ("True", "s + table[min(abs(q - kv), 127)]", "ranges", False),  # may be largest anywhere
         ("ids[q] == ids[kv]", "s", "tile_map", False),
         ("q_pos >= kv", "s - sqrt(float(q_pos - kv))", "ranges", False),  # the nearest tile is the last one
     ],
@@ -234,7 +235,7 @@ def test_the_queries_that_see_the_most_keys_come_first(mask: str, from_first: bo
 def test_scores_by_distance_begin_with_the_nearest_tile(
     mask: str, score: str, iteration: str, nearest_first: bool
 ) -> None:
-    tensors = "    tensors: {ids: {dtype: int32, shape: [seqlen_k]}}\n" if "ids" in mask else ""
+    tensors = "    tensors: {ids: {dtype: int32, shape: [seqlen_k]}, table: {dtype: float32, shape: [128]}}\n"
     declared = f"variants:\n  own:\n    mask: '{mask}'\n    score: '{score}'\n{tensors}"
     plan = on_hopper("own", declared=declared)
     assert (plan.iteration, roles_of(plan).nearest_first) == (iteration, nearest_first)

@@ -37,6 +37,7 @@ from attngen.plan.times import first_see_many_more, first_see_most, last_see_mos
 from attngen.plan.traits import (
     NO_KEY_VALUES,
     bands_of,
+    computes_distance_values,
     distance_values_of_score,
     gathers,
     is_light,
@@ -92,6 +93,10 @@ _WIDE, _WIDE_COLUMNS, _MORE_EVEN = (2, 128), 128, 1.045
 #: Consumers and keys of the tiles that masks which divide may have instead of their usual ones, up to how many columns
 #: and for how many intervals of keys, and what their rows may take at most, over the usual.
 _TALL, _TALL_COLUMNS, _TALL_INTERVALS, _SOONER = (3, 128), 64, 2, 0.97
+
+#: Columns up to which a turn lasts until products are done where a tile of 128 keys of a map is partial: there its
+#: softmax takes longer than its products.
+_MASKED_TURN_COLUMNS = 64
 
 #: With this many consumers or more, tiles have so many rows that few calls end evenly.
 _FEW_TILES = 3
@@ -207,6 +212,9 @@ def _candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candid
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
         if "window" in families and not form.transposes and _has_rows_of_one_head(spec):
             choice = _faster(spec, choice, max(qk, v))
+        polynomial = choice.family == "scored" and not by_distance and terms_of(spec, _constant(spec, form), qk + v)
+        if polynomial and not form.transposes:
+            choice = replace(choice, consumers=_WIDE[0], tile_n=_WIDE[1])
         if iteration == "ranges" and not form.transposes and "light" not in families and _has_rows_of_one_head(spec):
             choice = _taller(spec, choice, max(qk, v))
         if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
@@ -241,6 +249,11 @@ def _taller(spec: KernelSpec, usual: Choice, columns: int) -> Choice:
     tall = replace(usual, consumers=_TALL[0], tile_n=_TALL[1])
     times = [row_time(spec, each.consumers, each.tile_n, columns) for each in (usual, tall)]
     return tall if times[0] and times[1] and times[1] < _SOONER * times[0] else usual
+
+
+def _constant(spec: KernelSpec, form: Form) -> float | None:
+    """The constant that replaces the row max of all rows, if there is one."""
+    return softmax_of(spec, form.numbers[spec.dtype].exponents)[1]
 
 
 def _has_rows_of_one_head(spec: KernelSpec) -> bool:
@@ -345,10 +358,11 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     relative = softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec)
     # rows of a tile map begin with a partial tile, in which some see few keys
     by_count = end_aligned or (iteration == "tile_map" and not relative and max(qk, v) <= _COUNTED_COLUMNS)
-    # scores by distance are mostly largest near the rows: row maxima of that tile seldom are recomputed in later ones
+    # row maxima of the tile where a score by distance is largest seldom are recomputed in later ones
     nearest_first = (
         candidate.by_distance > 0
         and softmax == "fixed_reference"
+        and computes_distance_values(spec.variant, fast_math=spec.fast_math)
         and (iteration == "tile_map" or (iteration == "ranges" and not skips and _sees_both_sides(spec)))
     )
     draft = HopperForward(
@@ -356,6 +370,11 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         warp_roles=warp_roles,
         pingpong=schedule == "pingpong",
         keeps_turn=schedule == "pingpong" and choice.keeps_turn,
+        keeps_masked_turn=schedule == "pingpong"
+        and iteration == "tile_map"
+        and not form.transposes
+        and (consumers, tile_n) == _WIDE
+        and max(qk, v) <= _MASKED_TURN_COLUMNS,
         overlap=roles.overlap is not False,
         persistent=spec.persistent is not False and not spec.split_tiles,
         longest_first=spec.order != "natural",

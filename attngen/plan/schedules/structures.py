@@ -19,6 +19,7 @@ class HopperForward(Structure):
 
     pingpong: bool  # consumers alternate at the tensor cores
     keeps_turn: bool  # ping-pong hands over when the products of a step are done, not when they are issued
+    keeps_masked_turn: bool  # it does so in steps of partial tiles
     overlap: bool  # O += P V runs under the softmax of the next tile
     longest_first: bool  # query tiles from the last to the first, head by head within an L2 head group
     staged: bool  # outputs leave through shared memory
