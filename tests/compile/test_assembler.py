@@ -110,7 +110,7 @@ def test_ptxas_of_nvidia_goes_before_those_of_triton(install: Callable[[str], Pa
 
 
 def test_an_older_ptxas_of_nvidia_is_left_out(install: Callable[[str], Path]) -> None:
-    plain = assembler.assembler(HOPPER)
-    install("12.6.85")
-    assert assembler.assembler(HOPPER) == plain
+    ptxas = install("12.6.85")
+    assert assembler.ptxas_of_wheel() is None
+    assert assembler.assembler(HOPPER) != ptxas
     assert "nvidia-cuda-nvcc-cu12" not in toolchain.toolchain("triton", "sm90a")
