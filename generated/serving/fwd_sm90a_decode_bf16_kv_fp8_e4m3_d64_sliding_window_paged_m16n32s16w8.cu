@@ -118,15 +118,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     long long stride_out_s, long long stride_out_h,
     int batch, int heads, int kv_heads, int group, int row_bits, int row_units, int split_tiles, int max_splits,
     int batch_reciprocal, int group_reciprocal, int row_units_reciprocal, int split_tiles_reciprocal,
-    int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int most_queries,
+    int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int most_queries, int beside,
     long long page_table_stride,
     int page_size, int num_pages, int box_rows, int page_size_reciprocal,
     float softmax_scale,
     int u_window,
     int write_lse, int has_cu_seqlens_q
 ) {
+  const bool leads = beside == kLeads, follows = beside == kFollows;
   // Clusters of the next launch would settle where this one has left room, and crowd one part of the chip.
-  if (cluster_size() == 1) launch_dependents();
+  if (!leads && cluster_size() == 1) launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const uint32_t here = mapped(kShared, cluster_rank()) - kShared;  // barriers and copies take shared::cluster addresses
@@ -145,7 +146,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
     __syncwarp();
     if (lane == 0) prefetch_map(warp % 2 == 0 ? k_map : v_map);
   }
-  wait_dependencies();  // nothing in global memory is read or written before
+  if (!follows) wait_dependencies();  // nothing in global memory is read or written before
+  if (leads) launch_dependents();
 
   // Work items in order: row blocks of a sequence, then sequences, then KV heads.
   const Divisor by_row_units(row_units, row_units_reciprocal), by_batch(batch, batch_reciprocal);
@@ -271,7 +273,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
   }
   const EvenRanges ranges(splits > 0 ? workers : all.chunks, workers);
   const int range_begin = ranges.first(worker), range_end = ranges.first(worker + 1);
-  if (worker >= workers || range_begin == range_end) return;
+  if (worker >= workers || range_begin == range_end) {
+    if (follows) wait_dependencies();
+    return;
+  }
   Walk begin;
   if (alike) {
     begin = {place_of_item(worker / splits), worker % splits, 1};
@@ -384,6 +389,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_decode_bf16_
       }
       position += part.end - part.first;
     }
+    if (follows) wait_dependencies();
     return;
   }
 

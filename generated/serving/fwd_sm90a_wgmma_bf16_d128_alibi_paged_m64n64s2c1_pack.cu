@@ -123,11 +123,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int batch, int heads, int kv_heads, int group, int group_bits, int section, int q_tiles, int max_seqlen_q,
     int max_seqlen_k, int total_q, int total_k,
     long long page_table_stride,
-    int page_size, int num_pages, int box_rows, int least_queries,
+    int page_size, int num_pages, int box_rows, int least_queries, int beside,
     float softmax_scale,
     int write_lse, int has_cu_seqlens_q
 ) {
-  launch_dependents();
+  const bool leads = beside == kLeads, follows = beside == kFollows;
+  if (!leads) launch_dependents();
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32;
   const int warpgroup = warp / 4;
@@ -151,7 +152,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     prefetch_map(v_map);
   }
   __syncthreads();
-  wait_dependencies();  // nothing in global memory is read or written before
+  if (!follows) wait_dependencies();  // nothing in global memory is read or written before
+  if (leads) launch_dependents();
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
@@ -630,4 +632,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       work = next;
     }
   }
+  if (follows) wait_dependencies();
 }

@@ -127,7 +127,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
 #if PAIRS
 #define MOST_QUERIES
 #else
-#define MOST_QUERIES rows,
+#define MOST_QUERIES rows, 0,  // and beside no other launch
 #endif
 #if VALUES_OF_KEYS && HEAD_DIM > HEAD_DIM_V
 #define K_STRIDES page_size * step, step, width,

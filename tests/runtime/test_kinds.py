@@ -276,7 +276,7 @@ def test_numbers_are_those_of_a_call_that_is_prepared_for_its_sizes(
         with drivers.use(driver), torch.no_grad():
             function(*tensors, **given)
             with monkeypatch.context() as patch:
-                patch.setattr(dispatch, "_seen_key", lambda given: None)
+                patch.setattr(dispatch, "seen_key", lambda given: None)
                 patch.setattr(dispatch, "kind_of", lambda *of: None)
                 function(*tensors, **given)
         (_, ours), (_, alone) = ragged

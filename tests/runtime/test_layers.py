@@ -24,6 +24,7 @@ from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, kernel, variant, window_variant
+from tests.runtime.test_mixed import leaving_out
 
 pytestmark = pytest.mark.skipif(seen_module._TensorGuards is None, reason="torch has no check of tensors")
 
@@ -122,10 +123,13 @@ def test_batches_of_the_same_sizes_in_the_same_memory(gpu: FakeDriver, called: l
         before = layer._alike.last
 
 
-def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any]) -> None:
+@pytest.mark.parametrize("beside", [False, True])
+def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any], beside: bool) -> None:
     """Their launches are made without a call, once a batch has run in the same way: as a whole, with sequences that
-    decode first, or last. Tables have other columns, and rows that are further apart."""
-    registry.add(package_of_kernels([kernel(variant(), layout="paged")], "memory"))
+    decode first, or last. Tables have other columns, and rows that are further apart. Kernels that may run ``beside``
+    others are told so."""
+    one = leaving_out(variant(), "beside") if beside else kernel(variant(), layout="paged")
+    registry.add(package_of_kernels([one], "memory"))
     ours = [PagedLayer(*of_layer(n), variant="causal", softmax_scale=0.2) for n in range(2)]
     chance, whole = random.Random(5), 0
     pages = cache(LENGTHS, 16, head_dim=64, dtype=torch.bfloat16)
@@ -146,7 +150,11 @@ def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any]) -> None:
         called.clear()
         for layer in ours:
             out = torch.full_like(q, 7.0)
+            gpu.launches.clear()
             agree(layer, q, out, batch)
+        roles = [launch.values.get("beside") for launch in gpu.launches]
+        if not called and beside:
+            assert roles == ([0] if decodes is None else [1, 2])
         whole += bool(called)
     assert whole == 4  # the first call of all is prepared by itself, and nothing of its kind
     assert len(ours[0]._alike.renewals) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 import attngen
 from attngen.errors import CallError
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.arguments import debug
+from attngen.runtime.arguments import debug, seen
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.calls import mixed as mixed_calls
+from attngen.runtime.calls import pairs
+from attngen.runtime.calls.beside import Left
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import cache, starts_of
@@ -81,11 +84,12 @@ def by_length(**changed: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def leaving_out(one: Any, bound: str, **fields: Any) -> Any:
-    """A kernel that takes a limit of the queries of sequences."""
+def leaving_out(one: Any, *bounds: str, **fields: Any) -> Any:
+    """A kernel that takes a limit of the queries of sequences, and maybe whether it runs beside another launch."""
     manifest = manifest_of(one, layout="paged", **fields)
     main = main_of(manifest)
-    main["parameters"].append({"name": bound, "kind": "size", "type": "i32", "of": bound, "axis": None})
+    main["pdl"] = "beside" in bounds
+    main["parameters"] += [{"name": of, "kind": "size", "type": "i32", "of": of, "axis": None} for of in bounds]
     return kernel_of(manifest)
 
 
@@ -104,6 +108,53 @@ def test_kernels_find_sequences_by_length(gpu: FakeDriver) -> None:
         {"rows": [30, 40, 35, 40, 40, 21]},
     ):  # fmt: skip
         assert len(launched(gpu, by_length(**changed))) == 1, changed
+
+
+@pytest.mark.skipif(seen._TensorGuards is None, reason="torch has no check of tensors")
+def test_batches_are_recognized_as_a_whole(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of any sizes launch what the first ones did, without calls of their own; some need a look and get it."""
+    registry.clear()
+    few = leaving_out(variant(), "most_queries", "beside", split_kv=True)
+    registry.add(package_of_kernels([few, leaving_out(variant(), "least_queries", "beside")], "memory"))
+    whole: list[Any] = []
+    real = mixed_calls.attend_by_length
+
+    def noted(run: Any, few: int, given: Given) -> Any:
+        whole.append(given)
+        return real(run, few, given)
+
+    monkeypatch.setattr(mixed_calls, "attend_by_length", noted)
+    rng = random.Random(3)
+    for turn in range(24):
+        rows = [rng.choice([0, 1, 1, 3, 4]) for _ in range(rng.randint(2, 5))]
+        told = None if turn % 3 else 1
+        rows.insert(rng.randrange(1, len(rows)), rng.randint(40, 70))
+        rows[0] = min(rows[0], told or 4)
+        c = cache([max(n, rng.randint(1, 90)) for n in rows], 16, kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+        shared = {"k_pages": torch.randn(40, 16, 2, 64).bfloat16(), "v_pages": torch.randn(40, 16, 2, 64).bfloat16()}
+        q = torch.randn(sum(rows), 8, 64).bfloat16()
+        given = {
+            "q": q, **shared, "page_table": c.page_table % 40, "seqused_k": c.seqused_k, "softmax_scale": 0.1 + turn,
+            "cu_seqlens_q": starts_of(rows), "max_seqlen_q": max(rows) + turn % 2, "variant": "causal",
+            "num_decodes": told,
+            "out": torch.full_like(q, 7.0) if turn % 2 else None,
+        }  # fmt: skip
+        whole.clear()
+        assert [one for one, _ in launched(gpu, given)] == [len(rows)] * 2
+        assert bool(whole) is (turn < 4), turn
+        if not whole:
+            assert [launch.values["beside"] for launch in gpu.launches] == [1, 2]
+    with monkeypatch.context() as patch:
+        patch.setattr(pairs, "in_graph", lambda stream: True)  # which the default stream, as here, cannot record
+        launched(gpu, given)
+        assert whole
+        assert [launch.values["beside"] for launch in gpu.launches] == [0, 0]
+    for change in (
+        {"seqused_k": given["seqused_k"][:-1]}, {"cu_seqlens_q": given["cu_seqlens_q"][1:]}, {"out": q[:-1].clone()},
+        {"max_seqlen_q": 70.0},
+    ):  # fmt: skip
+        with pytest.raises(CallError):
+            attngen.attention_paged(**given | change)
 
 
 def test_decodes_at_the_end(gpu: FakeDriver) -> None:
@@ -146,6 +197,27 @@ def test_what_decoding_leaves_to_prompts(decodes: int, tokens: int, part: int) -
         assert mixed_calls.left_to_prompts(given.q, decodes + tokens, given.k, given.layout, decodes) == (
             132 // part if part else 0
         )
+
+
+@pytest.mark.parametrize(
+    ("decodes", "tokens", "sides"),
+    [
+        (32, 512, (True, 66, 66)), (128, 512, (True, 528, 66)), (128, 2048, (True, 66, 66)),
+        (200, 1100, (True, 264, 66)), (64, 64, (True, 928, 16)), (16, 4096, (False, 66, 132)),
+        (40, 2048, (False, 66, 132)), (8, 256, (False, 132, 132)),
+    ],
+)  # fmt: skip
+def test_how_a_device_is_divided(decodes: int, tokens: int, sides: tuple[bool, int, int]) -> None:
+    class Hopper(FakeDriver):
+        def multiprocessors(self, device: int) -> int:
+            return 132
+
+        def bandwidth(self, device: int) -> float:
+            return 3350.0
+
+    q, k = torch.empty(9, 32, 128, device="meta").bfloat16(), torch.empty(9, 16, 8, 128, device="meta").bfloat16()
+    with drivers.use(Hopper()):
+        assert Left(q, k, "NHD").sides(decodes + tokens, decodes) == sides
 
 
 def test_all_decode(gpu: FakeDriver) -> None:

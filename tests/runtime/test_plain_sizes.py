@@ -58,7 +58,7 @@ class Card(HostDriver):
 
 
 def facts(sized: Sized) -> list[Any]:
-    return [getattr(sized, name) for name in Sized.__slots__ if name != "launches"]
+    return [getattr(sized, name) for name in Sized.__slots__]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.arguments import torch_state
-from attngen.runtime.calls import dispatch
+from attngen.runtime.arguments import debug, torch_state
+from attngen.runtime.calls import dispatch, entry
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import widen
 from attngen.runtime.kernels.module import Kernel
@@ -37,6 +38,9 @@ kernels:
   - {variant: full, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, split_kv: true}
 """
 WIDENER = "serving/widen_sm90a_bf16"
+
+#: Imported before tests put something in the place of what it imports.
+_ = entry
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -136,6 +140,68 @@ def test_the_ordinary_call_has_pages_in_order(
     assert wide.page_table.tolist() == torch.arange(64).view(2, 32).tolist()
     assert (wide.k_descale, wide.v_descale) == (None, None)
     assert torch.equal(wide.seqused_k, call["seqused_k"])
+
+
+class Card(HostDriver):
+    """A card with as many multiprocessors as an H200."""
+
+    def multiprocessors(self, device: int) -> int:
+        return 132
+
+    def clusters(self, *of: Any) -> int:
+        return 15
+
+    def stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+def test_calls_of_other_sizes(monkeypatch: pytest.MonkeyPatch, page_layout: str) -> None:
+    """Once a call of about the same sizes was looked at, others are only launched, and the ordinary call reads the same
+    keys."""
+    registry.clear()
+    attention = [kernel_of(one.plan) for one in prepare(load_spec_text(SPEC)) if not one.plan.name.startswith("widen")]
+    registry.add(package_of_kernels([*attention, *widening_kernels()], "here"))
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    monkeypatch.setattr(debug, "check_lengths", lambda call: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    made, looked, shapes = [], [], set()
+    run, bind = dispatch.run, dispatch.bind_call
+
+    def noted(given: Any, repeats: Any = None) -> Any:
+        made.append(given)
+        return run(given, repeats) if given.k.dtype != torch.bfloat16 else given.q
+
+    monkeypatch.setattr(dispatch, "run", noted)
+    monkeypatch.setattr(dispatch, "bind_call", lambda given: looked.append(given) or bind(given))
+    rng = random.Random(2)
+    torch.manual_seed(0)
+    k, v = (torch.randn(700, 16, 2, 128).to(torch.float8_e4m3fn) for _ in "kv")
+    for turn in range(8):
+        batch = rng.randint(5, 8)
+        lengths = torch.tensor([rng.randint(300, 500) for _ in range(batch)], dtype=torch.int32)
+        table = torch.stack([torch.randperm(700)[:40] for _ in range(batch)]).int()[:, : rng.randint(33, 40)]
+        scale = torch.rand(batch, 2) if turn % 2 else torch.rand(2)[None].expand(batch, -1)
+        starts = torch.arange(batch + 1, dtype=torch.int32) * 300
+        given = {"cu_seqlens_q": starts, "max_seqlen_q": 300, "k_descale": scale, "v_descale": scale}
+        pages = [x.transpose(1, 2).contiguous() if page_layout == "HND" else x for x in (k, v)]
+        q = torch.zeros(300 * batch, 32, 128).bfloat16()
+        made.clear()
+        looked.clear()
+        with drivers.use(Card()), torch.no_grad():
+            attngen.attention_paged(q, *pages, table, lengths, variant="causal", page_layout=page_layout, **given)
+        assert bool(looked) is (turn < 4), turn
+        wide = made[-1]
+        for ours, cache in ((wide.k, k), (wide.v, v)):
+            rows = ours.transpose(1, 2) if page_layout == "HND" else ours
+            for b, length in enumerate(lengths.tolist()):
+                wanted = (cache[table[b].long()].flatten(0, 1)[:length].float() * scale[b, :, None]).bfloat16()
+                assert torch.equal(rows[wide.page_table[b].long()].flatten(0, 1)[:length], wanted)
+        if not looked:
+            shapes.add(wide.k.shape)
+    assert len(shapes) < 3, "of few kinds"
+    registry.clear()
 
 
 def test_kernels_that_widen_come_with_both_kinds() -> None:

@@ -174,6 +174,7 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
         arguments.size("max_seqlen_k", "seqlen_k"),
         *map(arguments.size, ("total_q", "total_k")),
         *(map(arguments.size, ("most_queries",)) if plan.lists_sequences else ()),
+        *(map(arguments.size, ("beside",)) if plan.lists_sequences and plan.arch.pdl else ()),
         *arguments.page_sizes(plan),
         *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
         arguments.scale(),

@@ -208,7 +208,7 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     more_sizes = (
         *(("long_tiles", "short_tiles") if roles.short_early else ()),
         *(("cut_rows", "parts") if roles.cuts else ()),
-        *(("least_queries",) if plan.lists_sequences else ()),
+        *(("least_queries", "beside") if plan.lists_sequences else ()),
     )
     return arguments.signature(
         plan, operands, tiles="q_tiles", strided=("out",), promised=False, counted=roles.persistent,

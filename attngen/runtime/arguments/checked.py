@@ -33,6 +33,10 @@ LAYOUTS = ("bshd", "bhsd")
 PAGE_LAYOUTS = ("NHD", "HND")
 DIRECTIONS = ("forward", "backward")
 
+#: Parts of two launches that run side by side on one stream: the second one does not wait for the first, and ends after
+#: it.
+LEADS, FOLLOWS = 1, 2
+
 
 def mixes(q: torch.dtype, kv: torch.dtype) -> bool:
     """Whether k and v of a dtype may stand beside q of another one: other 8 bits, or a cache of them, which kernels
@@ -140,6 +144,8 @@ class Call:
     #: Queries of the sequences that a paged call attends for, at least and at most, if they are not 0.
     least_queries: int = 0
     most_queries: int = 0
+    beside: int = 0  # LEADS or FOLLOWS another launch, with which it runs side by side
+    blocks: int = 0  # most blocks of a launch; 0: as many as there are multiprocessors, without ``sm_margin``
     out: View | None = None  # of a result that the caller allocated
     asked_out: torch.dtype | None = None  # dtype of the output, where q is quantized and the caller names one
     #: Of quantized q, k and v: (batch, kv_heads), or (batch, heads of q, blocks) and (batch, kv_heads, blocks), or

@@ -15,7 +15,7 @@ from torch import Tensor
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, View
-from attngen.runtime.arguments.given import TENSORS, Given, kind_settings_of, tensors_of
+from attngen.runtime.arguments.given import TENSORS, Given, kind_settings_of
 from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note
 from attngen.runtime.arguments.seen import NONE_FREE, Free
 
@@ -153,19 +153,21 @@ def kind_of(
 
 
 def sizes_of(given: Given) -> tuple[Any, ...]:
-    """All that calls of a kind differ in beside addresses, as a key."""
-    q, k, v, q_scale, k_scale, v_scale, used, cu_q, cu_k, table, out = tensors_of(given)
+    """All that calls of a kind differ in beside addresses, as a key of numbers."""
+    q, used, starts, table = given.q, given.seqused_k, given.cu_seqlens_q, given.page_table
     sizes: tuple[Any, ...]
     if table is not None:
+        out = given.out
         sizes = (
-            given.max_seqlen_q, q.shape, table.shape, table.stride(), used.shape, None if cu_q is None else cu_q.shape,
-            None if out is None else out.shape,
+            given.max_seqlen_q, q.shape[0], *table.shape, table.stride(0), used.shape[0],
+            -1 if starts is None else starts.shape[0], -1 if out is None else out.shape[0],
         )  # fmt: skip
     else:
         sizes = (
-            given.max_seqlen_q, given.max_seqlen_k, q.shape, k.shape, v.shape, cu_q.shape, cu_k.shape,
-            None if used is None else used.shape,
+            given.max_seqlen_q, given.max_seqlen_k, q.shape[0], given.k.shape[0], given.v.shape[0], starts.shape[0],
+            given.cu_seqlens_k.shape[0], -1 if used is None else used.shape[0],
         )  # fmt: skip
+    k_scale, q_scale, v_scale = given.k_descale, given.q_descale, given.v_descale
     if k_scale is not None or q_scale is not None or v_scale is not None:
         sizes += tuple([None if scale is None else scale.shape for scale in (q_scale, k_scale, v_scale)])
     return sizes

@@ -60,7 +60,7 @@ from attngen.runtime.registry.select import Request, first_that_fits, foreseen, 
 #: for a kind: its calls are prepared one by one, under the latter.
 _PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
 
-#: The tensors of an earlier call, or of an earlier call of a kind, and what ran it, by ``_seen_key``. A call with
+#: The tensors of an earlier call, or of an earlier call of a kind, and what ran it, by ``seen_key``. A call with
 #: tensors like these is recognized in one step, without either key above. False: its tensors cannot be recognized.
 _SEEN: RecentCache[tuple[SeenTensors, PreparedCall | RaggedCalls] | bool] = RecentCache(PREPARED_CALLS)
 
@@ -72,7 +72,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
     everything (``_PREPARED``). If it is new, it is checked, and a kernel is selected and prepared for it. It adds to
     ``repeats`` what launches it again, if a kernel runs.
     """
-    lookup = _seen_key(given)  # None from where on the call is not to be remembered
+    lookup = seen_key(given)  # None from where on the call is not to be remembered
     if lookup is not None:
         try:
             alike: Any = _SEEN[lookup[0]]
@@ -132,6 +132,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
             strides, addresses[0] = q.stride(), q.data_ptr()
     name = variant if isinstance(variant, str) else id(variant)
     kind: Any = None
+    calls: Any = None
     if given.form != "dense" and not learns:
         kind = kind_of(given, addresses, shape, strides, (name, with_lse, registry.generation))
         calls = None if kind is None else _known(_PREPARED, kind)
@@ -168,6 +169,8 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
             _PREPARED.put(kind, of_kind)
         if of_kind is False:
             _PREPARED.put(identity, prepared)
+        if isinstance(calls, RaggedCalls) and isinstance(prepared, PreparedCall | WidenedCall):
+            calls.note(given, prepared)
         lookup = None  # its tensors are remembered when it is made again
     if not isinstance(prepared, PreparedCall):
         return prepared(given, addresses)
@@ -187,7 +190,7 @@ def _of_its_kind(calls: PreparedCall | RaggedCalls, result: Any, repeats: Repeat
     return result
 
 
-def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
+def seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
     """Key of a call in ``_SEEN``, and the tensors of its variant; None for a call whose arguments have to be looked at
     each time."""
     q, arguments, variant = given.q, given.arguments, given.variant
@@ -210,8 +213,9 @@ def _seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None
             shapes = [tensor.shape for tensor in own]
             lengths = q.shape, given.k.shape, given.max_seqlen_q, given.max_seqlen_k, *shapes
         elif given.page_table is not None:  # layers may have caches of several sizes
-            pages = given.k.shape[0]
-            lengths = given.k.shape, by_page((given.q_descale, given.k_descale, given.v_descale), pages)
+            lengths, q_scale, k_scale, v_scale = given.k.shape, given.q_descale, given.k_descale, given.v_descale
+            if k_scale is not None or q_scale is not None or v_scale is not None:
+                lengths = lengths, by_page((q_scale, k_scale, v_scale), lengths[0])
     except (AttributeError, RuntimeError):  # a nested tensor, or none at all
         return None
     chosen = variant if isinstance(variant, str) else id(variant)
@@ -228,7 +232,7 @@ def _of_one_size(given: Given) -> bool:
 def _note_seen(lookup: Any, given: Given, prepared: PreparedCall | RaggedCalls) -> None:
     """Remember the tensors of a call that is made for the second time, so that the next one is recognized by them.
 
-    ``lookup``: what ``_seen_key`` returned, or None for a call that is not to be remembered.
+    ``lookup``: what ``seen_key`` returned, or None for a call that is not to be remembered.
     """
     if lookup is None or _SEEN[lookup[0]] is False:
         return
@@ -237,10 +241,17 @@ def _note_seen(lookup: Any, given: Given, prepared: PreparedCall | RaggedCalls) 
     _SEEN.put(lookup[0], False if noted is None else (noted, prepared))
 
 
+def calls_of_kind(given: Given) -> RaggedCalls | None:
+    """What runs calls of a kind, if they are recognized by their tensors; or None."""
+    lookup = seen_key(given)
+    alike: Any = None if lookup is None else _SEEN[lookup[0]]
+    return alike[1] if alike and isinstance(alike[1], RaggedCalls) else None
+
+
 def recognized(given: Given) -> PreparedCall | None:
     """The prepared call of a call that is recognized by its tensors, and has no other sizes than when it was prepared;
     or None."""
-    lookup = _seen_key(given)
+    lookup = seen_key(given)
     alike: Any = None if lookup is None else _SEEN[lookup[0]]
     if lookup is None or not alike or not isinstance(alike[1], PreparedCall):
         return None

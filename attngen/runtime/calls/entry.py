@@ -17,6 +17,7 @@ from attngen.runtime.calls import mixed, quantized
 from attngen.runtime.calls.dispatch import run
 from attngen.runtime.launch.prepared import Repeats
 from attngen.runtime.launch.tile_map import TileMap
+from attngen.runtime.registry.order import FEW_ROWS
 
 #: Looked up once: every call asks. Whether autocast is on is asked for any device.
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -266,11 +267,12 @@ def attention_paged(
         num_splits, split_size, None, 0, 0, 0,
     ))  # fmt: skip
     if num_decodes is not None:
-        return mixed.attend(run_or_trace, num_decodes, given)
+        return mixed.attend(run_or_trace, num_decodes, given, whole=True)
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
-    few = mixed.few_queries(given)
-    return mixed.attend_by_length(run, few, given) if few else run(given)
+    if max_seqlen_q is None or cu_seqlens_q is None or (type(max_seqlen_q) is int and max_seqlen_q <= FEW_ROWS):
+        return run(given)
+    return mixed.attend_ragged(run, given)
 
 
 def run_or_trace(given: Given, repeats: Repeats | None = None) -> Any:

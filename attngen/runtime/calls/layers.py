@@ -19,6 +19,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.addresses import FORWARD
+from attngen.runtime.arguments.checked import FOLLOWS, LEADS
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.seen import NONE_FREE, Free, check_of
@@ -26,6 +27,7 @@ from attngen.runtime.arguments.torch_state import is_compiling, transforms_activ
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls import mixed
 from attngen.runtime.calls.append import append
+from attngen.runtime.calls.beside import PAIRED, Beside, Left, left_to_prompts, streams_beside
 from attngen.runtime.calls.entry import run_or_trace
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
@@ -179,7 +181,7 @@ class PagedLayer:
             return None if decodes is False else (False, False, 0)
         if type(decodes) is not int or not 0 < abs(decodes) < requests != k.shape[0]:
             return None
-        margin = mixed.left_to_prompts(q, batch.tokens, k, self._given.layout, abs(decodes)) if q.is_cuda else 0
+        margin = left_to_prompts(q, batch.tokens, k, self._given.layout, abs(decodes)) if q.is_cuda else 0
         return True, decodes < 0, margin
 
     def _of_batch(self, q: Tensor, out: Tensor, batch: PagedBatch, *, return_lse: bool) -> Given:
@@ -248,7 +250,7 @@ class _Launches:
             alike.like = check_of((q, out), (_ROWS, _ROWS))
         self._check = alike.like
         self._driver, self._device = drivers.current(), q.get_device()
-        self._beside = mixed.streams_beside(self._device) if parts[0].stream != parts[-1].stream else None
+        self._beside = streams_beside(self._device) if parts[0].stream != parts[-1].stream else None
         #: Whether it has workspaces that belong to torch, which are not kept for longer than a step.
         self.holds_memory = any(part.kept is not None for part in parts)
 
@@ -264,14 +266,18 @@ class _Launches:
         if (begin | into) % CHUNK_BYTES or stream != first.stream or _seen_whole() or in_graph(stream):
             return False
         moves = layer.moves
-        if beside is not None:
+        moved = [moves.get(part.chain) or layer.moved(part.chain) for part in parts]
+        if len(parts) == 1:
+            first.launch(begin, into, moved[0])
+        elif beside is None:
+            with PAIRED:
+                first.launch(begin, into, moved[0])
+                parts[1].launch(begin, into, moved[1])
+        else:
             beside.begin()
-        first.launch(begin, into, moves.get(first.chain) or layer.moved(first.chain))
-        for part in parts[1:]:
-            if beside is not None:
-                beside.fork()
-            part.launch(begin, into, moves.get(part.chain) or layer.moved(part.chain))
-        if beside is not None:
+            first.launch(begin, into, moved[0])
+            beside.fork()
+            parts[1].launch(begin, into, moved[1])
             beside.join()
         return True
 
@@ -284,7 +290,7 @@ class _Renewal:
     """Makes the launches of batches that differ in their sizes, without the calls that made those of the first one:
     most of a call finds out what is the same in all of these."""
 
-    __slots__ = ("_check", "_device", "_driver", "_generation", "_parts", "_streams")
+    __slots__ = ("_check", "_device", "_driver", "_generation", "_left", "_pages", "_parts", "_streams")
 
     def __init__(self, parts: Sequence[Repeatable], given: Given) -> None:
         """``parts``: one, or that of sequences which decode and that of the others. Raises TypeError where tensors
@@ -297,7 +303,12 @@ class _Renewal:
         )
         self._generation, self._driver, self._device = registry.generation, drivers.current(), given.q.get_device()
         self._parts = [(part.calls, *part.given) for part in parts]
+        #: Pages of a cache whose scales have a row for each request, all at one address; else 0. With as many requests
+        #: as pages, they would be taken for scales of pages.
+        scales = [one for one in (given.k_descale, given.v_descale) if one is not None and one.dim() == 2]
+        self._pages = given.k.shape[0] if scales else 0
         self._streams = [part.stream for part in parts]
+        self._left = Left(given.q, given.k, given.layout)
 
     def __call__(self, q: Tensor, out: Tensor, batch: PagedBatch, places: Places, alike: _Alike) -> _Launches | None:
         """Launch a batch, and return what repeats it; None, and no launch, where a tensor or the state of torch is
@@ -323,10 +334,17 @@ class _Renewal:
             sequences = [(0, decodes, 1), (decodes, requests - decodes, longest)]
         else:
             sequences = [(requests + decodes, -decodes, 1), (0, requests + decodes, longest)]
-        ready = [
-            calls.ready_batch(count, tokens, most, table)
-            for (calls, *_), (_, count, most) in zip(parts, sequences, strict=True)
-        ]
+        if self._pages in [count for _, count, _ in sequences]:
+            return None
+        paired, order = len(parts) == 2, (0, 1)
+        if paired:
+            sides = self._left.sides(tokens, abs(decodes))
+            order = (1, 0) if sides.prompts_lead else order
+            roles = (FOLLOWS, LEADS) if sides.prompts_lead else (LEADS, FOLLOWS)
+            ready = self._ready(sequences, tokens, table, roles, sides[1:])
+            paired = None in ready or all(one.runs_beside for one, _ in ready)
+        if not paired:
+            ready = self._ready(sequences, tokens, table)
         if None in ready:
             return None
         row, made = _INDEX_BYTES * table.stride(0), []
@@ -345,15 +363,30 @@ class _Renewal:
             one.launch(begin, into, ())
             made.append(one)
 
-        if len(parts) == 1 or not q.is_cuda:
+        if paired:
+            with PAIRED:
+                launch(order[0])
+                launch(order[1])
+        elif len(parts) == 1 or not q.is_cuda:
             for part in range(len(parts)):
                 launch(part)
         else:
-            with mixed.Beside(device) as beside:
+            with Beside(device) as beside:
                 launch(0)
                 beside.switch()
                 launch(1)
         return _Launches(alike, made, q, out, tokens)
+
+    def _ready(
+        self, sequences: Sequence[tuple[int, int, int]], tokens: int, table: Tensor, roles: Sequence[int] = (0, 0),
+        blocks: Sequence[int] = (0, 0),
+    ) -> list[Any]:  # fmt: skip
+        """The prepared call and the numbers of each part: how many sequences are before it, its own, and their most
+        queries."""
+        return [
+            calls.ready_batch(count, tokens, most, table, role, size)
+            for (calls, *_), (_, count, most), role, size in zip(self._parts, sequences, roles, blocks)  # noqa: B905
+        ]
 
 
 #: Bytes of a number of index vectors.
@@ -363,8 +396,7 @@ _INDEX_BYTES = 4
 def _note_renewal(alike: _Alike, how: _How, launches: _Launches, given: Given) -> None:
     """Keep what makes the launches of other sizes, if a batch of these ran as expected, on kernels for all sizes."""
     parts = launches.parts
-    scales = given.k_descale is not None or given.v_descale is not None
-    if scales or len(parts) != 1 + how[0] or any(part.calls is None for part in parts):
+    if len(parts) != 1 + how[0] or any(part.calls is None for part in parts):
         return
     if given.q.shape[0] > 1:  # the stride of a single row is arbitrary
         alike.renewals[how] = _Renewal(parts, given)

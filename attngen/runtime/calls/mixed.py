@@ -11,8 +11,8 @@ numbers of sequences and of all queries, and the longest length.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,22 +29,14 @@ from attngen.runtime.arguments.kinds import has_kinds
 from attngen.runtime.arguments.shapes import length_of
 from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.calls import pairs
+from attngen.runtime.calls.beside import Beside, heads_axis, left_to_prompts
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.geometry.prediction import prompts_of
+from attngen.runtime.geometry.sizes import prompts_of
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import registry
 from attngen.runtime.registry.order import FEW_ROWS
 from attngen.runtime.registry.select import against_device
-
-#: Operations per nanosecond that prompts reach on Hopper, and the part of a card's bandwidth that decoding does.
-_OPERATIONS, _OF_BANDWIDTH = 600e3, 0.85
-
-#: The time of prompts over that of decoding, at least, and the share of multiprocessors that decoding then leaves to
-#: prompts. Half of them cost decoding 9 %, as measured: two multiprocessors seem to share a path to memory.
-_LEFT = ((5.0, 0.0), (0.45, 0.5), (0.2, 0.2))
-
-#: Rows of a tile of prompts, which takes a multiprocessor.
-_TILE_ROWS = 128
 
 #: Sequences of a batch among which kernels find those that they attend for: 32 bits of 32 lanes.
 MOST_LISTED = 1024
@@ -81,15 +73,22 @@ class Vectors(NamedTuple):
     sequences: slice
 
 
-def attend(run: Callable[[Given], Any], num_decodes: int, given: Given) -> Any:
+def attend(run: Callable[[Given], Any], num_decodes: int, given: Given, *, whole: bool = False) -> Any:
     """Result of a paged call whose first, or last, ``num_decodes`` sequences have at most one query each. Raises
-    CallError."""
+    CallError. ``whole``: both launches may be of the whole batch, which are recognized as one call."""
     last = type(num_decodes) is int and num_decodes < 0
     count = length_of("num_decodes", -num_decodes if last else num_decodes)
     if given.cu_seqlens_q is None:
         raise CallError("num_decodes goes with cu_seqlens_q: without, all sequences have as many queries")
     if not _apart(count, last, given):
         return run(given)
+    if whole and _are_unlike(given):
+        return _attend_unlike(run, given, lambda one: _attend_apart(run, count, last, one))
+    return _attend_apart(run, count, last, given)
+
+
+def _attend_apart(run: Callable[[Given], Any], count: int, last: bool, given: Given) -> Any:
+    """Result of a paged call that may be divided after its first, or before its last, ``count`` sequences."""
     few, many = _divided(count, last, given)
     decodes, prompts = _part(given, few, 1), _part(given, many, given.max_seqlen_q)
     q = given.q
@@ -115,32 +114,67 @@ def few_queries(given: Given) -> int:
     if table.dim() != 2 or q.dim() != 3 or k.dim() != 4 or not torch_state.on_gpu(q) or debugging.active():
         return 0
     batch, rows = table.shape[0], q.shape[0]
-    if not 1 < batch <= MOST_LISTED or batch == k.shape[0]:
-        return 0
-    if prompts_of(rows, batch, longest) == batch or _ALIKE * (rows - longest) >= longest * (batch - 1):
+    if batch == k.shape[0] or not are_unlike(batch, rows, longest):
         return 0
     if given.num_splits or given.split_size or given.return_lse or given.backend is not None:
         return 0
     if not _leave_out(given):
         return 0
-    return max(FEW_ROWS * k.shape[_heads_axis(given.layout)] // max(q.shape[1], 1), 1)
+    return max(FEW_ROWS * k.shape[heads_axis(given.layout)] // max(q.shape[1], 1), 1)
+
+
+def are_unlike(batch: int, rows: int, longest: int) -> bool:
+    """Whether some sequences of a batch probably decode beside longer ones, by all rows and the longest sequence."""
+    if not 1 < batch <= MOST_LISTED or _ALIKE * (rows - longest) >= longest * (batch - 1):
+        return False
+    return prompts_of(rows, batch, longest) != batch
+
+
+def attend_ragged(run: Callable[[Given], Any], given: Given) -> Any:
+    """Result of a paged call that does not say which sequences decode; the longest has more than a few queries."""
+    return _attend_unlike(run, given, run) if _are_unlike(given) else run(given)
+
+
+def _are_unlike(given: Given) -> bool:
+    """``are_unlike`` for the sequences of a call; not where something that is wrong with it is refused later."""
+    longest = given.max_seqlen_q
+    try:
+        return type(longest) is int and are_unlike(given.page_table.shape[0], given.q.shape[0], longest)
+    except (AttributeError, IndexError):  # no tensor
+        return False
+
+
+def _attend_unlike(run: Callable[[Given], Any], given: Given, otherwise: Callable[[Given], Any]) -> Any:
+    """Result of a paged call whose sequences probably are of both kinds; ``otherwise`` where kernels cannot leave out
+    sequences."""
+    known = pairs.recognized(given)
+    if known is not None:
+        pair, addresses = known
+        ready = pair.ready(given, given.page_table.shape[0], given.q.shape[0], given.max_seqlen_q)
+        if ready is not None:
+            return pair.attend(given, addresses, ready)
+    few = few_queries(given)
+    return attend_by_length(run, few, given) if few else otherwise(given)
 
 
 def attend_by_length(run: Callable[[Given], Any], few: int, given: Given) -> Any:
     """Result of a paged call in which sequences of at most ``few`` queries decode in a launch of their own."""
     decodes, prompts = list(given), list(given)
     decodes[_MOST], decodes[_LONGEST], prompts[_LEAST] = few, few, few + 1
+    q, batch = given.q, given.page_table.shape[0]
     try:
-        if not given.q.is_cuda or torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing():
             prompts[_OUT] = run(_given(decodes))
             return run(_given(prompts))
-        q, batch = given.q, given.page_table.shape[0]
         count = batch - prompts_of(q.shape[0], batch, given.max_seqlen_q)
         decodes[_MARGIN] = left_to_prompts(q, q.shape[0], given.k, given.layout, count)
-        with Beside(q.get_device()) as beside:
+        with Beside(q.get_device()) if q.is_cuda else nullcontext() as beside:
             prompts[_OUT] = run(_given(decodes))
-            beside.switch()
-            return run(_given(prompts))
+            if beside is not None:
+                beside.switch()
+            result = run(_given(prompts))
+        pairs.note(given, few, _given(decodes), _given(prompts))
+        return result
     except NoKernelError:  # those that leave out sequences do not take such tensors
         _LEAVE_OUT.put(_kind(given), (False, given.variant))
         return run(given)
@@ -179,28 +213,6 @@ def _kind(given: Given) -> tuple[Any, ...]:
     return named, given.package, registry.generation, q.dtype, k.dtype, q.shape[-1], given.v.shape[-1], q.get_device()
 
 
-def _heads_axis(layout: str) -> int:
-    """The axis of KV heads of a cache."""
-    return 2 if layout == "NHD" else 1
-
-
-def left_to_prompts(q: Tensor, tokens: int, k: Tensor, layout: str, decodes: int) -> int:
-    """Multiprocessors that decoding leaves to prompts, so that both are done at about the same time; q may have more
-    rows than there are ``tokens``.
-
-    The host knows no length of keys, and takes all sequences to have as many. There are few values, since calls that
-    leave another number are of another kind.
-    """
-    driver, heads = drivers.current(), q.shape[1]
-    device, rows = q.get_device(), tokens - decodes
-    group = heads // max(k.shape[_heads_axis(layout)], 1)
-    bandwidth = _OF_BANDWIDTH * driver.bandwidth(device)
-    ratio = 2 * rows * group * bandwidth / (decodes * k.element_size() * _OPERATIONS)
-    part = next((part for least, part in _LEFT if ratio >= least), 0.0)
-    left = int(part * driver.multiprocessors(device))
-    return left if left * _TILE_ROWS <= rows * heads else 0
-
-
 def _given(fields: list[Any]) -> Given:
     return make(Given, tuple(fields))
 
@@ -234,80 +246,6 @@ def _part(given: Given, vectors: Vectors, longest: Any) -> list[Any]:
         if fields[place] is not None:
             fields[place] = _of_sequences(fields[place], batch, vectors.sequences)
     return fields
-
-
-class Beside:
-    """Launches on a second stream beside those of the current one.
-
-    What is enqueued before ``switch`` goes to the current stream, and what comes then to the other one, which waits for
-    nothing but what came before all of this. At the end, the current stream waits for both.
-    """
-
-    def __init__(self, device: int) -> None:
-        self._streams, self._ready = streams_beside(device), drivers.current().ready(device)
-
-    def __enter__(self) -> Beside:
-        streams = self._streams
-        if self._ready:
-            streams.begin()
-        else:
-            streams.begun.record(streams.main)
-        return self
-
-    def switch(self) -> None:
-        """Go to the other stream."""
-        streams = self._streams
-        if self._ready:
-            streams.fork()
-        else:
-            streams.side.wait_event(streams.begun)
-        torch.cuda.set_stream(streams.side)
-
-    def __exit__(self, *_: object) -> None:
-        streams = self._streams
-        torch.cuda.set_stream(streams.main)
-        if self._ready:
-            streams.join()
-        else:
-            streams.done.record(streams.side)
-            streams.main.wait_event(streams.done)
-
-
-class Streams:
-    """The current stream of a device, one beside it, and the events by which they wait for each other.
-
-    ``begin``, ``fork`` and ``join`` do without torch, in half the time, on a device that is ready: they note what the
-    stream beside has to wait for, make it wait, and make the current one wait for both.
-    """
-
-    __slots__ = ("_ended", "_wait", "begin", "begun", "done", "fork", "main", "side")
-
-    def __init__(self, device: int) -> None:
-        self.main, self.side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        self.begun, self.done = torch.cuda.Event(), torch.cuda.Event()
-        self.begun.record(self.main)  # an event has a handle once it is recorded
-        self.done.record(self.side)
-        driver, main, side = drivers.current(), self.main.cuda_stream, self.side.cuda_stream
-        begun, done = self.begun.cuda_event, self.done.cuda_event
-        self.begin, self.fork = driver.recorder(begun, main), driver.waiter(begun, side)
-        self._ended, self._wait = driver.recorder(done, side), driver.waiter(done, main)
-
-    def join(self) -> None:
-        """Make the current stream wait for the other one."""
-        self._ended()
-        self._wait()
-
-
-_STREAMS = threading.local()
-
-
-def streams_beside(device: int) -> Streams:
-    """The current stream and the one beside it, which this thread keeps."""
-    kept, key = _STREAMS.__dict__, f"{device} {drivers.current().stream(device)}"
-    if key not in kept:
-        kept[key] = Streams(device)
-    known: Streams = kept[key]
-    return known
 
 
 def _apart(count: int, last: bool, given: Given) -> bool:

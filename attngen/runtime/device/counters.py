@@ -23,10 +23,10 @@ _MANY = 16384
 #: Largest workspace in bytes that a stream keeps. It is allocated with a power of two of bytes.
 _MOST_KEPT = 32 << 20
 
-_COUNTERS: dict[tuple[int, int], int] = {}
-_SPLITS: dict[tuple[int, int], tuple[int, int]] = {}
+_COUNTERS: dict[tuple[int, int, int], int] = {}
+_SPLITS: dict[tuple[int, int, int], tuple[int, int]] = {}
 _SPARE: dict[int, tuple[int, int]] = {}
-_WORKSPACES: dict[tuple[int, int], tuple[int, int]] = {}
+_WORKSPACES: dict[tuple[int, int, int], tuple[int, int]] = {}
 _LOCK = threading.Lock()
 
 
@@ -35,47 +35,48 @@ def in_graph(stream: int) -> bool:
     return stream != 0 and torch.cuda.is_current_stream_capturing()
 
 
-def address(stream: int, device: int) -> int:
-    """Return the address of the counter for a launch on a stream of a device."""
+def address(stream: int, device: int, lane: int = 0) -> int:
+    """Return the address of the counter for a launch on a stream of a device, in one of the ``lanes`` of the stream:
+    launches of different lanes may run at the same time."""
     if in_graph(stream):
         return _for_graph(1, device)
-    counter = _COUNTERS.get((device, stream))
+    counter = _COUNTERS.get((device, stream, lane))
     if counter is None:
         with _LOCK:
-            counter = _COUNTERS.get((device, stream))
+            counter = _COUNTERS.get((device, stream, lane))
             if counter is None:
-                counter = _COUNTERS[device, stream] = drivers.current().zeros(_BYTES, device)
+                counter = _COUNTERS[device, stream, lane] = drivers.current().zeros(_BYTES, device)
     return counter
 
 
-def of_splits(count: int, stream: int, device: int) -> int:
+def of_splits(count: int, stream: int, device: int, lane: int = 0) -> int:
     """Return the address of ``count`` counters for a launch on a stream of a device."""
     if in_graph(stream):
         return _for_graph(count, device)
-    counters = _SPLITS.get((device, stream))
+    counters = _SPLITS.get((device, stream, lane))
     if counters is None or counters[1] < count:
         with _LOCK:
-            counters = _SPLITS.get((device, stream))
+            counters = _SPLITS.get((device, stream, lane))
             if counters is None or counters[1] < count:
                 size = max(count, _MANY)
-                counters = _SPLITS[device, stream] = drivers.current().zeros(_BYTES * size, device), size
+                counters = _SPLITS[device, stream, lane] = drivers.current().zeros(_BYTES * size, device), size
     return counters[0]
 
 
-def workspace(size: int, stream: int, device: int) -> int:
+def workspace(size: int, stream: int, device: int, lane: int = 0) -> int:
     """Return the address of ``size`` bytes for one launch on a stream of a device, which the next launch may overwrite.
 
     It is 0 if the caller has to allocate the workspace: for a launch in a graph, or one of too many bytes.
     """
     if size > _MOST_KEPT or in_graph(stream):
         return 0
-    kept = _WORKSPACES.get((device, stream))
+    kept = _WORKSPACES.get((device, stream, lane))
     if kept is None or kept[1] < size:
         with _LOCK:
-            kept = _WORKSPACES.get((device, stream))
+            kept = _WORKSPACES.get((device, stream, lane))
             if kept is None or kept[1] < size:
                 room = 1 << (size - 1).bit_length()
-                kept = _WORKSPACES[device, stream] = drivers.current().zeros(room, device), room
+                kept = _WORKSPACES[device, stream, lane] = drivers.current().zeros(room, device), room
     return kept[0]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from attngen.lang.host import evaluate, names_in
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.scalars import assumed
-from attngen.runtime.geometry.sizes import group_of, tiles_of
+from attngen.runtime.geometry.sizes import group_of, sequences_at_work, tiles_of
 from attngen.runtime.geometry.splits import clusters_at_once
 from attngen.runtime.kernels.module import Kernel
 
@@ -151,14 +151,7 @@ def lengths(call: Call) -> tuple[int, int]:
 
 def sequences_of(call: Call) -> int:
     """Sequences of a ragged call, at least one; of those that it leaves out, as many as there probably are."""
-    if call.least_queries:
-        return prompts_of(call.total_q, call.batch, call.seqlen_q)
-    return max(call.batch, 1)
-
-
-def prompts_of(total: int, batch: int, longest: int) -> int:
-    """Sequences that are not done after one query, at least one, if all of these are as long as the longest one."""
-    return max(-(-(total - batch) // max(longest - 1, 1)), 1)
+    return max(sequences_at_work(call), 1)
 
 
 def _sees_alike(kernel: Kernel, call: Call) -> bool:

@@ -31,7 +31,7 @@ from attngen.runtime.geometry.cuts import (
     steps_of,
 )
 from attngen.runtime.geometry.orders import Order, order_of, steps_of_queries
-from attngen.runtime.geometry.splits import Capacity, split_sizes
+from attngen.runtime.geometry.splits import SPLIT_NAMES, Capacity, SplitNumbers, split_sizes
 from attngen.runtime.kernels.module import Kernel, Launch
 
 #: Slots of a tile map for each of its words: ``kSlotsOfWord`` of tile_map.cuh.
@@ -132,13 +132,28 @@ def _section(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
     counted, at least ``section_heads`` of them, and a few may become half as many more, which L2 has room for; where
     more of them run side by side, their end matters less than that.
     """
-    every = call.batch * call.kv_heads
+    every = sequences_at_work(call) * call.kv_heads
     if by_keys:
         kv_heads = max(-(-launch.section_keys // (call.seqlen_q * group_of(call) + 1)), launch.section_heads)
         return balanced(kv_heads, every, 3 * kv_heads // 2) if kv_heads <= _FEW else min(kv_heads, every)
-    kv_heads = -(-launch.section_keys // (call.seqlen_k + 1))
+    return _forward_section(launch, every, call.seqlen_k, group_of(call), units)
+
+
+def _forward_section(launch: Launch, every: int, seqlen_k: int, group: int, units: int) -> int:
+    """As above, of a forward pass; ``every``: KV heads of all sequences."""
+    kv_heads = -(-launch.section_keys // (seqlen_k + 1))
     kv_heads = balanced(kv_heads, every, kv_heads)
-    return max(min(kv_heads * (1 if launch.pack_gqa else group_of(call)), units), 1)
+    return max(min(kv_heads * (1 if launch.pack_gqa else group), units), 1)
+
+
+def prompts_of(total: int, batch: int, longest: int) -> int:
+    """Sequences that are not done after one query, at least one, if all of these are as long as the longest one."""
+    return max(-(-(total - batch) // max(longest - 1, 1)), 1)
+
+
+def sequences_at_work(call: Call) -> int:
+    """Sequences of a call; of those that it leaves out, as many as there probably are."""
+    return prompts_of(call.total_q, call.batch, call.seqlen_q) if call.least_queries else call.batch
 
 
 @lru_cache(1024)
@@ -216,7 +231,8 @@ class Geometry:
             batch=call.batch, heads=call.heads, kv_heads=call.kv_heads, group=group_of(call),
             seqlen_q=call.seqlen_q, seqlen_k=call.seqlen_k, max_seqlen_q=call.seqlen_q, max_seqlen_k=call.seqlen_k,
             total_q=call.total_q, total_k=call.total_k, least_queries=call.least_queries,
-            most_queries=call.most_queries or MAX_SEQLEN, q_tiles=q_tiles, kv_tiles=-(-call.seqlen_k // launch.tile_n),
+            most_queries=call.most_queries or MAX_SEQLEN, beside=call.beside, q_tiles=q_tiles,
+            kv_tiles=-(-call.seqlen_k // launch.tile_n),
         )  # fmt: skip
         self.sizes.geometry = self
         if launch.grid in (GRID, MERGED):
@@ -275,7 +291,8 @@ class Geometry:
             return self.tiles
         if not self.launch.persistent:
             return self.tiles * self.launch.cluster
-        return min(max(self.tiles, self.sizes["q_tiles"] * self.units), driver.multiprocessors(device))
+        most = self.call.blocks or driver.multiprocessors(device)
+        return min(max(self.tiles, self.sizes["q_tiles"] * self.units), most)
 
     def number(self, parameter: Argument) -> int:
         """Return the value of a stride, extent, size or presence; LoadError for one that is not known."""
@@ -485,47 +502,60 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
 }
 
 
-#: Sizes that ``plain_sizes`` computes of any launch, and of those whose blocks share keys.
-_PLAIN = frozenset({
+#: Sizes that ``PlainSizes`` has of any launch, and of those whose blocks take tiles of queries. The places of the
+#: split counters and clusters among those of launches whose blocks share keys.
+_PLAIN = (
     "batch", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "stride of page_table",
-})  # fmt: skip
-_OF_SPLITS = frozenset({
-    "row_bits", "row_warps", "row_units", "query_rows", "split_tiles", "max_splits", "split_blocks", "split_cluster",
-    "split_slots", "split_counters", "merge_blocks", "batch_reciprocal", "row_units_reciprocal",
-    "query_rows_reciprocal", "split_tiles_reciprocal",
-})  # fmt: skip
+    "beside",
+)  # fmt: skip
+_OF_TILES = (*_PLAIN, "q_tiles", "section")
+_OF_SPLITS = (*_PLAIN, *SPLIT_NAMES)
+_BLOCKS, _CLUSTER, _COUNTERS = map(SPLIT_NAMES.index, ("split_blocks", "split_cluster", "split_counters"))
 
 
-def plain_names(kernel: Kernel) -> frozenset[str]:
-    """The names of what ``plain_sizes`` computes for a kernel: nothing, if that does not serve it."""
+def plain_names(kernel: Kernel) -> Sequence[str]:
+    """The names of what ``PlainSizes`` computes for a kernel, in order: nothing, if that does not serve it."""
     (launch, *others) = kernel.launches
     if others or launch.tile_map or launch.cuts or launch.by_keys or launch.short_early or launch.split:
-        return frozenset()
+        return ()
     if launch.grid == GRID:
-        names = _PLAIN | _OF_SPLITS
+        names: Sequence[str] = _OF_SPLITS
     elif launch.grid == "queries" and launch.persistent:
-        names = _PLAIN | {"q_tiles", "section"}
+        names = _OF_TILES
     else:
-        return frozenset()
+        return ()
     factors = (factor for workspace in kernel.workspaces for term in workspace.terms for factor in term)
-    return names if names.issuperset(factor for factor in factors if isinstance(factor, str)) else frozenset()
+    return names if set(names).issuperset(factor for factor in factors if isinstance(factor, str)) else ()
 
 
-def plain_sizes(launch: Launch, call: Call, capacity: Capacity, multiprocessors: int) -> tuple[dict[str, int], int]:
-    """The sizes of a launch of which there are ``plain_names``, as a ``Geometry`` has them, and its blocks: servers
-    change them with each call."""
-    seqlen_q, seqlen_k, table = call.seqlen_q, call.seqlen_k, call.page_table
-    sizes = {
-        "batch": call.batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "max_seqlen_q": seqlen_q,
-        "max_seqlen_k": seqlen_k, "total_q": call.total_q, "total_k": call.total_k,
-        "stride of page_table": 0 if table is None else table.stride(0),
-    }  # fmt: skip
-    if launch.grid == GRID:
-        sizes |= split_sizes(launch, call, capacity)
-        return sizes, sizes["split_blocks"]
-    sizes["q_tiles"], units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
-    sizes["section"] = _section(launch, call, units, by_keys=False)
-    return sizes, min(sizes["q_tiles"] * units, multiprocessors)
+class PlainSizes:
+    """The sizes of a launch of which there are ``plain_names``, as a ``Geometry`` has them, for calls of one kind:
+    servers change them with each call."""
+
+    __slots__ = ("_group", "_heads", "_kv_heads", "_launch", "_least", "_multiprocessors", "_rows", "_split")
+
+    def __init__(self, launch: Launch, call: Call, capacity: Capacity, multiprocessors: int) -> None:
+        self._launch, self._multiprocessors = launch, multiprocessors
+        self._split = SplitNumbers(launch, call, capacity) if launch.grid == GRID else None
+        self._group, self._kv_heads, self._least = group_of(call), call.kv_heads, call.least_queries
+        #: Rows of a tile of queries, and units of a sequence.
+        self._rows, self._heads = (self._group, call.kv_heads) if launch.pack_gqa else (1, call.heads)
+
+    def __call__(
+        self, batch: int, seqlen_q: int, seqlen_k: int, total_q: int, total_k: int, table_stride: int, beside: int,
+        blocks: int,
+    ) -> tuple[tuple[int, ...], int, int, int]:  # fmt: skip
+        """The sizes in the order of their names, blocks, blocks of a cluster, and split counters. ``blocks``: the most
+        that are asked for, or 0."""
+        plain = batch, seqlen_q, seqlen_k, seqlen_q, seqlen_k, total_q, total_k, table_stride, beside
+        if self._split is not None:
+            split = self._split(batch, seqlen_q, seqlen_k, blocks)
+            return plain + split, split[_BLOCKS], split[_CLUSTER], split[_COUNTERS]
+        q_tiles, units = -(-seqlen_q * self._rows // self._launch.tile_m), batch * self._heads
+        sequences = prompts_of(total_q, batch, seqlen_q) if self._least else batch
+        section = _forward_section(self._launch, sequences * self._kv_heads, seqlen_k, self._group, units)
+        tiles, most = q_tiles * units, blocks or self._multiprocessors
+        return (*plain, q_tiles, section), tiles if tiles < most else most, 1, 0
 
 
 def geometries(

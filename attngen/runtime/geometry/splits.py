@@ -57,6 +57,14 @@ def clusters_at_once(blocks: int, size: int) -> int:
     return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 
+#: Names of the numbers of a split-KV launch in manifests, in the order of ``SplitNumbers``.
+SPLIT_NAMES = (
+    "row_bits", "row_warps", "row_units", "query_rows", "split_tiles", "max_splits", "split_blocks", "split_cluster",
+    "split_slots", "split_counters", "merge_blocks", "batch_reciprocal", "row_units_reciprocal",
+    "query_rows_reciprocal", "split_tiles_reciprocal",
+)  # fmt: skip
+
+
 def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[str, int]:
     """Return the numbers by the names that manifests use.
 
@@ -67,59 +75,83 @@ def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[st
     and after each launch; or ``merge_blocks`` add them up. With keys by index, a unit has rows of a single query, whose
     heads are padded to ``query_rows`` rows.
     """
-    batch, kv_heads, tile_m, split_size = call.batch, call.kv_heads, launch.tile_m, call.split_size
-    group = call.heads // max(kv_heads, 1)
-    listed = call.variant.keys is not None
-    shared = launch.row_blocks == 1  # the blocks of a cluster share the keys of a unit, or its rows
-    rows = group if listed else call.seqlen_q * group
-    together = max(-(-group // tile_m), _FIXED_ROW_WARPS) if split_size and shared else 0
-    row_bits, row_units, query_rows = _rows_of_units(rows, tile_m, launch.row_warps, together)
-    if listed:
-        row_units *= call.seqlen_q
-    units = batch * kv_heads * row_units
-    kv_tiles = (_listed_tiles(launch, call) if listed else -(-call.seqlen_k // launch.tile_n)) or 1
-    split_tiles, max_splits = 0, 1
-    if split_size:
-        split_tiles = -(-split_size // launch.tile_n)
-        max_splits = -(-kv_tiles // split_tiles)
-    elif call.num_splits:
-        split_tiles = -(-kv_tiles // call.num_splits)
-        max_splits = -(-kv_tiles // split_tiles)
-    if shared:
-        clustered = not split_tiles and _clustered(units, kv_tiles, launch.cluster, capacity)
-        size, least = launch.cluster, _LEAST_TILES_OF_BLOCK * (launch.cluster if clustered else 1)
-    else:
-        clustered, size, least = row_bits > 0, launch.row_blocks, _least_wide_tiles(call)
-    cluster, at_once = (size, capacity.clusters) if clustered else (1, capacity.blocks)
-    if clustered and launch.cluster == 1:
-        at_once = capacity.blocks // size
-    useful = max(-(-units * kv_tiles // least), units, 1)
-    blocks = cluster * min(at_once, useful)
-    # by a launch, so that nobody has to find out who comes last
-    merged = not shared and not split_tiles and not launch.merges
-    if launch.merges:
-        counters = 2 * units * cluster  # how many parts are there, and how many blocks have left
-    elif split_tiles:
-        counters = units * (1 if shared else cluster)
-    else:
-        counters = 0 if merged else blocks
-    return {
-        "row_bits": row_bits,
-        "row_warps": 1 << row_bits,
-        "row_units": row_units,
-        "query_rows": query_rows,
-        "split_tiles": split_tiles,
-        "max_splits": max_splits,
-        "split_blocks": blocks,
-        "split_cluster": min(cluster, launch.cluster),
-        "split_slots": units * max_splits if split_tiles else 2 * blocks // (1 if shared else cluster),
-        "split_counters": counters,
-        "merge_blocks": blocks // cluster * (tile_m << row_bits) // MERGED_ROWS if merged else 0,
-        "batch_reciprocal": reciprocal(batch),
-        "row_units_reciprocal": reciprocal(row_units),
-        "query_rows_reciprocal": reciprocal(query_rows),
-        "split_tiles_reciprocal": reciprocal(split_tiles),
-    }
+    numbers = SplitNumbers(launch, call, capacity)(call.batch, call.seqlen_q, call.seqlen_k, call.blocks)
+    return dict(zip(SPLIT_NAMES, numbers, strict=True))
+
+
+class SplitNumbers:
+    """The numbers of ``split_sizes`` for calls that differ in sequences, queries and keys only."""
+
+    __slots__ = (
+        "_asked", "_blocks", "_cluster", "_clusters", "_fixed", "_group", "_kv_heads", "_least", "_listed",
+        "_listed_tiles", "_merges", "_shared", "_split_size", "_tile_m", "_tile_n", "_together", "_warps",
+    )  # fmt: skip
+
+    def __init__(self, launch: LaunchFields, call: Call, capacity: Capacity) -> None:
+        self._tile_m, self._tile_n, self._warps = launch.tile_m, launch.tile_n, launch.row_warps
+        self._kv_heads, self._group = call.kv_heads, call.heads // max(call.kv_heads, 1)
+        self._listed = call.variant.keys is not None
+        self._listed_tiles = _listed_tiles(launch, call) if self._listed else 0
+        #: Whether the blocks of a cluster share the keys of a unit, or its rows.
+        self._shared = launch.row_blocks == 1
+        self._cluster, self._fixed = launch.cluster, launch.cluster if self._shared else launch.row_blocks
+        self._merges, self._split_size, self._asked = launch.merges, call.split_size, call.num_splits
+        self._together = 0
+        if call.split_size and self._shared:
+            self._together = max(-(-self._group // launch.tile_m), _FIXED_ROW_WARPS)
+        self._least = _LEAST_TILES_OF_BLOCK if self._shared else _least_wide_tiles(call)
+        self._blocks, self._clusters = capacity.blocks, capacity.clusters
+
+    def __call__(self, batch: int, seqlen_q: int, seqlen_k: int, blocks: int = 0) -> tuple[int, ...]:
+        """The numbers in the order of ``SPLIT_NAMES``. ``blocks``: at most so many, if that is not 0; those beyond what
+        runs at once take turns."""
+        at_once, clusters = self._blocks, self._clusters
+        if blocks:
+            at_once, clusters = blocks, clusters * blocks // at_once if blocks <= at_once else 0
+        rows = self._group if self._listed else seqlen_q * self._group
+        row_bits, row_units, query_rows, of_units, of_rows = _rows_of_units(
+            rows, self._tile_m, self._warps, self._together, seqlen_q if self._listed else 1
+        )
+        units = batch * self._kv_heads * row_units
+        kv_tiles = (self._listed_tiles if self._listed else -(-seqlen_k // self._tile_n)) or 1
+        split_tiles, max_splits = 0, 1
+        if self._split_size:
+            split_tiles = -(-self._split_size // self._tile_n)
+            max_splits = -(-kv_tiles // split_tiles)
+        elif self._asked:
+            split_tiles = -(-kv_tiles // self._asked)
+            max_splits = -(-kv_tiles // split_tiles)
+        shared, least, most, size = self._shared, self._least, self._cluster, self._fixed
+        if not shared:
+            clustered = row_bits > 0
+        elif split_tiles or most == 1 or units > clusters:
+            clustered = False
+        else:
+            # the blocks of a cluster exchange results faster than blocks through memory, but only if units keep most of
+            # the multiprocessors busy, or the work is short anyway
+            clustered = units * most >= _BUSY_BLOCKS or kv_tiles <= _SHORT_TILES
+        cluster = 1
+        if clustered:
+            cluster, at_once = size, clusters if most > 1 else at_once // size
+            if shared:
+                least *= most
+        useful = max(-(-units * kv_tiles // least), units, 1)
+        blocks = cluster * (at_once if at_once < useful else useful)
+        # by a launch, so that nobody has to find out who comes last
+        merged = not shared and not split_tiles and not self._merges
+        if self._merges:
+            counters = 2 * units * cluster  # how many parts are there, and how many blocks have left
+        elif split_tiles:
+            counters = units * (1 if shared else cluster)
+        else:
+            counters = 0 if merged else blocks
+        return (
+            row_bits, 1 << row_bits, row_units, query_rows, split_tiles, max_splits, blocks,
+            cluster if cluster < most else most,
+            units * max_splits if split_tiles else 2 * blocks // (1 if shared else cluster), counters,
+            blocks // cluster * (self._tile_m << row_bits) // MERGED_ROWS if merged else 0, reciprocal(batch), of_units,
+            of_rows, reciprocal(split_tiles) if split_tiles else 0,
+        )  # fmt: skip
 
 
 def _listed_tiles(launch: LaunchFields, call: Call) -> int:
@@ -138,18 +170,15 @@ def _least_wide_tiles(call: Call) -> int:
 
 
 @lru_cache(1024)
-def _rows_of_units(rows: int, tile_m: int, row_warps: int, together: int) -> tuple[int, int, int]:
-    """Bits of the number of warps with rows of their own, units of a KV head's ``rows``, and the rows of all of them.
-    ``together``: so many warps as a call fixes; 0: what the rows fill."""
+def _rows_of_units(
+    rows: int, tile_m: int, row_warps: int, together: int, queries: int
+) -> tuple[int, int, int, int, int]:
+    """Bits of the number of warps with rows of their own, units of a KV head's ``rows``, all of their rows, and the
+    reciprocals of both. ``together``: so many warps as a call fixes; 0: what the rows fill. ``queries`` have units of
+    their own."""
     blocks = max(-(-rows // tile_m), 1)
     row_bits = min(((together or blocks) - 1).bit_length(), row_warps.bit_length() - 1)
     row_units = -(-blocks // (1 << row_bits))
-    return row_bits, row_units, row_units * tile_m << row_bits
-
-
-def _clustered(units: int, kv_tiles: int, cluster: int, capacity: Capacity) -> bool:
-    """Whether the blocks of a cluster work together: they exchange results faster than blocks through memory, but only
-    if units keep most of the multiprocessors busy, or the work is short anyway."""
-    if cluster == 1 or units > capacity.clusters:
-        return False
-    return units * cluster >= _BUSY_BLOCKS or kv_tiles <= _SHORT_TILES
+    query_rows = row_units * tile_m << row_bits
+    row_units *= queries
+    return row_bits, row_units, query_rows, reciprocal(row_units), reciprocal(query_rows)

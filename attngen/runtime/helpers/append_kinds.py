@@ -62,6 +62,9 @@ def seen_tensors(call: Append) -> SeenTensors | None:
     return seen(call, (), _FIELDS, len(_FIELDS), _VECTORS, free)
 
 
+_NOT_OF_PAGES = False, False
+
+
 def seen_key(call: Append) -> tuple[Any, ...] | None:
     """Key of the tensors by which calls of this call's kind are recognized."""
     k, interleaved = call.k, call.rotary_interleaved
@@ -69,22 +72,24 @@ def seen_key(call: Append) -> tuple[Any, ...] | None:
         return None
     try:
         one = k.shape[0] == 1
-        pages = None if call.page_table is None and call.slots is None else call.k_cache.shape[0]
-        of_pages = by_page((call.k_descale, call.v_descale), pages)
+        of_pages: tuple[bool, ...] = _NOT_OF_PAGES
+        if call.k_descale is not None or call.v_descale is not None:
+            pages = None if call.page_table is None and call.slots is None else call.k_cache.shape[0]
+            of_pages = by_page((call.k_descale, call.v_descale), pages)
     except (AttributeError, IndexError, RuntimeError):
         return None
     return registry.generation, one, call.page_layout, interleaved, type(interleaved), of_pages
 
 
-def sizes_of(call: Append) -> tuple[Any, ...]:
-    """All that calls of a kind differ in beside addresses, as a key."""
+def sizes_of(call: Append, axis: int) -> tuple[Any, ...]:
+    """All that calls of a kind differ in beside addresses, as a key of numbers; ``axis`` counts tokens."""
     k, v, _, _, lengths, table, slots, index, starts, _, q, q_out, _, _, _, turned, k_scale, v_scale = call
     sizes: tuple[Any, ...] = (
-        k.shape, v.shape, None if lengths is None else lengths.shape, None if slots is None else slots.shape,
-        None if starts is None else starts.shape,
+        k.shape[axis], v.shape[axis], -1 if lengths is None else lengths.shape[0],
+        -1 if slots is None else slots.shape[axis], -1 if starts is None else starts.shape[0],
     )  # fmt: skip
     if table is not None:
-        sizes += (table.shape, table.stride())
+        sizes += (*table.shape, table.stride(0))
     if q is not None or index is not None:
         sizes += tuple([None if one is None else one.shape for one in (q, q_out, index, turned)])
     if k_scale is not None or v_scale is not None:
@@ -148,7 +153,7 @@ class AppendCalls:
     def ready(self, call: Append) -> Resized | None:
         """The launch of a call of the kind, kept for others of the same sizes; None where something about its sizes
         needs a look."""
-        sizes = sizes_of(call)
+        sizes = sizes_of(call, self._axis)
         known = self._kept[sizes]
         if known is None:
             known = self._resized(call)

@@ -7,7 +7,7 @@ read of a cache in 16 bits: keys and values times their scales, each rounded onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,14 +18,15 @@ from attngen.dtypes import CHUNK_BYTES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPE
 from attngen.formats import WIDEN, WIDEN_VARIANT
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, contiguous_view
 from attngen.runtime.arguments.given import Given
+from attngen.runtime.device.counters import in_graph
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.geometry.prediction import pairs_of_tiles, predict
 from attngen.runtime.geometry.splits import reciprocal
-from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
+from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands, Resized
 from attngen.runtime.helpers.path import first_that_takes, kernels_of
 from attngen.runtime.helpers.records import addresses_of
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.registry.order import card_of
+from attngen.runtime.registry.order import card_of, rounded
 from attngen.runtime.registry.select import Request, Selection, reason_against, select
 
 #: Numbers of 8 bits that a thread reads at once.
@@ -33,6 +34,9 @@ _NUMBERS = CHUNK_BYTES // 2
 
 #: Keys of a page that is written: whole pages of the cache, together about as many.
 _PAGE_KEYS = 256
+
+#: Significant digits of a number of pages that is written.
+_PAGE_DIGITS = 2
 
 #: Bytes of K and V in 16 bits beyond which the cache stays as it is. A call has a tensor of all keys for which its page
 #: table has room.
@@ -162,8 +166,11 @@ class Form:
     scales_of_pages: bool = False
 
 
-def prepare(kernel: Kernel, cache: Widen, form: Form, driver: Driver, device: int) -> HelperLaunches:
-    """The launch that widens caches of a form. Raises LoadError if the cubin does not load."""
+def prepare(
+    kernel: Kernel, cache: Widen, form: Form, driver: Driver, device: int, changing: Collection[Any] = ()
+) -> HelperLaunches:
+    """The launch that widens caches of a form; ``changing`` as that of ``HelperLaunches``. Raises LoadError if the
+    cubin does not load."""
     k, v = (x.transpose(1, 2) if form.page_layout == "HND" else x for x in (cache.k_cache, cache.v_cache))
     table = cache.page_table
     batch = k.shape[0] if table is None else table.shape[0]
@@ -185,24 +192,26 @@ def prepare(kernel: Kernel, cache: Widen, form: Form, driver: Driver, device: in
     for name, scale in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
         strides |= {(name, axis): scale.stride(place) for place, axis in enumerate("bh")}
     grid = Grid(kernel.main.entry, 2 * batch * tiles)
-    return HelperLaunches(kernel, Operands(Widen._fields, sizes, strides), [grid], driver, device)
+    return HelperLaunches(kernel, Operands(Widen._fields, sizes, strides), [grid], driver, device, changing)
 
 
 class WidenedCall:
     """A call prepared as ``PreparedCall`` is: it widens the cache, then makes the ordinary call."""
 
-    __slots__ = ("_call", "_dtype", "_launch", "_pages", "_run")
+    __slots__ = ("_call", "_driver", "_dtype", "_kernel", "_launch", "_pages", "_run", "_scales")
 
     sinks_only = False
 
     def __init__(self, route: Route, call: Call, given: Given, run: Callable[[Given], Any], driver: Driver) -> None:
         """``call``: the one over the cache in 8 bits. ``run`` makes the ordinary one. Raises LoadError if the cubin
         does not load."""
-        self._pages, self._run = _pages(call), run
+        self._pages, self._run, self._kernel, self._driver = _pages(call), run, route.kernel, driver
         self._dtype, self._call = TORCH_DTYPES[call.dtype], call.without_tensors()
         k, v = (each.transpose(1, 2) if call.order == "bhsd" else each for each in (given.k, given.v))
-        scales = call.descales
-        cache = Widen(k, v, scales["k_descale"], scales["v_descale"], call.seqused_k, call.page_table)
+        scales = call.descales["k_descale"], call.descales["v_descale"]
+        #: Their shapes and strides.
+        self._scales = _without_memory(scales[0]), _without_memory(scales[1])
+        cache = Widen(k, v, *scales, call.seqused_k, call.page_table)
         page_layout = call.page_layout if call.layout == "paged" else None
         form = Form(call.seqlen_k, page_layout, call.scale_blocks[0] == PAGE_BLOCK)
         self._launch = prepare(route.kernel, cache, form, driver, call.device.index or 0)
@@ -222,3 +231,87 @@ class WidenedCall:
         if call.order == "bhsd" or (call.layout == "paged" and call.page_layout == "HND"):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         return self._run(given._replace(k=k, v=v, k_descale=None, v_descale=None, page_table=table))
+
+    def of_kind(self, given: Given) -> WidenedCalls | None:
+        """All paged calls of the kind of this one, of which ``given`` is one; None for a dense call."""
+        if self._call.layout != "paged":
+            return None
+        cache = Widen(given.k, given.v, *self._scales, given.seqused_k, given.page_table)
+        return WidenedCalls(self._kernel, self._call, cache, self._run, self._driver)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape and strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+
+
+class WidenedSizes(NamedTuple):
+    """The numbers of a call whose cache is widened: of its launch, pages that it writes, and those of a sequence."""
+
+    resized: Resized
+    pages: int
+    of_sequence: int
+
+
+class WidenedCalls:
+    """Calls over pages in 8 bits that differ in their sizes only, and whose cache is widened first.
+
+    Pages that are written have a fixed number of keys, and their number is rounded up: calls over them have few kinds.
+    """
+
+    __slots__ = ("_call", "_device", "_driver", "_dtype", "_keys", "_launch", "_run", "_tables", "_tile")
+
+    def __init__(self, kernel: Kernel, call: Call, cache: Widen, run: Callable[[Given], Any], driver: Driver) -> None:
+        """``call``: one of the kind, without its tensors, which are those of ``cache``. Raises LoadError if the cubin
+        does not load."""
+        self._run, self._call, self._driver = run, call, driver
+        self._device, self._dtype, self._tile = call.device.index or 0, TORCH_DTYPES[call.dtype], kernel.tile_n
+        self._keys = max(_PAGE_KEYS // max(call.page_size, 1), 1) * call.page_size
+        form = Form(call.seqlen_k, call.page_layout, call.scale_blocks[0] == PAGE_BLOCK)
+        changing = "batch", "seqlen_k", "tiles", ("page_table", "b")
+        self._launch = prepare(kernel, cache, form, driver, self._device, changing)
+        #: Numbers of pages in order, by stream: of tables over widened caches.
+        self._tables: dict[int, Tensor] = {}
+
+    def resize(self, call: Call) -> WidenedSizes | None:
+        """The numbers of another call of the kind; None for one of too many keys."""
+        table = call.page_table
+        assert table is not None
+        if _bytes(call, 2) > _MOST_BYTES:
+            return None
+        count = -(-call.seqlen_k // self._keys)
+        room = count * self._keys
+        tiles = -(-room // self._tile)
+        changes: dict[Any, float] = {
+            "batch": call.batch, "seqlen_k": room, "tiles": tiles, ("page_table", "b"): table.stride(0),
+        }  # fmt: skip
+        resized = self._launch.resized(changes, [2 * call.batch * tiles])
+        return WidenedSizes(resized, rounded(call.batch * count, _PAGE_DIGITS), count)
+
+    def __call__(
+        self, given: Given, addresses: Sequence[int], sized: WidenedSizes, repeats: list[Any] | None = None
+    ) -> Any:
+        """Run a call. ``addresses`` are not needed: the ordinary call finds its own. It cannot be repeated."""
+        call, batch = self._call, given.page_table.shape[0]
+        k, v = (
+            torch.empty((sized.pages, self._keys, call.kv_heads, dim), dtype=self._dtype, device=call.device)
+            for dim in (call.head_dim_qk, call.head_dim_v)
+        )
+        tensors = Widen(given.k, given.v, given.k_descale, given.v_descale, given.seqused_k, given.page_table, k, v)
+        self._launch(addresses_of(tensors), sized.resized)
+        table = self._numbers(batch * sized.of_sequence).view(batch, sized.of_sequence)
+        if call.page_layout == "HND":
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if repeats is not None:
+            repeats.append(None)
+        return self._run(given._replace(k=k, v=v, k_descale=None, v_descale=None, page_table=table))
+
+    def _numbers(self, count: int) -> Tensor:
+        """The numbers below ``count``."""
+        device, stream = self._call.device, self._driver.stream(self._device)
+        if in_graph(stream):  # whose memory does not outlive it
+            return torch.arange(count, dtype=torch.int32, device=device)
+        known = self._tables.get(stream)
+        if known is None or known.shape[0] < count:
+            known = self._tables[stream] = torch.arange(rounded(count, 1), dtype=torch.int32, device=device)
+        return known[:count]

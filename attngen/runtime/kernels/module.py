@@ -80,6 +80,10 @@ class Entry:
         return count
 
 
+#: Sizes that tell what of a batch a launch is for.
+_BOUNDS = ("least_queries", "most_queries", "beside")
+
+
 class Launch(LaunchFields):
     """One of the launches of a kernel, which a call makes one after the other; each has tiles and a grid of its own."""
 
@@ -96,7 +100,9 @@ class Launch(LaunchFields):
         self.cuts_first = any(one.of == "cut_rows" for one in entry.parameters)  # or the first ones of each KV head
         self.chunked = any(one.of == "first_part" for one in entry.parameters)  # once for each chunk of query rows
         #: Limits that it takes of the queries of sequences, of which it leaves out others.
-        self.bounds = frozenset(one.of for one in entry.parameters if one.of in ("least_queries", "most_queries"))
+        self.bounds = frozenset(
+            one.of for one in entry.parameters if one.of in ("least_queries", "most_queries", "beside")
+        )
         self.short_early = any(one.of == "short_tiles" for one in entry.parameters)  # after some of the longest
         self.times = kernel.times
         self.visible, self.uneven = kernel.visible, kernel.structure.uneven

@@ -7,7 +7,7 @@ of the block's last launch. Kernels that follow each other share a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from operator import itemgetter
@@ -21,7 +21,7 @@ from attngen.errors import LoadError
 from attngen.lang.divisors import division, divisors
 from attngen.manifest import SHARES, Argument
 from attngen.runtime.arguments.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
-from attngen.runtime.arguments.checked import Call, View
+from attngen.runtime.arguments.checked import FOLLOWS, Call, View
 from attngen.runtime.arguments.kinds import resize_tensors
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import counters
@@ -31,12 +31,12 @@ from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.sizes import (
     Geometry,
     MapShape,
+    PlainSizes,
     by_chunks,
     geometries,
     group_of,
     map_shapes,
     plain_names,
-    plain_sizes,
     workspace_sizes,
 )
 from attngen.runtime.kernels.module import Entry, Kernel
@@ -87,7 +87,7 @@ class Sized:
     their grids and numbers."""
 
     __slots__ = (
-        "functions", "launches", "lse_shape", "lse_strides", "numbers", "out_shape", "rows", "split_counters", "words",
+        "functions", "lane", "lse_shape", "lse_strides", "numbers", "out_shape", "rows", "split_counters", "words",
         "workspaces",
     )  # fmt: skip
 
@@ -98,14 +98,14 @@ class Sized:
         self.lse_shape, self.lse_strides = (call.lse_shape(), call.lse_strides()) if call.return_lse else ((), ())
         self.split_counters = split_counters
         self.workspaces, self.words = workspaces, words
+        #: Whether the launch runs beside others of its stream, and has counters and workspaces of its own.
+        self.lane = int(call.beside == FOLLOWS)
         #: Of the kernels in their order: what the driver takes of a launch before the parameters, and the numbers that
         #: follow from sizes.
         self.functions: Sequence[tuple[Any, int, int, int, int]] = ()
         self.numbers = b""
         #: Rows of the tensor of each descriptor; 0: as many as it was made for.
         self.rows: tuple[int, ...] = ()
-        #: The block that was last launched with these sizes, and its launches.
-        self.launches: tuple[_Block, list[Launch]] | None = None
 
 
 class _PackedKernel:
@@ -173,13 +173,13 @@ class _PackedKernel:
         type."""
         return self._pack([geometry.number(parameter) for parameter in self._pack.numbers])
 
-    def packer_of(self, names: Collection[str]) -> Callable[[Mapping[str, int]], bytes] | None:
-        """Packer of ``numbers`` from sizes of these names; None if others are needed."""
+    def packer_of(self, names: Sequence[str]) -> Callable[[Sequence[int]], bytes] | None:
+        """Packer of ``numbers`` from sizes of these names, in their order; None if others are needed."""
         pack = self._pack
         wanted = [f"{'' if one.kind == 'size' else f'{one.kind} of '}{one.of or one.name}" for one in pack.numbers]
         if len(wanted) < 2 or not set(names).issuperset(wanted):
             return None
-        read = itemgetter(*wanted)
+        read = itemgetter(*map(names.index, wanted))
         return lambda sizes: pack(read(sizes))
 
 
@@ -202,8 +202,8 @@ class Chain:
     """
 
     __slots__ = (
-        "_addresses", "_described", "_descriptors", "_device", "_driver", "_free", "_kernels", "_sized_maps", "_token",
-        "moving",
+        "_addresses", "_described", "_descriptors", "_device", "_driver", "_free", "_kernels", "_token", "moving",
+        "rows",
     )  # fmt: skip
 
     def __init__(self, kernels: Sequence[_PackedKernel], addresses: int, driver: Driver, device: int) -> None:
@@ -211,7 +211,10 @@ class Chain:
         self._kernels, self._driver, self._device = kernels, driver, device
         self._descriptors = [descriptor for kernel in kernels for descriptor in kernel.descriptors]
         self._addresses = Struct(f"{addresses}Q{-8 * addresses % DESCRIPTOR_ALIGNMENT}x")
-        self._sized_maps = any(rows for _, _, _, rows in self._descriptors)
+        #: The size that tells the rows of each descriptor; nothing if none does.
+        self.rows = [rows for _, _, _, rows in self._descriptors]
+        if not any(self.rows):
+            self.rows = []
         #: The addresses of tensors that have descriptors.
         self._described: Callable[[Sequence[int]], Any] | None = None
         if self._descriptors:
@@ -227,16 +230,14 @@ class Chain:
         for which this was prepared."""
         of = list(zip(self._kernels, shapes, strict=True))
         sized.numbers = b"".join(kernel.numbers(shape) for kernel, shape in of)
-        sized.functions = [kernel.function(shape, self._driver, self._device) for kernel, shape in of]
+        sized.functions = tuple([kernel.function(shape, self._driver, self._device) for kernel, shape in of])
         if resized:
             sized.rows = self.rows_of(shapes[0].sizes)
 
     def rows_of(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Rows of the tensor of each descriptor in a call of the kind, 0 for as many as it was made for; nothing if
         this is so of all."""
-        if not self._sized_maps:
-            return ()
-        return tuple([sizes[rows] if rows else 0 for _, _, _, rows in self._descriptors])
+        return tuple([sizes[rows] if rows else 0 for rows in self.rows])
 
     def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized) -> None:
         """Enqueue the kernels. ``scalars`` in order of declaration."""
@@ -316,12 +317,51 @@ class Chain:
         return self._driver.bound(block.launches, self._device, stream)
 
 
+class _PlainLaunch:
+    """Makes the numbers of calls of a kind that launch a single kernel, from the few sizes in which they differ."""
+
+    __slots__ = ("_device", "_driver", "_entry", "_factors", "_names", "_pack", "_places", "_rows", "_sizes", "_spaces")
+
+    def __init__(
+        self, kernel: Kernel, names: Sequence[str], sizes: PlainSizes, pack: Callable[[Sequence[int]], bytes],
+        rows: Sequence[str], driver: Driver, device: int,
+    ) -> None:  # fmt: skip
+        """``names`` of ``sizes``, in their order, which ``pack`` reads; ``rows`` as those of a chain."""
+        self._names, self._sizes, self._pack, self._driver, self._device = names, sizes, pack, driver, device
+        self._entry, self._spaces = kernel.main.entry, kernel.workspaces
+        terms = [term for workspace in kernel.workspaces for term in workspace.terms]
+        factors = sorted({names.index(factor) for term in terms for factor in term if isinstance(factor, str)})
+        #: Sizes on which workspaces depend, and the offsets of workspaces by these sizes.
+        self._factors: Callable[[Sequence[int]], Any] = itemgetter(*factors) if factors else bool
+        self._places: RecentCache[tuple[Sequence[int], int]] = RecentCache(256)
+        self._rows = [names.index(name) if name else -1 for name in rows]
+
+    def __call__(self, call: Call) -> Sized:
+        table = call.page_table
+        sizes, blocks, cluster, counters = self._sizes(
+            call.batch, call.seqlen_q, call.seqlen_k, call.total_q, call.total_k,
+            0 if table is None else table.stride(0), call.beside, call.blocks,
+        )  # fmt: skip
+        factors = self._factors(sizes)
+        places = self._places[factors]
+        if places is None:
+            named = dict(zip(self._names, sizes, strict=True))
+            places = places_of({one.name: one.elements(named) for one in self._spaces})
+            self._places.put(factors, places)
+        sized = Sized(call, places[0], places[1], counters)
+        sized.functions = (self._entry.launch_on(self._driver, self._device, blocks, cluster),)
+        sized.numbers = self._pack(sizes)
+        if self._rows:
+            sized.rows = tuple([sizes[place] if place >= 0 else 0 for place in self._rows])
+        return sized
+
+
 class Launches:
     """The launches of a kernel on one device for calls of one kind, and the names of the addresses that they take."""
 
     __slots__ = (
-        "_capacity", "_classify", "_counted", "_device", "_driver", "_factors", "_kernel", "_launch", "_launched",
-        "_of_maps", "_places", "_plain", "_torch_device", "first", "first_map", "maps", "names", "sizes",
+        "_capacity", "_classify", "_counted", "_device", "_driver", "_kernel", "_launch", "_launched",
+        "_of_maps", "_plain", "_torch_device", "first", "first_map", "maps", "names", "sizes",
     )  # fmt: skip
 
     def __init__(
@@ -373,12 +413,12 @@ class Launches:
         count = len(self.names)
         self._launch = Chain(kernels, count, driver, device) if kernels else None
         #: Makes the numbers of the only kernel from few sizes, if these suffice.
-        self._plain = kernels[0].packer_of(plain_names(kernel)) if kernels else None
-        terms = [term for workspace in kernel.workspaces for term in workspace.terms]
-        names = {factor for term in terms for factor in term if isinstance(factor, str)}
-        #: Sizes on which workspaces depend, and the offsets of workspaces by these sizes.
-        self._factors: Callable[[Mapping[str, int]], Any] = itemgetter(*names) if names else bool
-        self._places: RecentCache[tuple[Sequence[int], int]] = RecentCache(256)
+        self._plain: _PlainLaunch | None = None
+        if self._launch is not None and (plain := plain_names(kernel)):
+            pack = kernels[0].packer_of(plain)
+            if pack is not None:
+                numbers = PlainSizes(kernel.main, call, self._capacity, driver.multiprocessors(device))
+                self._plain = _PlainLaunch(kernel, plain, numbers, pack, self._launch.rows, driver, device)
         #: The numbers of the call for which this was prepared, and those of the launches that make its tile maps.
         self.first = self._sized(call, shapes)
         self._classify: dict[str, Chain] = {}
@@ -401,21 +441,9 @@ class Launches:
     def resize(self, call: Call) -> Sized:
         """The numbers of a forward pass of the kind without tile maps, in which there is something to compute; the
         call's tensors may have other rows."""
+        if self._plain is not None:
+            return self._plain(call)
         capacity = self._capacity
-        if self._plain is not None and self._launch is not None:
-            kernel, launch = self._kernel, self._kernel.main
-            sizes, blocks = plain_sizes(launch, call, capacity, self._driver.multiprocessors(self._device))
-            factors = self._factors(sizes)
-            places = self._places[factors]
-            if places is None:
-                places = places_of({one.name: one.elements(sizes) for one in kernel.workspaces})
-                self._places.put(factors, places)
-            sized = Sized(call, *places, sizes.get("split_counters", 0))
-            cluster = sizes.get("split_cluster", 1)
-            sized.functions = [launch.entry.launch_on(self._driver, self._device, blocks, cluster)]
-            sized.numbers = self._plain(sizes)
-            sized.rows = self._launch.rows_of(sizes)
-            return sized
         resize_tensors(call)
         if self._kernel.main.grid == SHARES:
             capacity = capacity_for(self._kernel, call, lambda: self._driver, self._device)
@@ -438,9 +466,11 @@ class Launches:
         there is nothing to compute."""
         device = self._device
         if self._counted:
-            addresses[TILE_COUNTER] = counters.address(self._driver.stream(device), device)
+            addresses[TILE_COUNTER] = counters.address(self._driver.stream(device), device, sized.lane)
         if sized.split_counters:
-            addresses[SPLIT_COUNTERS] = counters.of_splits(sized.split_counters, self._driver.stream(device), device)
+            addresses[SPLIT_COUNTERS] = counters.of_splits(
+                sized.split_counters, self._driver.stream(device), device, sized.lane
+            )
         return self._launch
 
     def enter_workspaces(self, addresses: list[int], sized: Sized) -> Tensor | None:
@@ -448,7 +478,7 @@ class Launches:
         stream keeps it."""
         device, start, own = self._device, 0, None
         if len(sized.functions) == 1:  # else another thread may launch on the stream between these
-            start = counters.workspace(4 * sized.words, self._driver.stream(device), device)
+            start = counters.workspace(4 * sized.words, self._driver.stream(device), device, sized.lane)
         if not start:
             own = torch.empty(sized.words, dtype=torch.float32, device=self._torch_device)
             start = own.data_ptr()
@@ -517,11 +547,12 @@ class _Block:
     def resize(self, sized: Sized) -> None:
         """Enter the numbers of a call of other sizes."""
         self.bytes[self._numbers : self._numbers + len(sized.numbers)] = sized.numbers
-        made = sized.launches
-        if made is None or made[0] is not self:
-            launches = [(*function, at) for function, at in zip(sized.functions, self._pointers)]  # noqa: B905
-            made = sized.launches = self, launches
-        self.launches, self.sized = made[1], sized
+        functions = sized.functions
+        if len(functions) == 1:
+            self.launches = [(*functions[0], self._pointers[0])]
+        else:
+            self.launches = [(*function, at) for function, at in zip(functions, self._pointers)]  # noqa: B905
+        self.sized = sized
 
     def enter(self, scale: float, scalars: Sequence[Any]) -> None:
         """Enter the softmax scale, and the scalars in order of declaration."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,10 +110,7 @@ class PreparedCall:
         if sized is None:
             sized = self._first
         if out is None:
-            if self._like_q:
-                out = torch.empty_like(given.q)
-            else:
-                out = torch.empty(sized.out_shape, dtype=self._dtype, device=self._device)
+            out = self.new_output(given.q, sized)
             addresses[OUT] = out.data_ptr()
         if self._return_lse:
             # with strides, which torch takes faster than a shape alone
@@ -128,6 +126,36 @@ class PreparedCall:
             chain(addresses, scale, scalars, sized)
         del shared, maps
         return out if lse is None else (out, lse)
+
+    def new_output(self, q: Tensor, sized: Sized) -> Tensor:
+        """Memory for the output of a call with this q."""
+        if self._like_q:
+            return torch.empty_like(q)
+        return torch.empty(sized.out_shape, dtype=self._dtype, device=self._device)
+
+    def scale_of(self, given: Any) -> float:
+        """The softmax scale of a call that gives this one, or None."""
+        return self._scale if given is None else softmax_scale_of(given)
+
+    def enqueue(self, addresses: list[int], scale: float, scalars: Sequence[Number], sized: Sized) -> Tensor | None:
+        """Enqueue a call on the current stream, whose results lie at ``addresses``, and which needs no tile map. The
+        result is memory to keep until then."""
+        launch = self._launch
+        assert launch is not None
+        kept = launch.enter_workspaces(addresses, sized) if sized.workspaces else None
+        chain = launch.ready(addresses, sized)
+        if chain is not None:
+            chain(addresses, scale, scalars, sized)
+        return kept
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether a call only launches a kernel, which may lead, or follow, another one that runs side by side with
+        it."""
+        kernel = self.kernel
+        if kernel is None or self._maps is not None or self._return_lse:
+            return False
+        return len(kernel.launches) == 1 and kernel.main.pdl and "beside" in kernel.main.bounds
 
     def _repeatable(self, given: Given, addresses: list[int], sized: Sized | None) -> Repeatable | None:
         """The launches of a call, to be repeated; None if it allocates its results, needs a tile map, or launches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.kinds import extents_of, resize, resize_batch, sizes_of
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device.driver import Driver
+from attngen.runtime.helpers.widen import WidenedCall, WidenedCalls
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Sized
 from attngen.runtime.launch.prepared import PreparedCall
@@ -26,7 +28,7 @@ from attngen.runtime.registry.order import (
 )
 
 #: Sizes that are kept for each kind of call, of about a kilobyte each.
-_KEPT_SIZES = 1024
+KEPT_SIZES = 1024
 
 
 class RaggedCalls:
@@ -43,6 +45,7 @@ class RaggedCalls:
         "_kept_variant",
         "_lock",
         "_names",
+        "_others",
         "_prepared",
     )
 
@@ -58,13 +61,15 @@ class RaggedCalls:
         self._by_splits = {splits: first_choices(kernels, splits) for splits in (False, True)}
         self._driver, self._card, self._kept_variant = driver, card_of(driver, device), kept
         #: Kernels by typical sizes: one prediction serves all calls that are about alike.
-        self._chosen: RecentCache[Kernel] = RecentCache(_KEPT_SIZES)
+        self._chosen: RecentCache[Kernel] = RecentCache(KEPT_SIZES)
         self._prepared: dict[Kernel, PreparedCall] = {}
         if prepared is not None and prepared.kernel is not None:
             self._prepared[prepared.kernel] = prepared
         #: Calls of sizes that were there before.
-        self._kept: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(_KEPT_SIZES)
+        self._kept: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(KEPT_SIZES)
         self._lock, self._few_rows = threading.Lock(), few_rows
+        #: The kernel of calls with more rows, or what widens their cache first, by typical sizes.
+        self._others: RecentCache[Kernel | WidenedCalls] = RecentCache(KEPT_SIZES)
 
     def ready(self, given: Given) -> tuple[PreparedCall, Sized] | None:
         """The prepared call and its numbers for a call of the kind, kept for others of the same sizes; None where
@@ -87,20 +92,35 @@ class RaggedCalls:
                 return None
             return self._of_sizes(given.page_table, lambda kernel: self._prepare(kernel, given))
 
-    def ready_batch(self, batch: int, rows: int, longest: int, page_table: Tensor) -> tuple[PreparedCall, Sized] | None:
+    def ready_batch(
+        self, batch: int, rows: int, longest: int, page_table: Tensor, beside: int = 0, blocks: int = 0
+    ) -> tuple[PreparedCall, Sized] | None:
         """As ``ready``, for ``batch`` sequences of a page table, whose tensors were looked at: rows of q, and most
-        queries of a sequence. None also where no call has used the kernel before."""
+        queries of a sequence. None also where no call has used the kernel before. ``beside`` and ``blocks`` as those of
+        a ``Call``."""
         width = page_table.shape[1]
-        sizes = batch, rows, longest, width, page_table.stride(0)
+        sizes = batch, rows, longest, width, page_table.stride(0), beside, blocks
         known = self._kept[sizes]
         if known is None:
-            with self._lock:
-                if not resize_batch(self._call, batch, rows, longest, width):
-                    return None
-                known = self._of_sizes(page_table, None)
+            known = self.sized_batch(batch, rows, longest, page_table, beside, blocks)
             if known is not None:
                 self._kept.put(sizes, known)
         return known
+
+    def sized_batch(
+        self, batch: int, rows: int, longest: int, page_table: Tensor, beside: int = 0, blocks: int = 0
+    ) -> tuple[PreparedCall, Sized] | None:
+        """As ``ready_batch``, and made anew."""
+        call = self._call
+        with self._lock:
+            if not resize_batch(call, batch, rows, longest, page_table.shape[1]):
+                return None
+            call.beside, call.blocks = beside, blocks
+            try:
+                ready = self._of_sizes(page_table, None)
+                return ready if ready is not None and isinstance(ready[0], PreparedCall) else None
+            finally:
+                call.beside = call.blocks = 0
 
     def _of_sizes(
         self, page_table: Tensor | None, prepare: Callable[[Kernel], PreparedCall] | None
@@ -108,9 +128,15 @@ class RaggedCalls:
         """Prepared call for the sizes that are set, and its numbers. ``prepare``: for a kernel that no call has
         used."""
         call = self._call
-        if self._few_rows and not splits_keys(call):
-            return None
-        kernel = self._kernel()
+        splits = splits_keys(call)
+        if self._few_rows and not splits:
+            other = self._others[typical_sizes(call)]
+            if not isinstance(other, Kernel):
+                return None if other is None else self._widened(other, page_table)
+            kernel = other
+        else:
+            kernels = self._by_splits[splits]
+            kernel = kernels[0] if len(kernels) == 1 else self._kernel(kernels)
         prepared = self._prepared.get(kernel)
         if prepared is None:
             if prepare is None:
@@ -121,13 +147,29 @@ class RaggedCalls:
         call.page_table = None
         return ready
 
-    def _kernel(self) -> Kernel:
-        """The kernel that should be done first with a call of the sizes that are set."""
+    def _widened(self, calls: WidenedCalls, page_table: Tensor | None) -> Any:
         call = self._call
-        kernels = self._by_splits[splits_keys(call)]
-        if len(kernels) == 1:
-            return kernels[0]
-        sizes = typical_sizes(call)
+        call.page_table = page_table
+        sized = calls.resize(call)
+        call.page_table = None
+        return None if sized is None else (calls, sized)
+
+    def note(self, given: Given, prepared: Any) -> None:
+        """Take the prepared call of a call of the kind with more rows than the kernels are for: others of about the
+        same sizes run in the same way."""
+        if not self._few_rows:
+            return
+        with self._lock:
+            if not resize(self._call, given) or splits_keys(self._call):
+                return
+            sizes = typical_sizes(self._call)
+        other: Any = prepared.of_kind(given) if isinstance(prepared, WidenedCall) else prepared.kernel
+        if other is not None and not (isinstance(other, Kernel) and other.needs_tile_map):
+            self._others.put(sizes, other)
+
+    def _kernel(self, kernels: Sequence[Kernel]) -> Kernel:
+        """The one of several kernels that should be done first with a call of the sizes that are set."""
+        sizes = typical_sizes(self._call)
         return self._chosen[sizes] or self._choose(kernels, sizes)
 
     def _choose(self, kernels: Sequence[Kernel], sizes: tuple[int, int, int]) -> Kernel:
