@@ -43,7 +43,7 @@ def left_to_prompts(q: Tensor, tokens: int, k: Tensor, layout: str, decodes: int
 
 
 class Sides(NamedTuple):
-    """How two launches of a batch share a device: which one begins, and the blocks of each."""
+    """Division of a device between two launches of a batch: which one begins, and the blocks of each."""
 
     prompts_lead: bool
     decode_blocks: int
@@ -51,7 +51,7 @@ class Sides(NamedTuple):
 
 
 class Left:
-    """How a device is divided between decoding and prompts, for tensors that differ in their rows only."""
+    """Division of a device between decoding and prompts, for tensors that differ in their rows only."""
 
     __slots__ = ("_heads", "_kv_heads", "_multiprocessors", "_ratio")
 

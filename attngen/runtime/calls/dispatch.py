@@ -242,7 +242,7 @@ def _note_seen(lookup: Any, given: Given, prepared: PreparedCall | RaggedCalls) 
 
 
 def calls_of_kind(given: Given) -> RaggedCalls | None:
-    """What runs calls of a kind, if they are recognized by their tensors; or None."""
+    """Prepared calls of the kind of a call that is recognized by its tensors; or None."""
     lookup = seen_key(given)
     alike: Any = None if lookup is None else _SEEN[lookup[0]]
     return alike[1] if alike and isinstance(alike[1], RaggedCalls) else None
