@@ -110,7 +110,7 @@ class RaggedCalls:
     def sized_batch(
         self, batch: int, rows: int, longest: int, page_table: Tensor, beside: int = 0, blocks: int = 0
     ) -> tuple[PreparedCall, Sized] | None:
-        """As ``ready_batch``, and made anew."""
+        """``ready_batch`` without looking for what is kept."""
         call = self._call
         with self._lock:
             if not resize_batch(call, batch, rows, longest, page_table.shape[1]):
