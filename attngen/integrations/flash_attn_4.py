@@ -116,7 +116,7 @@ def flash_attn_varlen_func(
     """As ``flash_attn_func``, for sequences of several lengths.
 
     With ``cu_seqlens_q`` (b + 1,) int32, q is packed, (total_q, h, d), and lse is (h, total_q); with ``cu_seqlens_k``,
-    k and v are. Without a longest length the total counts as one, which costs empty tiles of work. ``seqused_q`` and
+    k and v are. Without a longest length the total counts as one, which costs empty work tiles. ``seqused_q`` and
     ``seqused_k`` (b,) int32 say how many rows of each sequence count: masks are aligned at the last of these.
 
     With ``page_table`` (b, max_pages) int32, k and v are the pages of a cache, (pages, page_size, hk, d), and

@@ -25,7 +25,7 @@ from attngen.integrations.used_queries import UsedQueries, checked
 class Sequences:
     """Places of sequences: offsets (b + 1,) int32 of packed ones, None for a batch axis; the used rows of each.
 
-    A longest length that is None is that of all rows together, which costs empty tiles of work.
+    A longest length that is None is that of all rows together, which costs empty work tiles.
     """
 
     cu_seqlens_q: Tensor | None = None

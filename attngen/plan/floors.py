@@ -68,7 +68,7 @@ class Floor:
     exponentials: int
     shared_reads: int  # bytes that the products read: Q and K, and V
     loaded: int  # bytes of K and V
-    tile: int  # bytes of Q and O of all consumers, once for each tile of work
+    tile: int  # bytes of Q and O of all consumers, once for each work tile
 
     @property
     def parts(self) -> dict[str, int]:
@@ -106,11 +106,11 @@ class Floor:
 
     @property
     def tile_memory(self) -> int:
-        """Clocks that Q and O of a tile of work take, which no other tile shares."""
+        """Clocks that Q and O of a work tile take, which no other tile shares."""
         return ceil(self.tile / MEMORY_PER_CLOCK)
 
     def call(self, steps: int, tiles: int) -> int:
-        """Clocks of one multiprocessor for ``tiles`` tiles of work; ``steps`` are those of their consumers in all."""
+        """Clocks of one multiprocessor for ``tiles`` work tiles; ``steps`` are those of their consumers in all."""
         return max(steps * self.clocks, tiles * self.tile_memory)
 
     def seconds(self, steps: int, tiles: int) -> float:

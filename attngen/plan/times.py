@@ -1,4 +1,4 @@
-"""Measured times of Hopper forward kernels for a launch, a tile of work and a step; the runtime predicts calls from
+"""Measured times of Hopper forward kernels for a launch, a work tile and a step; the runtime predicts calls from
 these (``runtime.prediction``) and takes the kernel that should be done first.
 
 ``attngen bench SPEC --oracle`` times the kernels of a spec on calls of many shapes, and fits such rows to the times.
@@ -27,7 +27,7 @@ LAUNCH = 1905.0
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Nanoseconds of a tile of work and of a step, by consumers, keys of a tile and columns."""
+    """Nanoseconds of a work tile and of a step, by consumers, keys of a tile and columns."""
 
     consumers: int
     tile_n: int
@@ -56,16 +56,16 @@ _LONG = 16384
 #: Keys of a tile, and the factor from which on queries count as many more.
 _TILE, _MANY = 128, 4
 
-#: Time that the blocks of a cluster add to a tile of work whose keys they split: they wait and merge results.
+#: Time that the blocks of a cluster add to a work tile whose keys they split: they wait and merge results.
 MERGE = 2000.0
 
 #: A step in 8 bits beside one in 16, as far as it decides between tiles.
 _ONE_BYTE = 0.75
 
-#: Tiles of work in the middle of a long sequence by which ``row_time`` compares tiles.
+#: Work tiles in the middle of a long sequence by which ``row_time`` compares tiles.
 _SAMPLED = 6
 
-#: Steps that a tile of work loses where its consumers skip what their own rows do not see, as predictions of calls have
+#: Steps that a work tile loses where its consumers skip what their own rows do not see, as predictions of calls have
 #: it; and where rows see no tile of keys that all of them see, so that a partial one comes first and row maxima rise
 #: later.
 _SKIPPING_STEPS, _PARTIAL_STEPS = 2, 1
@@ -74,11 +74,11 @@ _SKIPPING_STEPS, _PARTIAL_STEPS = 2, 1
 def times_of(
     consumers: int, tile_n: int, columns: int, element_bytes: int, *, shared: bool = False
 ) -> tuple[float, float, float]:
-    """Return the nanoseconds of a launch, a tile of work and a step.
+    """Return the nanoseconds of a launch, a work tile and a step.
 
     Of a kernel that was not measured they are those of the nearest one that was: first of as many consumers, then of as
     many columns, then of as many keys, with the step scaled by its pairs and columns.
-    ``shared``: blocks share the keys of a tile of work.
+    ``shared``: blocks share the keys of a work tile.
     """
 
     def distance(row: Measured) -> tuple[float, ...]:

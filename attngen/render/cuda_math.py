@@ -112,7 +112,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Conversion of products to logits: lines once for a tile of work, the steps of partial and of full tiles, the
+    """Conversion of products to logits: lines once for a work tile, the steps of partial and of full tiles, the
     factor that leads to units of log2, and whether the key alone may decide that an element's product does not count.
 
     ``visible``: the steps that evaluate the mask of a partial tile into bits, where it is applied by these; else None.
@@ -294,7 +294,7 @@ def score_lines(
 
 
 def _visible(plan: Plan) -> Steps:
-    """Return the steps that evaluate the mask of a partial tile, from what a tile of work has, into ``bits``."""
+    """Return the steps that evaluate the mask of a partial tile, from what a work tile has, into ``bits``."""
     mask = masking(plan, element_bindings(plan, ragged=True), ())
     row, tile, work = _split(plan, [*mask.hoisted, *mask.ends])
     return _steps(plan, (*work, *tile), row, [*mask.body, bit_of(mask.hidden, _ELEMENT)])
@@ -552,6 +552,6 @@ def _split(
     plan: Plan, statements: Sequence[Statement]
 ) -> tuple[tuple[Statement, ...], tuple[Statement, ...], tuple[Statement, ...]]:
     """Return the statements that depend on the row, those that are the same for all rows of a tile of keys, and those
-    that are the same for a tile of work."""
+    that are the same for a work tile."""
     row, rest = depending(statements, row_names(plan))
     return row, *depending(rest, {spelled(KV_FIRST.name)})

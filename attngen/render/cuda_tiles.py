@@ -105,7 +105,7 @@ def tiles(plan: Plan, along: Along = KEYS) -> Tiles:
 
 
 def _end_aligned_tiles(plan: Plan, seen: Bands) -> Tiles:
-    """Return the ranges of tiles of which the last one ends with the last key that any row of a tile of work sees.
+    """Return the ranges of tiles of which the last one ends with the last key that any row of a work tile sees.
 
     All ends are keys first. From those of all rows follows where tiles begin, which is the same for each consumer.
     """

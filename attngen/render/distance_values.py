@@ -25,7 +25,7 @@ _RANGE = (-MAX_SEQLEN - 1024, MAX_SEQLEN + 1024)
 @dataclass(frozen=True, slots=True)
 class DistanceValues:
     """The values of a distance, each with the type that it is held in; the lines that compute them for the ``distance``
-    of a query from a key, and those that these need of a tile of work."""
+    of a query from a key, and those that these need of a work tile."""
 
     fields: tuple[tuple[str, str], ...]
     lines: tuple[Statement, ...]

@@ -1,5 +1,5 @@
 """Values of mask and score that are loaded or computed once for a key or a row: values of keys come with a tile of K,
-by its loader, and those of rows stay for a tile of work."""
+by its loader, and those of rows stay for a work tile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WHO = {(True, False): "the mask reads", (False, True): "the score reads", (True
 @dataclass(frozen=True, slots=True)
 class KeyValues:
     """The values of a key that mask and score read, each with the type that it is held in; the lines that compute them
-    for the key ``kv``, and those that these need of a tile of work; and the same of a row. ``who`` says which of the
+    for the key ``kv``, and those that these need of a work tile; and the same of a row. ``who`` says which of the
     two reads them."""
 
     who: str

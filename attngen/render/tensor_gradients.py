@@ -341,7 +341,7 @@ def _number_keys(place: str, read: frozenset[str]) -> list[Statement]:
 
 
 def _work_names(plan: Plan, read: frozenset[str], *, h: str, pairs: bool = False) -> tuple[str, ...]:
-    """Return the lines that name what statements read of a tile of work and of a step."""
+    """Return the lines that name what statements read of a work tile and of a step."""
     needs = {
         "kv": ("seqlen_k",), "kv_packed": ("kv", "seqlen_k", "k_begin"), "q_row": ("seqlen_q",),
         "q_pos": ("q_row", "seqlen_q", "seqlen_k"), "q_packed": ("q_row", "seqlen_q", "q_begin"),

@@ -17,7 +17,7 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockM = 128;  // query rows of a work tile
 constexpr int kBlockN = 64;  // keys of one step
 constexpr int kHeadDimQk = 128, kHeadDimV = 128;
 constexpr int kColumnsQk = 128, kColumnsV = 128;  // that are multiplied
@@ -41,7 +41,7 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// A tile of work: which rows of which head, and where they and their keys begin.
+// A work tile: which rows of which head, and where they and their keys begin.
 struct Work {
   int b, h, q_start, q_begin, k_begin, seqlen_q, seqlen_k;
 };

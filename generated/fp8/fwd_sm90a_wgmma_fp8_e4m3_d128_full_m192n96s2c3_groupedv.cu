@@ -3,7 +3,7 @@
 // Attention forward, variant full: mask `True`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
-// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules work tiles, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "pdl.cuh"
@@ -17,7 +17,7 @@
 using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 192;  // query rows of a tile of work
+constexpr int kBlockM = 192;  // query rows of a work tile
 constexpr int kBlockN = 96;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
@@ -40,7 +40,7 @@ constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
 constexpr int kVBoxBytes = 32;  // of a row of V, swizzled
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 2;  // steps before the end of a work tile at which the next one is taken
 constexpr float kRecomputeAbove = 448.0f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
 constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the row max is set
@@ -51,7 +51,7 @@ constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
 constexpr uint32_t kK = kShared + 49152;  // 24576 B: K, a tile per stage
 constexpr uint32_t kV = kShared + 73728;  // 24576 B: V, a tile per stage
 constexpr uint32_t kOut = kShared + 98304;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 147456;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kWork = kShared + 147456;  // 640 B: two work tiles: the one that is loaded and the next
 constexpr uint32_t kQFull = kShared + 148096;  // 16 B: barriers
 constexpr uint32_t kQEmpty = kShared + 148112;  // 16 B: barriers
 constexpr uint32_t kKFull = kShared + 148128;  // 16 B: barriers
@@ -96,7 +96,7 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
+// A work tile: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
   int b, h, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
-      // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
+      // The tile scheduler: takes work tiles, and finds the KV tiles that their rows see.
       const int units = batch * heads;
       // The first tiles of queries of each unit, which see many more keys than others, are cut into parts, so that blocks end together.
       const int cut_lines = cut_rows * parts, lines = q_tiles - cut_rows + cut_lines;  // of a unit
@@ -384,12 +384,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
     };
-    // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
+    // The record of a work tile is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
       return place_at(work_ring.stage);
     };
-    // Scales that bring products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
+    // Scales that bring products of a work tile back to their units: Q K^T with the softmax scale, and P V.
     const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.h / group;
       scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
@@ -523,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           commit_stores();
         }
       };
-      // Waits until the stores of the last tile of work have read their shared memory.
+      // Waits until the stores of the last work tile have read their shared memory.
       const auto free_out = [&] {
         if (leader) wait_stores_read();
         sync_group();
@@ -564,7 +564,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         store_out(0);
       };
 
-      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
+      // The last O += P V, and after it the first S = Q K^T of the next work tile.
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();

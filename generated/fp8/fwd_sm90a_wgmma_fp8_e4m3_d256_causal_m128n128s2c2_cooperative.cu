@@ -3,7 +3,7 @@
 // Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work and loads Q, one loads K
+// A block of 3 warpgroups. The last one produces: one warp schedules work tiles and loads Q, one loads K
 // and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.
 // The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
@@ -19,7 +19,7 @@
 using Element = e4m3;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockM = 128;  // query rows of a work tile
 constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 256;
 constexpr int kHeadDimV = 256;
@@ -43,7 +43,7 @@ constexpr int kOutColumns = 128;  // columns of O that are staged at once
 constexpr int kVBoxBytes = 128;  // of a row of V, once it is transposed
 constexpr int kAhead = 3;  // fragments of V that a transposer has in flight
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 2;  // steps before the end of a work tile at which the next one is taken
 constexpr float kRecomputeAbove = 448.0f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
 constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 constexpr int kPeak = 4;  // P of the largest logit is 2^kPeak when the row max is set
@@ -55,7 +55,7 @@ constexpr uint32_t kK = kShared + 32768;  // 65536 B: K, a tile per stage
 constexpr uint32_t kVRows = kShared + 98304;  // 32768 B: V as it lies in memory, a box per stage
 constexpr uint32_t kV = kShared + 131072;  // 65536 B: V, a tile per stage
 constexpr uint32_t kOut = kShared + 196608;  // 32768 B: O, for its store
-constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kWork = kShared + 229376;  // 640 B: two work tiles: the one that is loaded and the next
 constexpr uint32_t kQFull = kShared + 230016;  // 8 B: barriers
 constexpr uint32_t kQEmpty = kShared + 230024;  // 8 B: barriers
 constexpr uint32_t kKFull = kShared + 230032;  // 16 B: barriers
@@ -104,7 +104,7 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
+// A work tile: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
   int b, h, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
@@ -172,12 +172,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
-      // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
+      // The tile scheduler: takes work tiles, and finds the KV tiles that their rows see.
       const int units = batch * heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
       int index = blockIdx.x;
-      int taken = 0;  // tiles of work, from which the phases of all barriers follow: few registers are left
+      int taken = 0;  // work tiles, from which the phases of all barriers follow: few registers are left
       const auto next_tile = [&] { return take_tile(tile_counter, q_tiles_of_all, lane); };
       while (true) {
         Place work = {};
@@ -306,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       const uint32_t lane_load = lane % 16 * kBoxBytes + 16 * swizzled<kBoxBytes>(lane % 16, lane / 16);
       const uint32_t lane_store = lane * kVBoxBytes + 16 * swizzled<kVBoxBytes>(lane, 0);
       const int first_strip = warp % 2 * (kStrips / 2);
-      int taken = 0, done = 0;  // tiles of work and of V, from which all phases follow: few registers are left
+      int taken = 0, done = 0;  // work tiles and of V, from which all phases follow: few registers are left
       while (true) {
         const auto work_ring = WorkRing::at(taken++);
         work_ring.wait();
@@ -391,7 +391,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
-      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this tile of work
+      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this work tile
       k_ring.advance();
     };
     const auto wait_v = [&] { v_ring.wait(); };
@@ -403,12 +403,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       k_ring.wait();
       tile_info = shared_at<int>(kTileInfo + 4 * k_ring.stage);
     };
-    // The record of a tile of work is read where it lies until O is written: S, P and O leave few registers.
+    // The record of a work tile is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
       return place_at(work_ring.stage);
     };
-    // Scales that bring products of a tile of work back to their units: Q K^T with the softmax scale, and P V.
+    // Scales that bring products of a work tile back to their units: Q K^T with the softmax scale, and P V.
     const auto read_scales = [&](const Place& work, float (&scales)[2]) {
       const int hk = work.h / group;
       scales[0] = q_descale_ptr[work.b * stride_q_descale_b + hk * stride_q_descale_h];
@@ -553,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
           commit_stores();
         }
       };
-      // Waits until the stores of the last tile of work have read their shared memory.
+      // Waits until the stores of the last work tile have read their shared memory.
       const auto free_out = [&] {
         if (leader) wait_stores_read();
         sync_group();
@@ -577,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         store_out(128);
       };
 
-      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
+      // The last O += P V, and after it the first S = Q K^T of the next work tile.
       const WorkRing last_ring = work_ring;
       work_ring.advance();
       const Place& next = next_work();

@@ -3,11 +3,11 @@
 // Attention forward, variant causal: mask `q_pos >= kv`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 3 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 3 warpgroups. The last one produces: one warp schedules work tiles, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 //
-// A tile of work has a cluster, whose blocks share its keys: each computes O, row max and row sum of all rows from its part
+// A work tile has a cluster, whose blocks share its keys: each computes O, row max and row sum of all rows from its part
 // of them, and adds up some of the rows, which it reads from the shared memory of all.
 #include "cluster.cuh"
 #include "expression.cuh"
@@ -22,7 +22,7 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 128;  // query rows of a tile of work
+constexpr int kBlockM = 128;  // query rows of a work tile
 constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
@@ -48,7 +48,7 @@ constexpr uint32_t kShared = 1024;
 constexpr uint32_t kQ = kShared + 0;  // 32768 B: Q
 constexpr uint32_t kK = kShared + 32768;  // 98304 B: K, a tile per stage
 constexpr uint32_t kV = kShared + 131072;  // 98304 B: V, a tile per stage
-constexpr uint32_t kWork = kShared + 229376;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kWork = kShared + 229376;  // 640 B: two work tiles: the one that is loaded and the next
 constexpr uint32_t kQFull = kShared + 230016;  // 8 B: barriers
 constexpr uint32_t kQEmpty = kShared + 230024;  // 8 B: barriers
 constexpr uint32_t kKFull = kShared + 230032;  // 24 B: barriers
@@ -95,7 +95,7 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
+// A work tile: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
   int b, h, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
@@ -158,11 +158,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
-      // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
+      // The tile scheduler: takes work tiles, and finds the KV tiles that their rows see.
       const int units = batch * heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
-      int index = blockIdx.x / blocks;  // the blocks of a cluster have the same tile of work
+      int index = blockIdx.x / blocks;  // the blocks of a cluster have the same work tile
       WorkRing work_ring(0, 0, here);
       do {
         Place work = {};
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           work_ring.arrive();
         }
         __syncwarp();
-      } while (false);  // a block has one tile of work
+      } while (false);  // a block has one work tile
     } else if (warp == kLoader) {
       // The loader of K and V: a tile of keys that all rows see, since nothing runs under the first softmax, then the others from
       // the last to the first. V follows K one step later, as consumers read it.
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           load_step(tile, tile | partial << kPartialBit);
         }
         load_v();
-      } while (false);  // a block has one tile of work
+      } while (false);  // a block has one work tile
     } else if (warp == kQueryLoader) {
       // The loader of Q: a warp of its own, so that K never waits for room for the next Q.
       WorkRing work_ring(0, 0, here);
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         }
         __syncwarp();
         q_ring.advance();
-      } while (false);  // a block has one tile of work
+      } while (false);  // a block has one work tile
     }
   } else {
     grow_registers<kConsumerRegisters>();
@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
-      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this tile of work
+      if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this work tile
       k_ring.advance();
     };
     const auto wait_v = [&] { v_ring.wait(); };

@@ -3,7 +3,7 @@
 // Attention forward, variant packed_bidirectional: mask `q_pos >= 0 and doc[b, q_pos] == doc[b, kv]`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules work tiles, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
@@ -17,13 +17,13 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 192;  // rows of a tile of work: the heads of a group, then the next query
+constexpr int kBlockM = 192;  // rows of a work tile: the heads of a group, then the next query
 constexpr int kBlockN = 64;  // keys of one step
 constexpr int kHeadDimQk = 128;
 constexpr int kHeadDimV = 128;
 constexpr int kConsumers = 3;  // warpgroups that multiply
 constexpr int kThreads = 512;
-// Tiles of a tile of work end with the last key that its rows see: they begin some keys after multiples of kBlockN.
+// Tiles of a work tile end with the last key that its rows see: they begin some keys after multiples of kBlockN.
 constexpr int kEndAlign = 16;
 // Information on a KV tile for consumers, in one word: where it begins, in steps of kEndAlign, a bit for each consumer that must
 // apply the mask, and a bit for each that sees nothing of it.
@@ -41,7 +41,7 @@ constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 128;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 6;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 6;  // steps before the end of a work tile at which the next one is taken
 constexpr float kRecomputeAbove = 0x1p40f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
 constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 constexpr float kRecomputeLeast = kBlockN / 4;  // and more than one for each key of a lane: a first tile may hold few keys
@@ -51,7 +51,7 @@ constexpr uint32_t kQ = kShared + 0;  // 98304 B: Q
 constexpr uint32_t kK = kShared + 98304;  // 32768 B: K, a tile per stage
 constexpr uint32_t kV = kShared + 131072;  // 32768 B: V, a tile per stage
 constexpr uint32_t kOut = kShared + 163840;  // 49152 B: O, for its store
-constexpr uint32_t kWork = kShared + 212992;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kWork = kShared + 212992;  // 640 B: two work tiles: the one that is loaded and the next
 constexpr uint32_t kQFull = kShared + 213632;  // 16 B: barriers
 constexpr uint32_t kQEmpty = kShared + 213648;  // 16 B: barriers
 constexpr uint32_t kKFull = kShared + 213664;  // 16 B: barriers
@@ -109,7 +109,7 @@ struct Spans {
   int offset;
 };
 
-// A tile of work: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
+// A work tile: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
   int b, hk, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
-      // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
+      // The tile scheduler: takes work tiles, and finds the KV tiles that their rows see.
       const int units = batch * kv_heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
@@ -551,7 +551,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           commit_stores();
         }
       };
-      // Waits until the stores of the last tile of work have read their shared memory.
+      // Waits until the stores of the last work tile have read their shared memory.
       const auto free_out = [&] {
         if (leader) wait_stores_read();
         sync_group();
@@ -567,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         store_out(0);
       };
 
-      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
+      // The last O += P V, and after it the first S = Q K^T of the next work tile.
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;

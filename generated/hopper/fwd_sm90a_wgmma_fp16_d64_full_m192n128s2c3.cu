@@ -3,7 +3,7 @@
 // Attention forward, variant full: mask `True`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
 //
-// A block of 4 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 4 warpgroups. The last one produces: one warp schedules work tiles, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "pdl.cuh"
@@ -16,7 +16,7 @@
 using Element = fp16;  // of Q, K, V and P
 using OutElement = fp16;  // of O
 
-constexpr int kBlockM = 192;  // query rows of a tile of work
+constexpr int kBlockM = 192;  // query rows of a work tile
 constexpr int kBlockN = 128;  // keys of one step
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
@@ -38,7 +38,7 @@ constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 2;  // steps before the end of a work tile at which the next one is taken
 constexpr float kRecomputeAbove = 0x1p14f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
 constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
@@ -47,7 +47,7 @@ constexpr uint32_t kQ = kShared + 0;  // 49152 B: Q
 constexpr uint32_t kK = kShared + 49152;  // 32768 B: K, a tile per stage
 constexpr uint32_t kV = kShared + 81920;  // 32768 B: V, a tile per stage
 constexpr uint32_t kOut = kShared + 114688;  // 24576 B: O, for its store
-constexpr uint32_t kWork = kShared + 139264;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kWork = kShared + 139264;  // 640 B: two work tiles: the one that is loaded and the next
 constexpr uint32_t kQFull = kShared + 139904;  // 16 B: barriers
 constexpr uint32_t kQEmpty = kShared + 139920;  // 16 B: barriers
 constexpr uint32_t kKFull = kShared + 139936;  // 16 B: barriers
@@ -92,7 +92,7 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// A tile of work: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
+// A work tile: which rows of which head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
   int b, h, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
-      // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
+      // The tile scheduler: takes work tiles, and finds the KV tiles that their rows see.
       const int units = batch * heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
@@ -471,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
           commit_stores();
         }
       };
-      // Waits until the stores of the last tile of work have read their shared memory.
+      // Waits until the stores of the last work tile have read their shared memory.
       const auto free_out = [&] {
         if (leader) wait_stores_read();
         sync_group();
@@ -487,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp16_d
         store_out(0);
       };
 
-      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
+      // The last O += P V, and after it the first S = Q K^T of the next work tile.
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;

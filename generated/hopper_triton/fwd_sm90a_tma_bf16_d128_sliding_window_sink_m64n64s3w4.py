@@ -24,9 +24,9 @@ def online_softmax(x, scale, row_max, row_sum):
     new_max = tl.maximum(row_max, tl.max(x, 1) * scale)
 
     # A row that saw no key yet has the maximum -inf, and (-inf) - (-inf) would be NaN.
-    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(x * scale - reference[:, None])
-    alpha = tl.exp2(row_max - reference)
+    offset = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(x * scale - offset[:, None])
+    alpha = tl.exp2(row_max - offset)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
 
 
@@ -118,11 +118,11 @@ def fwd_sm90a_tma_bf16_d128_sliding_window_sink_m64n64s3w4(
     u_sinks_h = tl.load(u_sinks + h.to(tl.int64))
     sink_log2e = u_sinks_h * LOG2E
     row_max, before = tl.maximum(row_max, sink_log2e), row_max
-    reference = tl.where(row_max == float("-inf"), 0.0, row_max)
-    alpha = tl.exp2(before - reference)
+    offset = tl.where(row_max == float("-inf"), 0.0, row_max)
+    alpha = tl.exp2(before - offset)
 
     # exactly 1 where the sink is the largest, though the product is fused into the difference
-    row_sum = row_sum * alpha + tl.where(sink_log2e == reference, 1.0, tl.exp2(sink_log2e - reference))
+    row_sum = row_sum * alpha + tl.where(sink_log2e == offset, 1.0, tl.exp2(sink_log2e - offset))
     dead = row_sum == 0.0
     normalize = tl.where(dead, 0.0, alpha / row_sum)
     stored = q_index[:, None] < seqlen_q

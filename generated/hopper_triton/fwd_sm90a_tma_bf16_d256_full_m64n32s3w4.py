@@ -24,9 +24,9 @@ def online_softmax(x, scale, row_max, row_sum):
     new_max = tl.maximum(row_max, tl.max(x, 1) * scale)
 
     # A row that saw no key yet has the maximum -inf, and (-inf) - (-inf) would be NaN.
-    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(x * scale - reference[:, None])
-    alpha = tl.exp2(row_max - reference)
+    offset = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(x * scale - offset[:, None])
+    alpha = tl.exp2(row_max - offset)
     return p, alpha, new_max, row_sum * alpha + tl.sum(p, 1)
 
 

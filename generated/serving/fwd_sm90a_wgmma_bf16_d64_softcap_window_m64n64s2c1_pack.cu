@@ -3,7 +3,7 @@
 // Attention forward, variant softcap_window: mask `0 <= q_pos - kv and q_pos - kv < window`, score `cap * tanh(s / cap)`.
 // Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
 //
-// A block of 2 warpgroups. The last one produces: one warp schedules tiles of work, and two load Q, and K and V,
+// A block of 2 warpgroups. The last one produces: one warp schedules work tiles, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys
 // from the last to the first, and keeps S, P and O in registers.
 #include "expression.cuh"
@@ -18,13 +18,13 @@
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
-constexpr int kBlockM = 64;  // rows of a tile of work: the heads of a group, then the next query
+constexpr int kBlockM = 64;  // rows of a work tile: the heads of a group, then the next query
 constexpr int kBlockN = 64;  // keys of one step
 constexpr int kHeadDimQk = 64;
 constexpr int kHeadDimV = 64;
 constexpr int kConsumers = 1;  // warpgroups that multiply
 constexpr int kThreads = 256;
-// Tiles of a tile of work end with the last key that its rows see: they begin some keys after multiples of kBlockN.
+// Tiles of a work tile end with the last key that its rows see: they begin some keys after multiples of kBlockN.
 constexpr int kEndAlign = 16;
 // Information on a KV tile for consumers, in one word: where it begins, in steps of kEndAlign, a bit for each consumer that must
 // apply the mask, and a bit for each that sees nothing of it.
@@ -42,7 +42,7 @@ constexpr int kBoxColumns = kBoxBytes / kElementBytes;  // columns that one copy
 constexpr int kOutBoxColumns = kBoxBytes / kOutElementBytes;  // the same of O
 constexpr int kOutColumns = 64;  // columns of O that are staged at once
 constexpr int kOutChunk = 16 / kOutElementBytes;  // columns of O in 16 bytes
-constexpr int kLookahead = 2;  // steps before the end of a tile of work at which the next one is taken
+constexpr int kLookahead = 2;  // steps before the end of a work tile at which the next one is taken
 constexpr float kRecomputeAbove = 0x1p40f;  // a lane recomputes the row max where its sum of probabilities exceeds this,
 constexpr float kRecomputeGrowth = 4.0f;  // or a step adds this many times the sum before it
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
@@ -51,7 +51,7 @@ constexpr uint32_t kQ = kShared + 0;  // 16384 B: Q
 constexpr uint32_t kK = kShared + 16384;  // 16384 B: K, a tile per stage
 constexpr uint32_t kV = kShared + 32768;  // 16384 B: V, a tile per stage
 constexpr uint32_t kOut = kShared + 49152;  // 8192 B: O, for its store
-constexpr uint32_t kWork = kShared + 57344;  // 640 B: two tiles of work: the one that is loaded and the next
+constexpr uint32_t kWork = kShared + 57344;  // 640 B: two work tiles: the one that is loaded and the next
 constexpr uint32_t kQFull = kShared + 57984;  // 16 B: barriers
 constexpr uint32_t kQEmpty = kShared + 58000;  // 16 B: barriers
 constexpr uint32_t kKFull = kShared + 58016;  // 16 B: barriers
@@ -96,7 +96,7 @@ struct Spans {
   int offset;
 };
 
-// A tile of work: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
+// A work tile: which rows of which KV head, and over how many KV tiles they go. Negative: there is no other.
 struct Place {
   int b, hk, q_start, tiles;
   int q_begin, k_begin, seqlen_q, seqlen_k;
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kScheduler) {
-      // The tile scheduler: takes tiles of work, and finds the KV tiles that their rows see.
+      // The tile scheduler: takes work tiles, and finds the KV tiles that their rows see.
       const int units = batch * kv_heads;
       const int q_tiles_of_all = q_tiles * units;
       const int part = lane / 8;  // eight lanes for the rows of each consumer, and eight for all rows
@@ -529,7 +529,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
           commit_stores();
         }
       };
-      // Waits until the stores of the last tile of work have read their shared memory.
+      // Waits until the stores of the last work tile have read their shared memory.
       const auto free_out = [&] {
         if (leader) wait_stores_read();
         sync_group();
@@ -545,7 +545,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         store_out(0);
       };
 
-      // The last O += P V, and after it the first S = Q K^T of the next tile of work.
+      // The last O += P V, and after it the first S = Q K^T of the next work tile.
       const Place next = next_work();
       more = __any_sync(~0u, next.tiles > 0);
       left = next.tiles;

@@ -50,7 +50,7 @@ constexpr uint32_t kDq = kShared + 163840;  // 32768 B: dQ on its way to the dQ 
 constexpr uint32_t kDqBlock = kShared + 196608;  // 16384 B: two blocks of the dQ accumulator: the one that is rounded and the next
 constexpr uint32_t kLse = kShared + 212992;  // 512 B: log-sum-exp of the rows of each stage
 constexpr uint32_t kDelta = kShared + 213504;  // 512 B: D of the rows of each stage
-constexpr uint32_t kWork = kShared + 214016;  // 88 B: two tiles of work: the one that is computed and the next
+constexpr uint32_t kWork = kShared + 214016;  // 88 B: two work tiles: the one that is computed and the next
 constexpr uint32_t kStep = kShared + 214104;  // 16 B: the step of each stage of Q: its queries and its head
 constexpr uint32_t kKvFull = kShared + 214120;  // 8 B: barriers
 constexpr uint32_t kKvEmpty = kShared + 214128;  // 8 B: barriers
@@ -102,7 +102,7 @@ using QueryColumns = Matrix<kBlockM * kBoxBytes, 8 * kBoxBytes, 1>;
 using DsRows = Matrix<16, 8 * kDsBoxBytes, 1>;
 using DsColumns = Matrix<kBlockM * kDsBoxBytes, 8 * kDsBoxBytes, 1>;
 
-// A tile of work: which keys of which KV head. All keys of a sequence have gradients, even those that are not used.
+// A work tile: which keys of which KV head. All keys of a sequence have gradients, even those that are not used.
 struct Work {
   int b, hk, kv_start, keys;
   int q_begin, k_begin, seqlen_q, seqlen_k;
@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     if (warp == kLoader) {
-      // The loader: takes tiles of work, loads K and V of each, and for each step Q, dO, LSE and D.
+      // The loader: takes work tiles, loads K and V of each, and for each step Q, dO, LSE and D.
       if (lane == 0) {
         prefetch_map(q_map);
         prefetch_map(k_map);
@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           }
           __syncwarp();
           if (lane == 0) q_ring.arrive();
-        dout_ring.acquire();
+          dout_ring.acquire();
           if (lane == 0) {
             dout_ring.arrive_expecting(kDoutBytes);
             for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
@@ -795,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       // dK leaves through the memory of dS, dV through that of dQ, so that the next K and V may arrive.
       dq_ring.acquire();
       sync_consumers();
-      // The end of the tile of work took a stage of Q. By now all warps have seen it.
+      // The end of the work tile took a stage of Q. By now all warps have seen it.
       if (leader) q_ring.release();
       q_ring.advance();
       const Work work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));

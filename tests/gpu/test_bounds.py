@@ -51,7 +51,7 @@ def shown(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tens
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_masks_without_bounds_of_full_tiles(built: Builder, consumers: int) -> None:
-    """With two consumers, the second record of a tile of work was at an address that its words do not allow."""
+    """With two consumers, the second record of a work tile was at an address that its words do not allow."""
     needs_hopper()
     built(
         "variants:\n  own:\n    mask: kv <= q and q - kv <= reach[q]\n"

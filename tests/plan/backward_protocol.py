@@ -24,11 +24,11 @@ END_OF_TILE, END_OF_ALL = "end of tile", "end of all"
 class Rules:
     """The rules that keep the protocol alive. The templates obey all of them."""
 
-    wait_for_adder: bool = True  # the last dQ of a tile of work was taken before dV goes to its place
+    wait_for_adder: bool = True  # the last dQ of a work tile was taken before dV goes to its place
     meet_before_dq: bool = True  # dS of both consumers is complete before either multiplies it
     phase_of_both: bool = True  # where consumers take turns: the buffers of dS are waited for in phases of their own
     two_buffers: bool = True  # dS of a step lies elsewhere than that of the step before
-    meet_after_rows: bool = True  # dK has left the place of dS before the next tile of work writes there
+    meet_after_rows: bool = True  # dK has left the place of dS before the next work tile writes there
     keys_until_products: bool = True  # K and V are released when all products are complete
     release_end: bool = True  # the end of a tile takes a stage of Q, and gives it back
     all_see_the_end: bool = True  # before that, lest a slow warp waits for a phase that is long over
@@ -93,7 +93,7 @@ class Backward(Simulation):
         self.works: list[int | None] = [None, None]
         self.work_empty = barriers(pipes.ring("work").empty, 2)
         self.sums: list[object] = [None] * SUMS
-        self.last = [False] * SUMS  # whether that is the last step of its tile of work
+        self.last = [False] * SUMS  # whether that is the last step of its work tile
         dq = pipes.ring("dq")
         self.dq_full, self.dq_empty = barriers(dq.full, dq.stages), barriers(dq.empty, dq.stages)
         self.dq: list[object] = [None] * CONSUMERS

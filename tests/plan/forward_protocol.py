@@ -11,14 +11,14 @@ from random import Random
 from tests.plan import declared
 from tests.plan.simulation import WARPS, Named, Place, ProtocolError, Ring, Role, Simulation, barriers, named
 
-Tile = tuple[int, int]  # tile of work, and place among its tiles
+Tile = tuple[int, int]  # work tile, and place among its tiles
 
 
 @dataclass(frozen=True)
 class Rules:
     """The rules that keep the protocol alive. The templates obey all of them."""
 
-    last_product_before_skips: bool = True  # P V of the last tile goes out in the first turn of the next tile of work
+    last_product_before_skips: bool = True  # P V of the last tile goes out in the first turn of the next work tile
     turn_for_skipped: bool = True  # a skipped tile takes its turn, too
     meet_before_release: bool = True  # without turns, the warps of a consumer meet before it lets go of a skipped tile
     skips_are_bounded: bool = True  # no more than stages - 1 while a tile of V is held
@@ -35,8 +35,8 @@ class Rules:
 
 @dataclass(frozen=True)
 class Case:
-    """A block's work: for each tile of work, in the order of its KV tiles, which consumers see each of these. One that
-    ``shares`` the keys of its only tile of work with other blocks may have none of them."""
+    """A block's work: for each work tile, in the order of its KV tiles, which consumers see each of these. One that
+    ``shares`` the keys of its only work tile with other blocks may have none of them."""
 
     works: tuple[tuple[frozenset[int], ...], ...]
     consumers: int
@@ -49,7 +49,7 @@ class Case:
     value_loader: bool = False  # K and V are loaded by a warp each
     keeps_turn: bool = False  # it is passed when the products of a step are complete
     keeps_masked_turn: bool = False  # it is so in steps of some tiles, which may differ between consumers
-    shares: bool = False  # its one tile of work, with the other blocks of a cluster
+    shares: bool = False  # its one work tile, with the other blocks of a cluster
     bias_stages: int = 0  # tiles of biases come with those of K; 0: none
 
     @classmethod
@@ -188,7 +188,7 @@ def loader(s: Forward) -> Role:
 
 
 def ask(s: Forward) -> None:
-    """Ask for the next tile of work, where there may be one."""
+    """Ask for the next work tile, where there may be one."""
     if not s.case.shares:
         s.work_asked.arrive()
 

@@ -123,7 +123,7 @@ def rounder(s: Parts) -> Role:
 
 
 def consumer(s: Parts, c: int, keeps: list[Kept | None]) -> Role:
-    """The end of a tile of work in ``backward/_consumer.cu.j2``: ``add_parts``."""
+    """The end of a work tile in ``backward/_consumer.cu.j2``: ``add_parts``."""
     while True:
         yield lambda: bool(keeps)
         item = keeps.pop(0)

@@ -22,7 +22,7 @@ def test_the_rules_of_the_templates_hold(seed: int) -> None:
 
 
 def shared(case: Case, random: Random) -> Case:
-    """Return the case of a block that shares the keys of its tile of work, and may have none."""
+    """Return the case of a block that shares the keys of its work tile, and may have none."""
     works = ((),) if random.random() < 0.1 else case.works[:1]
     return replace(case, works=works, q_stages=1, shares=True)
 

@@ -278,7 +278,7 @@ def test_spans_of_consumers_and_values_of_queries_are_planned_and_rendered(
 def test_a_consumer_whose_keys_no_query_of_a_step_sees_multiplies_dq_of_the_step_before_alone() -> None:
     text = render(backward("sliding_window", head_dim=128)).text
     steps = text.split("if (hidden()) {")
-    assert len(steps) == 3  # the first step of a tile of work, and later ones
+    assert len(steps) == 3  # the first step of a work tile, and later ones
     first, later = steps[1].split("else {")[0], steps[2].split("continue;")[0]
     assert "issue_" not in first
     assert re.findall(r"issue_\w+", later) == ["issue_dq"]

@@ -46,7 +46,7 @@ def test_k_and_v_have_a_loader_each_over_pages_alone(layout: str) -> None:
     assert ("value_loader" in names) == paged
     assert pipes.ring("k").writers == ("the loader of K" if paged else "the loader of K and V")
     assert pipes.ring("v").writers == ("the loader of V" if paged else "the loader of K and V")
-    readers = 4 * plan.structure.consumers + 1 + paged  # warps that say they have read a record of a tile of work
+    readers = 4 * plan.structure.consumers + 1 + paged  # warps that say they have read a record of a work tile
     assert pipes.barrier("work_empty").signal.arrivals == readers
     text = render(plan).text
     assert text.count("work_ring.release()") == (3 if paged else 2)

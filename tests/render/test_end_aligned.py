@@ -1,4 +1,4 @@
-"""Tiles of keys that end with what a tile of work sees: the scheduler's own lines, on the host, against the mask.
+"""Tiles of keys that end with what a work tile sees: the scheduler's own lines, on the host, against the mask.
 
 Every visible key is in a visible tile, every full tile holds only keys that every row sees, and the tiles of all rows
 end less than kEndAlign keys after the last key.

@@ -1,4 +1,4 @@
-"""A mask's values of keys come with a tile of K, and its values of rows stay for a tile of work."""
+"""A mask's values of keys come with a tile of K, and its values of rows stay for a work tile."""
 
 from __future__ import annotations
 

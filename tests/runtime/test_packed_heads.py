@@ -100,7 +100,7 @@ def test_explain_tells_what_packing_saves(gpu: FakeDriver) -> None:
     assert explanation.kernel is PACKED
     facts = explanation.to_dict()
     assert (facts["pack_gqa"], facts["grid"]) == (True, 6)
-    assert "the 8 query heads of a KV head share tiles: 6 tiles of work, else 48" in str(explanation)
+    assert "the 8 query heads of a KV head share tiles: 6 work tiles, else 48" in str(explanation)
 
 
 @pytest.mark.parametrize(("seqlen_q", "heads"), [(1, 2), (1, 8), (17, 16), (129, 128)])

@@ -1,4 +1,4 @@
-"""Predicted times: tiles of work, handed out one by one, beside the same by hand."""
+"""Predicted times: work tiles, handed out one by one, beside the same by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def call_of(batch: int, seqlen_q: int, seqlen_k: int, heads: int, kv_heads: int,
 
 
 def by_hand(kernel: Kernel, call: Call, causal: bool) -> float:
-    """Hand out tiles of work one by one, those of the last queries first."""
+    """Hand out work tiles one by one, those of the last queries first."""
     launch, tile, step = TIMES
     group = call.heads // call.kv_heads if kernel.pack_gqa else 1
     rows, units = call.seqlen_q * group, call.batch * call.heads // group

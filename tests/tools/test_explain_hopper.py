@@ -153,7 +153,7 @@ def test_pairs_of_consumers_that_skip_are_those_of_brute_force(
 ) -> None:
     kernel_plan = planned(variant, 64, f"    tile: {{m: 192, n: {keys}}}\n    pipeline: {{stages: {stages}}}\n")
     assert kernel_plan.structure.skips
-    seqlen = 960  # whole consumers and tiles of keys, so that steps are pairs; five tiles of work
+    seqlen = 960  # whole consumers and tiles of keys, so that steps are pairs; five work tiles
     counted = visits(kernel_plan, seqlen, scalars)
     q, kv = torch.arange(seqlen)[:, None], torch.arange(seqlen)[None, :]
     names = {**scalars, "q": q, "q_pos": q, "kv": kv, "seqlen_q": seqlen, "seqlen_k": seqlen}
@@ -167,7 +167,7 @@ def test_pairs_of_consumers_that_skip_are_those_of_brute_force(
 
 def test_a_consumer_behind_the_end_multiplies_what_its_block_loads() -> None:
     kernel_plan = planned("causal", 64, "    tile: {m: 192, n: 64}\n")
-    counted = visits(kernel_plan, 200, {})  # the second tile of work has 8 rows, of one consumer
+    counted = visits(kernel_plan, 200, {})  # the second work tile has 8 rows, of one consumer
     first, second = 1 + 2 + 3, 3 * 4
     assert (counted.steps, counted.skipped) == (first + second, 3)
 

@@ -36,9 +36,9 @@ def backward_pipes(
     kv = [
         Ring(
             "kv", 1, loader, each,
-            guards="K and V of a tile of work stay until all products of its steps are complete",
-            full=Signal(1, loader, "K and V of a tile of work have landed", bytes=True),
-            empty=Signal(consumers, each, "consumers have multiplied the last step of a tile of work"),
+            guards="K and V of a work tile stay until all products of its steps are complete",
+            full=Signal(1, loader, "K and V of a work tile have landed", bytes=True),
+            empty=Signal(consumers, each, "consumers have multiplied the last step of a work tile"),
             stored=(stored_k, stored_v),
         )
     ]  # fmt: skip
@@ -46,22 +46,22 @@ def backward_pipes(
         kv = [
             Ring(
                 "k", 1, loader, each,
-                guards="K of a tile of work stays until dQ of its last step is complete",
-                full=Signal(1, loader, "K of a tile of work has landed", bytes=True),
-                empty=Signal(consumers, each, "consumers have multiplied the last dQ of a tile of work"),
+                guards="K of a work tile stays until dQ of its last step is complete",
+                full=Signal(1, loader, "K of a work tile has landed", bytes=True),
+                empty=Signal(consumers, each, "consumers have multiplied the last dQ of a work tile"),
                 stored=(stored_k,),
             ),
             Ring(
                 "v", 1, loader, each,
-                guards="V of a tile of work stays until dP of its last step is complete",
-                full=Signal(1, loader, "V of a tile of work has landed", bytes=True),
-                empty=Signal(consumers, each, "consumers have multiplied the last dP of a tile of work"),
+                guards="V of a work tile stays until dP of its last step is complete",
+                full=Signal(1, loader, "V of a work tile has landed", bytes=True),
+                empty=Signal(consumers, each, "consumers have multiplied the last dP of a work tile"),
                 stored=(stored_v,),
             ),
         ]  # fmt: skip
     q = Ring(
         "q", roles.q_stages, loader, each,
-        guards="a tile of Q, the step that it belongs to, and log-sum-exp and D of its rows; the end of a tile of work "
+        guards="a tile of Q, the step that it belongs to, and log-sum-exp and D of its rows; the end of a work tile "
         "takes a stage, too, which is released when "
         + ("all warps of a consumer have seen it" if roles.stores_apart else "both consumers have met"),
         full=Signal(2, f"{loader} twice, for Q and for the row statistics", "a step has landed", bytes=True),
@@ -93,9 +93,9 @@ def backward_pipes(
     )  # fmt: skip
     work = Ring(
         "work", 2, loader, each,
-        guards="the record of a tile of work stays until dK and dV are written; the first step implies that it is "
+        guards="the record of a work tile stays until dK and dV are written; the first step implies that it is "
         "there",
-        empty=Signal(consumers, each, "dK and dV of a tile of work are written"),
+        empty=Signal(consumers, each, "dK and dV of a work tile are written"),
         stored=(("work", CUT_WORK_BYTES if roles.cuts else WORK_BYTES),),
         alternates=True,
     )  # fmt: skip

@@ -64,7 +64,7 @@ def with_memory(
     box = draft.box_bytes // operands.out.bytes
     parts = [columns for columns in (v // 2, 64, 32) if columns % box == 0 and v % columns == 0]
     choices = ((2, v), (1, v), *((1, columns) for columns in parts))
-    if draft.shares:  # a block has one tile of work
+    if draft.shares:  # a block has one work tile
         choices = ((1, v),)
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)

@@ -7,8 +7,8 @@ from attngen.plan.operands import Operands
 from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 from attngen.plan.schedules.structures import HopperForward
 
-_SLOTS = 2  # tiles of work that are known ahead
-#: Bytes of the record of a tile of work: its place, and up to eight ranges for each consumer and for all.
+_SLOTS = 2  # work tiles that are known ahead
+#: Bytes of the record of a work tile: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES, _SLOT_BYTES = 4, 4
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
@@ -52,7 +52,7 @@ def forward_pipes(
     transposers = _TRANSPOSERS if roles.transposes else 0
     q = Ring(
         "q", roles.q_stages, by_q, each,
-        guards="a tile of Q stays until it is multiplied with every tile of K of its tile of work",
+        guards="a tile of Q stays until it is multiplied with every tile of K of its work tile",
         full=Signal(1, by_q, "a tile of Q has landed", bytes=True),
         empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time"),
         stored=(("q", tile_m * qk * operands.q.bytes),),
@@ -94,7 +94,7 @@ def forward_pipes(
     )  # fmt: skip
     work = Ring(
         "work", _SLOTS, "the scheduler", _readers_of_work(roles),
-        guards=f"the record of a tile of work stays until all have read it; {by_k} does not arrive: the "
+        guards=f"the record of a work tile stays until all have read it; {by_k} does not arrive: the "
         "scheduler takes another tile after its request, which follows its read, and a block with one tile has a stage "
         "for each record",
         full=Signal(scheduler, "the scheduler's lanes that write the record", "a record is written"),
@@ -107,7 +107,7 @@ def forward_pipes(
     )  # fmt: skip
     asked = Event(
         "work_asked",
-        Signal(1, by_k, "the loader nears the end of a tile of work: the scheduler may take the next one"),
+        Signal(1, by_k, "the loader nears the end of a work tile: the scheduler may take the next one"),
     )
     return Pipes(
         (

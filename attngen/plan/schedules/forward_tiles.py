@@ -353,7 +353,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         longest = may_see_all_keys(spec.variant) and spec.variant.score is None  # with some scores, parts would spill
     else:
         longest = from_first and not skips and not short_early and first_see_many_more(spec)
-    # in 8 bits, tiles of work that take equally long are cut if they end unevenly
+    # in 8 bits, work tiles that take equally long are cut if they end unevenly
     alike = spec.variant.mask == TRUE and spec.variant.score is None and not spec.scale_block
     relative = softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec)
     # rows of a tile map begin with a partial tile, in which some see few keys
@@ -486,7 +486,7 @@ def _can_be_cut(spec: KernelSpec, columns: int) -> bool:
 def _can_be_end_aligned(spec: KernelSpec, iteration: str) -> bool:
     """Whether tiles of keys may begin anywhere, and rows see an interval that ends on both sides, so that it pays.
 
-    It does where heads share rows: tiles of work then end at other queries than multiples of ``tile.n``.
+    It does where heads share rows: work tiles then end at other queries than multiples of ``tile.n``.
     """
     if not spec.pack_gqa or iteration != "ranges" or LAYOUTS[spec.layout].key_access != "contiguous":
         return False

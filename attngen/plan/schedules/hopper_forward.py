@@ -34,7 +34,7 @@ from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
 from attngen.schema.expand import KernelSpec
 
-#: Columns up to which one head after the other is faster where no mask makes tiles of work differ; slower for long
+#: Columns up to which one head after the other is faster where no mask makes work tiles differ; slower for long
 #: sequences at head dim 256.
 _ONE_HEAD_COLUMNS = 192
 
@@ -218,9 +218,9 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
 
 
 def _products(planned: Plan, roles: HopperForward) -> int:
-    """Number of wgmma instructions: Q K^T for the first tile of a block, for that of a tile of work, and in
-    the loop; P V in the loop and after it. Where consumers skip tiles, a tile of work may begin in two ways, one of
-    which needs a Q K^T of its own. Where blocks share keys, there is one tile of work: Q K^T for its first step and in
+    """Number of wgmma instructions: Q K^T for the first tile of a block, for that of a work tile, and in
+    the loop; P V in the loop and after it. Where consumers skip tiles, a work tile may begin in two ways, one of
+    which needs a Q K^T of its own. Where blocks share keys, there is one work tile: Q K^T for its first step and in
     the loop."""
     qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
     if roles.shares:

@@ -30,7 +30,7 @@ class HopperForward(Structure):
     whole_first: bool  # a tile that all rows see, if there is one, comes before the others, from the last to the first
     nearest_first: bool  # the tile of keys nearest to the rows comes before the others
     short_early: bool  # a call may take its shortest tiles after some of the longest, so that blocks end together
-    lookahead: int  # steps before the end of a tile of work at which the next one is taken
+    lookahead: int  # steps before the end of a work tile at which the next one is taken
     value_loader: bool  # V has a loader of its own
     v_by_columns: bool  # V is K-major in shared memory, as 8-bit products require
     transposes: bool  # V arrives as rows of keys, and warps transpose it

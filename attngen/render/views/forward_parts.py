@@ -17,13 +17,13 @@ class Parts:
     keys: str  # where the keys of a sequence lie
     visits: str  # how the tiles of keys that rows see are found
     scheduler: str
-    records: str  # how the scheduler hands over tiles of work
+    records: str  # how the scheduler hands over work tiles
     loader: str  # of K, and of V if that has none of its own
     values: str  # how V follows K
-    consumer: str  # the loop over tiles of work, or the one tile of a block that shares its keys
+    consumer: str  # the loop over work tiles, or the one tile of a block that shares its keys
     turns: str  # how consumers share the tensor cores
     tiles: str  # whether a consumer skips tiles of keys
-    work: str  # how a consumer reads the record of a tile of work
+    work: str  # how a consumer reads the record of a work tile
     step: str  # how the products of a step follow each other
     logits: str  # how products become logits
     softmax: str

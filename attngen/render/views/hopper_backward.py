@@ -36,7 +36,7 @@ _REGION_TEXTS = {
     "distance_values": "values of the distances of each stage's queries from the keys, which the score reads",
     "query_values": "what the {who} reads of the queries of each stage", "lse": "log-sum-exp of the rows of each stage",
     "delta": "D of the rows of each stage",
-    "work": "two tiles of work: the one that is computed and the next",
+    "work": "two work tiles: the one that is computed and the next",
     "other_k": "half of the columns of the other block's K",
     "ds_step": "the steps of both tiles of dS",
     "step": "the step of each stage of Q: its queries and its head", "sum_tile": "where dQ of the last steps goes",
@@ -51,7 +51,7 @@ _APART_TEXTS = {
 #: And in a cluster, where these differ.
 _CLUSTER_TEXTS = {
     "q": "Q, a tile per stage, then dK for its store", "ds": "P, then dS, of two steps",
-    "other_ds": "dS of the other block, of two steps", "index": "which tile of work the cluster has taken",
+    "other_ds": "dS of the other block, of two steps", "index": "which work tile the cluster has taken",
     "part": "S, then dP, over the other half of the columns: what the twin sends to each warp",
 }  # fmt: skip
 _WRITTEN = {
@@ -104,7 +104,7 @@ class CudaBackwardView:
     visible_ranges: tuple[Ends, ...]  # of tiles of queries; of one consumer's keys, where it has spans of its own
     full_ranges: tuple[Ends, ...]
     word_lines: tuple[Statement, ...]
-    work_reads: tuple[str, ...]  # fields of a tile of work
+    work_reads: tuple[str, ...]  # fields of a work tile
     uses_kv_first: bool
     uses_h: bool
     positions: str | None  # the tensor that says where rows lie, by which random numbers are drawn
@@ -258,7 +258,7 @@ def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:
 
 
 def _work_reads(plan: Plan, steps: frozenset[str]) -> tuple[str, ...]:
-    """Fields of a tile of work that expressions read."""
+    """Fields of a work tile that expressions read."""
     given = () if plan.varlen else ("seqlen_q",)  # an argument of the kernel
     of_work = ("b", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
     return tuple(name for name in of_work if name in steps and name not in given)

@@ -29,7 +29,7 @@ from attngen.render.views.forward_parts import Parts, parts_of
 _REGION_TEXTS = {
     "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
     "v_rows": "V as it lies in memory, a box per stage",
-    "work": "two tiles of work: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
+    "work": "two work tiles: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
     "key_values": "values of the keys of two tiles in each stage of K, which {who}",
     "distance_values": "values of the distances of two tiles in each stage of K, which the score reads",
     "biases": "tiles of biases that belong to a tile of K",
@@ -77,7 +77,7 @@ class CudaView:
     full_ranges: tuple[Ends, ...]
     span_lines: tuple[Statement, ...]
     span_values: tuple[Code, ...]
-    loader_reads: tuple[str, ...]  # of the record of a tile of work
+    loader_reads: tuple[str, ...]  # of the record of a work tile
     word_lines: tuple[Statement, ...]
     queries: Callable[[str], str]
     head_dim_v_chunks: int
@@ -231,7 +231,7 @@ def padding(columns: Columns) -> str:
 
 
 def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
-    """Return the statements that name what expressions read of a tile of work, before those of their ``own``."""
+    """Return the statements that name what expressions read of a work tile, before those of their ``own``."""
     lines = [int_constant("seqlen_k", "{work.seqlen_k}")]
     if plan.ragged_queries and "seqlen_q" in read:
         lines.append(int_constant("seqlen_q", "{work.seqlen_q}"))
@@ -249,7 +249,7 @@ def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> 
 
 
 def _loader_reads(plan: Plan, listed: Sequence[Statement | Code]) -> tuple[str, ...]:
-    """Fields of a tile of work that the loader of K and V reads."""
+    """Fields of a work tile that the loader of K and V reads."""
     read = (
         reads(listed)
         | ({"b"} if plan.scale_block else set())

@@ -76,9 +76,7 @@ class Explanation:
     def _packing(self, kernel: Kernel) -> str:
         """Say what it saves that the heads of a group share tiles."""
         with_it, without = (prod(tiles_of(self.call, kernel.tile_m, pack_gqa=each)) for each in (True, False))
-        return (
-            f"the {group_of(self.call)} query heads of a KV head share tiles: {with_it} tiles of work, else {without}"
-        )
+        return f"the {group_of(self.call)} query heads of a KV head share tiles: {with_it} work tiles, else {without}"
 
     def __str__(self) -> str:
         if self.runs == "no kernel":

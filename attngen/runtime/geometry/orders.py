@@ -20,7 +20,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.scalars import assumed
 from attngen.runtime.kernels.module import Launch
 
-#: Tiles of work, as a multiple of the blocks, beyond which the order hardly matters.
+#: Work tiles, as a multiple of the blocks, beyond which the order hardly matters.
 _MOST_WAVES = 4
 
 #: Least share of the time that another order has to save.

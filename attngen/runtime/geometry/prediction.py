@@ -1,7 +1,7 @@
-"""Predicted time of a call on a kernel: its tiles of work, in the order in which blocks take them, times measured
+"""Predicted time of a call on a kernel: its work tiles, in the order in which blocks take them, times measured
 constants.
 
-A block spends ``tile`` nanoseconds on a tile of work and ``step`` on each of its tiles of keys, and a launch takes
+A block spends ``tile`` nanoseconds on a work tile and ``step`` on each of its tiles of keys, and a launch takes
 ``launch``; a manifest has the three as ``times``. As many blocks work at once as the device has multiprocessors, and
 each takes the next tile when it is done with one, so that the last wave may be a short one, or one of few tiles. What
 rows see of the keys is taken from ``visible``, bounds that follow from lengths; what only tensors know counts as seen,
@@ -38,13 +38,13 @@ _USABLE = 0.8
 #: which have code to skip tiles.
 _ALIKE = 0.92
 
-#: Steps that a tile of work loses where its consumers skip what their own rows do not see, and wait for one another.
+#: Steps that a work tile loses where its consumers skip what their own rows do not see, and wait for one another.
 _LOST_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The nanoseconds of a call, its tiles of work, and what the block that is done last has of them: tiles, and tiles
+    """The nanoseconds of a call, its work tiles, and what the block that is done last has of them: tiles, and tiles
     of keys over all of these; and how many blocks share the keys of each."""
 
     nanoseconds: float
@@ -60,7 +60,7 @@ class Prediction:
     def __str__(self) -> str:
         tiles, steps = self.path
         shared = f", whose keys {self.shares} blocks share" if self.shares > 1 else ""
-        return f"{self.tiles} tiles of work{shared}, {tiles:.3g} of them one after the other with {steps:.4g} steps"
+        return f"{self.tiles} work tiles{shared}, {tiles:.3g} of them one after the other with {steps:.4g} steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
 def _path(
     rows: Sequence[tuple[int, int]], units: int, blocks: int, tile: float, step: float
 ) -> tuple[float, float]:  # fmt: skip
-    """Return the tiles of work, and the tiles of keys over these, of the block that is done last.
+    """Return the work tiles, and the tiles of keys over these, of the block that is done last.
 
     All units begin with the first of the rows; a block that is done takes the next tile.
     """

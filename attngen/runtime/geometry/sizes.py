@@ -271,7 +271,7 @@ class Geometry:
 
     @property
     def tiles(self) -> int:
-        """Tiles of work, whatever they are, each for a split of the keys if there are splits. LoadError for a grid that
+        """Work tiles, whatever they are, each for a split of the keys if there are splits. LoadError for a grid that
         this version does not know."""
         if self.launch.grid not in _TILES:
             raise LoadError(
@@ -483,7 +483,7 @@ _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "map_words": lambda g: _of_map(g).map_words,
 }
 
-#: By the grid of a launch: its tiles of work, without splits.
+#: By the grid of a launch: its work tiles, without splits.
 _TILES: Mapping[str, Callable[[Geometry], int]] = {
     "rows": lambda g: g.sizes["row_tiles"] * g.call.heads * (1 if g.call.ragged else g.call.batch),
     "queries": lambda g: g.sizes["q_tiles"] * g.units + g.cut.tiles * (g.cut.parts - 1),

@@ -42,7 +42,7 @@ from attngen.runtime.launch.launches import Launches
 MAX_BITS = 512 * 2**20
 #: A row is long if it has more than this many times the tiles of the mean row.
 _LONG = 2
-#: Steps that a tile of work takes beside its own; and by how much a long one, of queries or of keys, has to outlast the
+#: Steps that a work tile takes beside its own; and by how much a long one, of queries or of keys, has to outlast the
 #: others to be cut.
 _TILE_STEPS, _OUTLASTS, _OUTLASTS_BY_KEYS = 2.6, 1.1, 2.0
 #: Rows of all heads up to which they are taken by length: eight for each block of an H100.

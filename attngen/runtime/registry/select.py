@@ -84,7 +84,7 @@ class Request:
 
 
 def _tiles(kernel: Kernel, call: Call) -> int:
-    """Return the tiles of work of a call."""
+    """Return the work tiles of a call."""
     return prod(tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa))
 
 

@@ -1,4 +1,4 @@
-"""The floor of a Hopper kernel in words and numbers: a step, a tile of work, and one head of a call."""
+"""The floor of a Hopper kernel in words and numbers: a step, a work tile, and one head of a call."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def floor_lines(plan: Plan, low: Floor, heads: Sequence[HeadFloor]) -> Iterator[
     share = f"HBM binds unless L2 holds {100 * low.cached_share:.0f} %" if low.cached_share else "HBM never binds"
     yield f"  {'K and V':20s} {low.uncached:6d}  {low.loaded} B, shared by consumers, at {_MEMORY} from HBM; {share}"
     tile = f"Q and O, {low.tile} B at {_MEMORY} from HBM"
-    yield f"floor of a tile of work of n steps: n x {low.block}, and at least {low.tile_memory} for {tile}"
+    yield f"floor of a work tile of n steps: n x {low.block}, and at least {low.tile_memory} for {tile}"
     for head in heads:
         whole = f"{head.us:.2f} us on {MULTIPROCESSORS.value} multiprocessors, at most {head.tflops:.0f} TFLOP/s"
         yield f"  seqlen {head.seqlen:6d}: {head.steps} steps of consumers for a head, {head.clocks} clocks; {whole}"

@@ -100,13 +100,13 @@ class HopperExplanation(ScheduleExplanation):
             order = f"longest first, from the first queries on; {section}"
         if self.structure.shares:
             return (
-                f"a cluster of up to {self.structure.sharing} blocks for each of {tiles} tiles of work, whose keys "
+                f"a cluster of up to {self.structure.sharing} blocks for each of {tiles} work tiles, whose keys "
                 f"they share, as many as should take the least time; {order}"
             )
         if not self.structure.persistent:
-            return f"{tiles} blocks, one for each tile of work, {order}"
+            return f"{tiles} blocks, one for each work tile, {order}"
         return (
-            f"persistent: a block for each multiprocessor, if there are as many of {tiles} tiles of work; each block "
+            f"persistent: a block for each multiprocessor, if there are as many of {tiles} work tiles; each block "
             f"takes the next from a counter until none is left, {order}"
         )
 
@@ -147,11 +147,11 @@ class HopperExplanation(ScheduleExplanation):
         else:
             yield "skips", "none: every consumer multiplies every tile of the block"
         if structure.persistent:
-            yield "boundary", "PV(last) and QK(0) of the next tile of work are issued together; O is stored under QK"
+            yield "boundary", "PV(last) and QK(0) of the next work tile are issued together; O is stored under QK"
         elif structure.shares:
             yield "boundary", "after PV(last) the blocks of a cluster wait for each other, and add up their results"
         else:
-            yield "boundary", "none: a block has one tile of work, and writes O after PV(last)"
+            yield "boundary", "none: a block has one work tile, and writes O after PV(last)"
         yield "epilogue", _epilogue(self.plan, structure)
 
     def _warps(self) -> dict[str, int]:
@@ -217,23 +217,23 @@ def _roles(plan: Plan, structure: HopperForward) -> Iterator[str]:
     scheduler, loader = first["scheduler"], first["loader"]
     if structure.transposes:
         turning = first["transposers"]
-        yield f"producer: warp {scheduler} schedules tiles of work and loads Q; {loader} loads K and V, all by TMA"
+        yield f"producer: warp {scheduler} schedules work tiles and loads Q; {loader} loads K and V, all by TMA"
         yield f"warps {turning} and {turning + 1} transpose V, since products of 8 bits take keys along the rows only"
     else:
         of_q = first["query_loader"]
         loads = f"warp {loader} loads K and V, and {of_q} Q"
         if structure.value_loader:
             loads = f"warp {loader} loads K, {of_q} Q, and {first['value_loader']} V, a box of a page a copy"
-        yield f"producer: warp {scheduler} schedules tiles of work; by TMA, {loads}"
+        yield f"producer: warp {scheduler} schedules work tiles; by TMA, {loads}"
     if structure.pingpong:
         yield "ping-pong: consumers take turns at the tensor cores, the softmax of one runs under the MMAs of another"
     else:
         yield "cooperative: consumers issue their products whenever they are ready"
     yield _overlap(structure)
     if structure.persistent:
-        yield f"persistent; the next tile of work is taken when {structure.lookahead} steps of a tile are left to load"
+        yield f"persistent; the next work tile is taken when {structure.lookahead} steps of a tile are left to load"
     else:
-        yield "not persistent: one tile of work per " + ("cluster of blocks" if structure.shares else "block")
+        yield "not persistent: one work tile per " + ("cluster of blocks" if structure.shares else "block")
 
 
 #: Of kernels in 8 bits: docs/fp8.md, "Errors".
@@ -292,8 +292,8 @@ def _holds(plan: Plan, structure: HopperForward, region: str) -> str:
         "distance_values": "what the score reads of the distances of two tiles in each stage of K",
         "biases": f"biases: {structure.bias_stages} stages of {structure.biases} x {plan.tile_m} x {plan.tile_n}",
         "out": f"O for its store: {plan.tile_m} x {structure.out_columns}{parts}",
-        "work": "records of two tiles of work: place, and ranges of KV tiles",
+        "work": "records of two work tiles: place, and ranges of KV tiles",
         "more_partials": "what partial results take in the end, beside the place of Q, K and V",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
-        "taken": "number of the pair of tiles of work that comes next",
+        "taken": "number of the pair of work tiles that comes next",
     }.get(region, "barriers, 8 B each")

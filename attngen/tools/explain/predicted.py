@@ -48,4 +48,4 @@ def times_text(plan: Plan) -> str:
     columns = max(block.width for block in (*plan.columns_qk, *plan.columns_v))
     own = is_measured(plan.structure.consumers, plan.tile_n, columns, plan.operands.q.bytes)
     origin = "as measured" if own else "scaled from the nearest tile that was measured"
-    return f"{step / 1e3:.2f} µs a step, {tile / 1e3:.2f} a tile of work, {launch / 1e3:.2f} a launch, {origin}"
+    return f"{step / 1e3:.2f} µs a step, {tile / 1e3:.2f} a work tile, {launch / 1e3:.2f} a launch, {origin}"
