@@ -170,7 +170,9 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
         if of_kind is False:
             _PREPARED.put(identity, prepared)
         if isinstance(calls, RaggedCalls) and isinstance(prepared, PreparedCall | WidenedCall):
-            calls.note(given, prepared)
+            other = prepared.of_kind(given) if isinstance(prepared, WidenedCall) else prepared.kernel
+            if other is not None:
+                calls.note(given, other)
         lookup = None  # its tensors are remembered when it is made again
     if not isinstance(prepared, PreparedCall):
         return prepared(given, addresses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -14,7 +14,6 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.kinds import extents_of, resize, resize_batch, sizes_of
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device.driver import Driver
-from attngen.runtime.helpers.widen import WidenedCall, WidenedCalls
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Sized
 from attngen.runtime.launch.prepared import PreparedCall
@@ -29,6 +28,13 @@ from attngen.runtime.registry.order import (
 
 #: Sizes that are kept for each kind of call, of about a kilobyte each.
 KEPT_SIZES = 1024
+
+
+class Resizes(Protocol):
+    """Calls of a kind that run in another way, as a ``PreparedCall`` does."""
+
+    def resize(self, call: Call) -> Any:
+        """Values that follow from the sizes of a call; None where these need a look."""
 
 
 class RaggedCalls:
@@ -69,7 +75,7 @@ class RaggedCalls:
         self._kept: RecentCache[tuple[PreparedCall, Sized]] = RecentCache(KEPT_SIZES)
         self._lock, self._few_rows = threading.Lock(), few_rows
         #: The kernel of calls with more rows, or what widens their cache first, by typical sizes.
-        self._others: RecentCache[Kernel | WidenedCalls] = RecentCache(KEPT_SIZES)
+        self._others: RecentCache[Kernel | Resizes] = RecentCache(KEPT_SIZES)
 
     def ready(self, given: Given) -> tuple[PreparedCall, Sized] | None:
         """The prepared call and its numbers for a call of the kind, kept for others of the same sizes; None where
@@ -132,7 +138,7 @@ class RaggedCalls:
         if self._few_rows and not splits:
             other = self._others[typical_sizes(call)]
             if not isinstance(other, Kernel):
-                return None if other is None else self._widened(other, page_table)
+                return None if other is None else self._otherwise(other, page_table)
             kernel = other
         else:
             kernels = self._by_splits[splits]
@@ -147,24 +153,23 @@ class RaggedCalls:
         call.page_table = None
         return ready
 
-    def _widened(self, calls: WidenedCalls, page_table: Tensor | None) -> Any:
+    def _otherwise(self, calls: Resizes, page_table: Tensor | None) -> Any:
         call = self._call
         call.page_table = page_table
         sized = calls.resize(call)
         call.page_table = None
         return None if sized is None else (calls, sized)
 
-    def note(self, given: Given, prepared: Any) -> None:
-        """Take the prepared call of a call of the kind with more rows than the kernels are for: others of about the
-        same sizes run in the same way."""
+    def note(self, given: Given, other: Kernel | Resizes) -> None:
+        """Take what ran a call of the kind with more rows than the kernels are for: others of about the same sizes run
+        in the same way."""
         if not self._few_rows:
             return
         with self._lock:
             if not resize(self._call, given) or splits_keys(self._call):
                 return
             sizes = typical_sizes(self._call)
-        other: Any = prepared.of_kind(given) if isinstance(prepared, WidenedCall) else prepared.kernel
-        if other is not None and not (isinstance(other, Kernel) and other.needs_tile_map):
+        if not (isinstance(other, Kernel) and other.needs_tile_map):
             self._others.put(sizes, other)
 
     def _kernel(self, kernels: Sequence[Kernel]) -> Kernel:
