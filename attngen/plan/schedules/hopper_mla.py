@@ -214,10 +214,12 @@ def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tu
 
 
 def begun_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """The list of items that workers begin, if a launch merges them."""
+    """The list of items that workers begin, if a launch merges them, and the blocks of these workers, if its warps search
+    the list."""
     if isinstance(plan.structure, HopperMla) and plan.structure.merges:
         return ()
-    return (Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8),)
+    searched = (arguments.size("split_blocks"),) if plan.latent_row else ()
+    return (Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8), *searched)
 
 
 def _prefetches(plan: Plan) -> bool:

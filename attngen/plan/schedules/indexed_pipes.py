@@ -52,7 +52,8 @@ def indexed_pipes(
         "sums": CONSUMERS * ROWS * _WORD,
         "keys": TILES * KEYS * _WORD,
         "begin": WALK_BYTES,
-        **({"parts": 2 * PART_BYTES} if latent_row is None else {"walks": WARPGROUP * WALK_BYTES}),
+        **({"walks": WARPGROUP * WALK_BYTES} if latent_row else {}),
+        "parts": 2 * PART_BYTES,
         "last": BARRIER_BYTES,
         "counts": _WARPS * COUNT_BYTES,
         **({"unfinished": UNFINISHED_BYTES} if merges else {}),
@@ -72,9 +73,7 @@ def indexed_pipes(
 
     more = (qk - v) // BOX_COLUMNS
     landed = "Q of a work item has landed"
-    q_full = Signal(threads, GATHERED, landed)
-    if latent_row is None:
-        q_full = Signal(threads + 1, f"{GATHERED}, and one that has left the part for the consumers", landed)
+    q_full = Signal(threads + 1, f"{GATHERED}, and one that has left the part for the consumers", landed)
     producer, *consumers = registers
     first = WARPGROUP * CONSUMERS
     return Pipes(

@@ -57,6 +57,9 @@ def clusters_at_once(blocks: int, size: int) -> int:
     return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 
+#: Rows that a launch merges at once for each block that splits keys, where its warps search for them.
+_MERGED_ROWS = 8
+
 #: Names of the numbers of a split-KV launch in manifests, in the order of ``SplitNumbers``.
 SPLIT_NAMES = (
     "row_bits", "row_warps", "row_units", "query_rows", "split_tiles", "max_splits", "split_blocks", "split_cluster",
@@ -84,7 +87,7 @@ class SplitNumbers:
 
     __slots__ = (
         "_asked", "_blocks", "_cluster", "_clusters", "_fixed", "_group", "_kv_heads", "_least", "_listed",
-        "_listed_tiles", "_merges", "_shared", "_split_size", "_tile_m", "_tile_n", "_together", "_warps",
+        "_listed_tiles", "_merges", "_searches", "_shared", "_split_size", "_tile_m", "_tile_n", "_together", "_warps",
     )  # fmt: skip
 
     def __init__(self, launch: LaunchFields, call: Call, capacity: Capacity) -> None:
@@ -96,6 +99,8 @@ class SplitNumbers:
         self._shared = launch.row_blocks == 1
         self._cluster, self._fixed = launch.cluster, launch.cluster if self._shared else launch.row_blocks
         self._merges, self._split_size, self._asked = launch.merges, call.split_size, call.num_splits
+        #: Whether warps of the launch that merges search the list of items that workers have begun.
+        self._searches = call.kv_dtype in LATENT_ROWS
         self._together = 0
         if call.split_size and self._shared:
             self._together = max(-(-self._group // launch.tile_m), _FIXED_ROW_WARPS)
@@ -145,11 +150,14 @@ class SplitNumbers:
             counters = units * (1 if shared else cluster)
         else:
             counters = 0 if merged else blocks
+        merged_rows = (blocks // cluster * self._tile_m << row_bits) if merged else 0
+        if self._searches:
+            merged_rows = min(merged_rows, units * self._tile_m << row_bits, _MERGED_ROWS * self._blocks)
         return (
             row_bits, 1 << row_bits, row_units, query_rows, split_tiles, max_splits, blocks,
             cluster if cluster < most else most,
             units * max_splits if split_tiles else 2 * blocks // (1 if shared else cluster), counters,
-            blocks // cluster * (self._tile_m << row_bits) // MERGED_ROWS if merged else 0, reciprocal(batch), of_units,
+            -(-merged_rows // MERGED_ROWS), reciprocal(batch), of_units,
             of_rows, reciprocal(split_tiles) if split_tiles else 0,
         )  # fmt: skip
 

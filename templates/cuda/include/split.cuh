@@ -31,14 +31,29 @@ __device__ __forceinline__ Count count_before(const Count& own, int lane) {
   return {sum.chunks - own.chunks, sum.items - own.items, sum.longest};
 }
 
+// The totals of a warp.
+__device__ __forceinline__ Count count_of_warp(const Count& own) {
+  return {__reduce_add_sync(~0u, own.chunks), __reduce_add_sync(~0u, own.items), __reduce_max_sync(~0u, own.longest)};
+}
+
 // A list cut into one range for each worker; lengths differ by one at most.
 struct EvenRanges {
   int count, quotient, remainder;
 
+  EvenRanges() = default;
   __device__ __forceinline__ EvenRanges(int chunks, int workers)
       : count(workers), quotient(chunks / max(workers, 1)), remainder(chunks % max(workers, 1)) {}
+  // Ranges of one chunk each.
+  static __device__ __forceinline__ EvenRanges of_one(int workers) {
+    EvenRanges ranges;
+    ranges.count = workers;
+    ranges.quotient = 1;
+    ranges.remainder = 0;
+    return ranges;
+  }
   __device__ __forceinline__ int first(int worker) const { return worker * quotient + min(worker, remainder); }
   __device__ __forceinline__ int worker_of(int chunk) const {
+    if (quotient == 1 && remainder == 0) return chunk;
     const int longer = remainder * (quotient + 1);  // chunks in ranges that have one more
     return chunk < longer ? chunk / (quotient + 1) : remainder + (chunk - longer) / quotient;
   }
