@@ -131,6 +131,11 @@ def test_rows_beyond_a_block_are_those_of_a_cluster(
     assert sizes["split_slots"] == 2 * 132 // cluster
     assert sizes["split_counters"] == 0
     assert sizes["merge_blocks"] * MERGED_ROWS == 132 // cluster * 64 * cluster
+    # Warps of the launch that merges search: it has rows for units that may be cut, as many as run at once.
+    before, call.kv_dtype = call.kv_dtype, "fp8_mla_656"
+    rows = min(132 // cluster, 4 * units) * 64 * cluster
+    assert split_sizes(launch(), call, Capacity(132, 66))["merge_blocks"] * MERGED_ROWS == min(rows, 8 * 132)
+    call.kv_dtype = before
     call.num_splits = 3
     sizes = split_sizes(launch(), call, Capacity(132, 66))
     assert sizes["split_slots"] == 4 * units * sizes["max_splits"]

@@ -214,8 +214,8 @@ def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tu
 
 
 def begun_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """The list of items that workers begin, if a launch merges them, and the blocks of these workers, if its warps search
-    the list."""
+    """The list of items that workers begin, if a launch merges them, and how many blocks these workers are, if warps of
+    that launch search the list."""
     if isinstance(plan.structure, HopperMla) and plan.structure.merges:
         return ()
     searched = (arguments.size("split_blocks"),) if plan.latent_row else ()
