@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import heapq
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from attngen.runtime.geometry import sizes
 from attngen.runtime.geometry.sizes import balanced
 
 
@@ -66,3 +69,25 @@ def ends(heads: int, size: int, q_tiles: int = 128, blocks: int = 132) -> float:
 def test_a_last_section_of_one_head_leaves_blocks_idle() -> None:
     assert ends(10, 3) > 1.05
     assert ends(10, balanced(3, 10, 3)) < 1.01
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "steps", "size"),
+    [
+        (8192, [9] * 56 + list(range(8, 0, -1)), 2),  # a window of 1,024
+        (8192, list(range(64, 0, -1)), 8),  # causal
+        (8192, [64] * 64, 8),  # no mask
+        (8192, list(range(16, 0, -1)) * 4, 8),  # chunks
+        (32768, [9] * 256, 2),
+    ],
+)
+def test_tiles_of_equal_and_few_steps_take_as_many_heads_as_blocks_need(
+    seqlen: int, steps: list[int], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "steps_of", lambda launch, call: tuple(steps))
+    monkeypatch.setattr(sizes, "sequences_at_work", lambda call: call.batch)
+    launch: Any = SimpleNamespace(
+        section_keys=6 * seqlen, section_heads=1, tile_m=128, tile_n=128, tile_map=None, visible=[None]
+    )
+    call: Any = SimpleNamespace(batch=1, heads=8, kv_heads=8, seqlen_q=seqlen, seqlen_k=seqlen, ragged=False)
+    assert sizes._section(launch, call, 8, by_keys=True) == size

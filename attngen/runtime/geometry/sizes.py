@@ -123,6 +123,17 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = 
 
 #: KV heads of a backward's section up to which sections end evenly, as docs/notebook/hopper_backward.md measures it.
 _FEW = 8
+#: Blocks of an H100; and the most steps of a tile of keys over those of the mean one where all have about as many.
+_BLOCKS, _EVEN = 132, 1.25
+
+
+def _is_even(launch: Launch, call: Call) -> bool:
+    """Whether all tiles of keys have about as many steps, as under a window, and few of all."""
+    if not launch.visible or launch.tile_map is not None or not alike(call):
+        return False
+    steps = steps_of(launch, call)
+    most = max(steps, default=0)
+    return 2 * most * launch.tile_m <= call.seqlen_q and most * len(steps) <= _EVEN * sum(steps)
 
 
 def _section(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
@@ -130,11 +141,14 @@ def _section(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
 
     Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
     counted, at least ``section_heads`` of them, and a few may become half as many more, which L2 has room for; where
-    more of them run side by side, their end matters less than that.
+    more of them run side by side, their end matters less than that. If all tiles of keys have about as many steps, and
+    few, no more heads than blocks need, or two: dQ of a section is rounded while the next one runs.
     """
     every = sequences_at_work(call) * call.kv_heads
     if by_keys:
         kv_heads = max(-(-launch.section_keys // (call.seqlen_q * group_of(call) + 1)), launch.section_heads)
+        if _is_even(launch, call):
+            kv_heads = min(kv_heads, max(_BLOCKS // -(-call.seqlen_k // launch.tile_n), 2))
         return balanced(kv_heads, every, 3 * kv_heads // 2) if kv_heads <= _FEW else min(kv_heads, every)
     return _forward_section(launch, every, call.seqlen_k, group_of(call), units)
 
