@@ -162,6 +162,21 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
+// Rows of partial results that a block does not write, since it merges them itself; a row that it merges in part is written.
+struct KeptRows {
+  int first = 0, end = 0;
+
+  __device__ __forceinline__ KeptRows() {}
+  // The rows of a share of units of four columns.
+  __device__ __forceinline__ KeptRows(const EvenRanges& shares, int own)
+      : first((shares.first(own) + kRowThreads - 1) / kRowThreads), end(shares.first(own + 1) / kRowThreads) {}
+  __device__ __forceinline__ bool has(int row) const { return row >= first && row < end; }
+  __device__ __forceinline__ float* place_of(int row) const { return &shared_at<float>(kValues) + (row - first) * Partial::kFloats; }
+};
+
+// Whether a block has waited in vain, and left its share to others: a word behind the first row of its partial results.
+__device__ __forceinline__ int& left_by(float* of_part) { return reinterpret_cast<int*>(of_part)[Partial::kFloats - 1]; }
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d576x512_causal_paged_m64n64s2c2(
     const bf16* q_ptr,
     const __grid_constant__ TensorMap k_map,
@@ -187,12 +202,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
   const uint32_t here = mapped(kShared, 0) - kShared;  // barriers and copies take shared::cluster addresses
 
   if (threadIdx.x == 0 && static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
-  if (warp == 0) {
-    init_barriers(here + kValuesFull, 16, 1, lane, 32);  // a loader, and the bytes of the copy
-    init_barriers(here + kValuesEmpty, 16, 4, lane, 32);  // each warp of a consumer
-    init_barriers(here + kMoreFull, 2, 1, lane, 32);  // a loader, and the bytes of the copy
-    init_barriers(here + kMoreEmpty, 2, 4, lane, 32);  // each warp of a consumer
+  if (elected()) {  // a thread of each warp, since a warp initializes barriers one after the other
+    if (warp == 0) init_barriers(here + kValuesFull, 16, 1);  // a loader, and the bytes of the copy
+    if (warp == 1) init_barriers(here + kValuesEmpty, 16, 4);  // each warp of a consumer
+    if (warp == 2) init_barriers(here + kMoreFull, 2, 1);  // a loader, and the bytes of the copy
+    if (warp == 3) init_barriers(here + kMoreEmpty, 2, 4);  // each warp of a consumer
     fence_barrier_init();
+  }
+  if (warp == 0) {
     if (lane < 2) shared_at<Unfinished>(kUnfinished + lane * static_cast<uint32_t>(sizeof(Unfinished))) = {};
   }
   if (threadIdx.x == 32) prefetch_map(k_map);
@@ -244,84 +261,106 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
   };
   const int items = batch * kv_heads * row_units;
-  // Each warp counts the chunks of a few items by itself, so that no warp waits for another; of more, each thread counts some.
-  const bool by_warp = items <= kItemsOfWarp;
-  const int counters = by_warp ? 32 : kThreads, counter = by_warp ? lane : threadIdx.x, items_of_thread = (items + counters - 1) / counters;
-  const int item_first = min(counter * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
-  const Place place_first = place_of_item(item_first);
-  Count all = {0, items, 0}, before = {};
-  {
-    Count own = {};
-    Place place = place_first;
-#pragma unroll 1
-    for (int item = item_first; item < item_end; ++item) {
-      const int tiles = work_of(place).tiles;
-      own += Count{chunks_of(tiles), tiles >= 0, tiles};
-      advance(place);
-    }
-    before = count_before(own, lane);
-    const Count of_lanes = Count(before) += own;
-    if (by_warp) {
-      all = {__shfl_sync(~0u, of_lanes.chunks, 31), __shfl_sync(~0u, of_lanes.items, 31), __shfl_sync(~0u, of_lanes.longest, 31)};
-    } else {
-      if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = of_lanes;
-      __syncthreads();
-      all = {};
-#pragma unroll 1
-      for (int other = 0; other < kThreads / 32; ++other) {
-        const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
-        if (other < warp) before += of_warp;
-        all += of_warp;
-      }
-    }
-  }
-
   // A worker is a block, or a cluster whose blocks have the rows of an item. With enough workers for all items, each item is cut evenly among its own
   // workers, unless some of these would have much more to do than others; else every worker takes an equal range of the list.
   const int worker = blockIdx.x / blocks, most_workers = gridDim.x / blocks;
-  int workers = min(max((listed_splits ? all.chunks * split_tiles : all.chunks) / kLeastTiles, all.items), most_workers);
-  int splits = 0;
-  if (!listed_splits && all.items > 0 && all.items <= workers) {
-    const int cuts = workers / all.items, share = all.chunks / workers;
-    if (all.longest <= cuts * (share + max(kCutTiles, share <= kWholeTiles ? share / 16 : 0))) splits = cuts;
-  }
-  if (splits > 0) {
-    workers = all.items * splits;
-  } else if (!listed_splits && all.items > workers && all.chunks / workers <= kWholeTiles && all.chunks == all.items * all.longest) {
-    // Equal items: if few blocks stay idle, each takes the same number of whole items, and no partial results are merged.
-    const int items_each = (all.items + workers - 1) / workers, takers = all.items / items_each;
-    if (takers * items_each == all.items && 16 * takers >= 15 * workers) workers = takers;
-  }
-  const EvenRanges ranges(splits > 0 ? workers : all.chunks, workers);
-  const int range_begin = ranges.first(worker), range_end = ranges.first(worker + 1);
-  if (worker >= workers || range_begin == range_end) return;
+  const auto cuts_of = [](const Count& all, int workers) {
+    if (all.items == 0 || all.items > workers) return 0;
+    const int cuts = static_cast<uint32_t>(workers) / static_cast<uint32_t>(all.items), share = static_cast<uint32_t>(all.chunks) / static_cast<uint32_t>(workers);
+    return all.longest <= cuts * (share + max(kCutTiles, share <= kWholeTiles ? share / 16 : 0)) ? cuts : 0;
+  };
+  int splits = 0, range_end = 0;
+  EvenRanges ranges(0, 1);
   Walk begin = {};
-  {
-    int listed = splits > 0 ? before.items * splits : before.chunks;
-    bool begins = false;  // the range, among the items of this thread
-    Place place = place_first;
-#pragma unroll 1
-    for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
-      const int tiles = work_of(place).tiles;
-      const int chunks = splits > 0 ? (tiles < 0 ? 0 : splits) : chunks_of(tiles);
-      if (range_begin < listed + chunks) {
-        begin = {place, range_begin - listed, range_end - range_begin};
-        begins = true;
-      }
-      listed += chunks;
-      advance(place);
-    }
-    if (by_warp) {
-      const int from = __ffs(__ballot_sync(~0u, begins)) - 1;
+  // Up to 32 items, and enough workers to cut each evenly: a lane looks at one of them. Else the list is counted, below.
+  if (!listed_splits && items <= 32) {
+    const Place place = place_of_item(min(lane, items - 1));
+    const int tiles = lane < items ? work_of(place).tiles : -1;
+    const uint32_t existing = __ballot_sync(~0u, tiles >= 0);
+    const int count = __popc(existing), chunks = __reduce_add_sync(~0u, tiles <= 0 ? tiles + 1 : tiles), longest = __reduce_max_sync(~0u, tiles);
+    const int most = min(max(chunks / kLeastTiles, count), most_workers);
+    splits = cuts_of({chunks, count, longest}, most);
+    if (splits > 0) {
+      if (worker >= count * splits) return;
+      const int number = static_cast<uint32_t>(worker) / static_cast<uint32_t>(splits);
+      const int from = __ffs(__ballot_sync(~0u, tiles >= 0 && __popc(existing & (1u << lane) - 1) == number)) - 1;
       const auto of_lane = [from](int value) { return __shfl_sync(~0u, value, from); };
-      begin = {{of_lane(begin.place.hk), of_lane(begin.place.b), of_lane(begin.place.row_block)}, of_lane(begin.chunk), of_lane(begin.left)};
-    } else {
-      if (begins) shared_at<Walk>(kBegin) = begin;
-      __syncthreads();
-      begin = shared_at<Walk>(kBegin);
+      begin = {{of_lane(place.hk), of_lane(place.b), of_lane(place.row_block)}, worker - number * splits, 1};
+      range_end = worker + 1;
     }
   }
+  if (splits == 0) {
+    // Each warp counts the chunks of a few items by itself, so that no warp waits for another; of more, each thread counts some.
+    const bool by_warp = items <= kItemsOfWarp;
+    const int counters = by_warp ? 32 : kThreads, counter = by_warp ? lane : threadIdx.x, items_of_thread = (items + counters - 1) / counters;
+    const int item_first = min(counter * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
+    const Place place_first = place_of_item(item_first);
+    Count all = {0, items, 0}, before = {};
+    {
+      Count own = {};
+      Place place = place_first;
+#pragma unroll 1
+      for (int item = item_first; item < item_end; ++item) {
+        const int tiles = work_of(place).tiles;
+        own += Count{chunks_of(tiles), tiles >= 0, tiles};
+        advance(place);
+      }
+      before = count_before(own, lane);
+      const Count of_lanes = Count(before) += own;
+      if (by_warp) {
+        all = {__shfl_sync(~0u, of_lanes.chunks, 31), __shfl_sync(~0u, of_lanes.items, 31), __shfl_sync(~0u, of_lanes.longest, 31)};
+      } else {
+        if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = of_lanes;
+        __syncthreads();
+        all = {};
+#pragma unroll 1
+        for (int other = 0; other < kThreads / 32; ++other) {
+          const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
+          if (other < warp) before += of_warp;
+          all += of_warp;
+        }
+      }
+    }
 
+    int workers = min(max((listed_splits ? all.chunks * split_tiles : all.chunks) / kLeastTiles, all.items), most_workers);
+    if (!listed_splits) splits = cuts_of(all, workers);
+    if (splits > 0) {
+      workers = all.items * splits;
+    } else if (!listed_splits && all.items > workers && all.chunks / workers <= kWholeTiles && all.chunks == all.items * all.longest) {
+      // Equal items: if few blocks stay idle, each takes the same number of whole items, and no partial results are merged.
+      const int items_each = (all.items + workers - 1) / workers, takers = all.items / items_each;
+      if (takers * items_each == all.items && 16 * takers >= 15 * workers) workers = takers;
+    }
+    ranges = EvenRanges(splits > 0 ? workers : all.chunks, workers);
+    const int range_begin = ranges.first(worker);
+    range_end = ranges.first(worker + 1);
+    if (worker >= workers || range_begin == range_end) return;
+    {
+      int listed = splits > 0 ? before.items * splits : before.chunks;
+      bool begins = false;  // the range, among the items of this thread
+      Place place = place_first;
+#pragma unroll 1
+      for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
+        const int tiles = work_of(place).tiles;
+        const int chunks = splits > 0 ? (tiles < 0 ? 0 : splits) : chunks_of(tiles);
+        if (range_begin < listed + chunks) {
+          begin = {place, range_begin - listed, range_end - range_begin};
+          begins = true;
+        }
+        listed += chunks;
+        advance(place);
+      }
+      if (by_warp) {
+        const int from = __ffs(__ballot_sync(~0u, begins)) - 1;
+        const auto of_lane = [from](int value) { return __shfl_sync(~0u, value, from); };
+        begin = {{of_lane(begin.place.hk), of_lane(begin.place.b), of_lane(begin.place.row_block)}, of_lane(begin.chunk), of_lane(begin.left)};
+      } else {
+        if (begins) shared_at<Walk>(kBegin) = begin;
+        __syncthreads();
+        begin = shared_at<Walk>(kBegin);
+      }
+    }
+  }
   // Takes the next part of this worker's range; false if nothing is left.
   const auto take = [&](Walk& walk, Part& part) {
     if (walk.left == 0) return false;
@@ -353,6 +392,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     return true;
   };
 
+  // All warps take the first part by the same instructions: code that runs once waits for L2.
+  Walk walk = begin;
+  Part part;
+  if (!__any_sync(~0u, take(walk, part))) return;
+
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
     // Four warps load: each copies one half of the values of every other tile, once both consumers have released the stages. Of
@@ -362,29 +406,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     const uint64_t policy = read_once && blocks == 1 ? kEvictFirst : kEvictNormal;
     const auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };  // and the compiler knows
     const Divisor by_page(page_size, page_size_reciprocal);
-    const int row_boxes = kBlockN / box_rows;  // of a tile, each of rows of one page
+    const int row_boxes = kBlockN >> __ffs(box_rows) - 1;  // of a tile, each of rows of one page: a power of two
     // If a pair of blocks is the only one to read these keys, it prefetches whole rows of a page to L2 before it copies their boxes.
     const bool prefetches = blocks > 1 && read_once && stride_k_s == kHeadDimQk;
     int round = 0;  // tiles so far
-    Walk walk = begin;
-    Part part;
-    while (__any_sync(~0u, take(walk, part))) {
-      // The pages of a tile and of the next one: a lane has those of two boxes of each.
-      int pages[2], next_pages[2];
-      const auto look_up = [&](int number, int (&of_tile)[2]) {
+    for (bool taken = true; taken; taken = __any_sync(~0u, take(walk, part))) {
+      // The pages of a tile: a lane has those of two boxes.
+      int pages[2];
+      const auto look_up = [&](int number) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+          if (i == 1 && row_boxes <= 32) continue;
           const int box = lane + 32 * i, key = tile_of(part, number) * kBlockN + box * box_rows;
           const bool there = number < part.end && box < row_boxes && key < part.seqlen_k;
-          of_tile[i] = there ? page_table_ptr[part.b * page_table_stride + by_page.quotient(key)] : num_pages;  // no page of the cache: zeros
+          pages[i] = there ? page_table_ptr[part.b * page_table_stride + by_page.quotient(key)] : num_pages;  // no page of the cache: zeros
         }
       };
-      look_up(part.first + consumer, pages);
+      look_up(part.first + consumer);
       const int hk = uniform(part.hk);
       for (int number = part.first + consumer; __any_sync(~0u, number < part.end); number += kTiles) {
         const int key = uniform(tile_of(part, number) * kBlockN);
         const uint32_t phase = round++ & 1;
-        look_up(number + kTiles, next_pages);
         struct Rows {
           int in_page, page;
         };
@@ -419,28 +461,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           load(Constant<1>(), MoreRing(consumer, phase, here), kMore, kHeadDimV);
           if (prefetches && round > 1 && lane < row_boxes && pages[0] >= 0 && pages[0] < num_pages) {
             const Element* const from = k_ptr + pages[0] * stride_k_page + by_page.remainder(key + lane * box_rows) * stride_k_s + hk * stride_k_h;
-            const int elements = box_rows * kHeadDimQk / blocks;  // each block has a part
+            const int elements = box_rows * kHeadDimQk >> row_bits;  // each block has a part
             prefetch_bytes(from + rank * elements, elements * sizeof(Element));
           }
         }
         load(Constant<kHalfBoxes>(), ValuesRing(box_of(half, consumer, 0), phase, here), kValues, half * kHalf);
-        pages[0] = next_pages[0];
-        pages[1] = next_pages[1];
+        look_up(number + kTiles);  // the answers come while the loader waits for stages
       }
     }
   } else {
     grow_registers<kConsumerRegisters>();
-    const auto consume = [&](auto consumer) {
-      constexpr int half = consumer.half;  // a constant, so that descriptors of products are constants, too
+    // What is done once for each part of an item is code that both consumers share: instructions come from L2.
+    const auto consume = [&] {
       const int group_thread = threadIdx.x % 128;
       const int own_row = 16 * (warp % 4) + lane / 4;  // of the block's; the other one of a lane is 8 rows below
       const auto place_of = [&](int half, int stage, int box) { return kValues + box_of(half, stage, box) * kBox; };
       const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 128 * kConsumers); };
 
+      const int half = warpgroup;
       int round = 0;  // tiles of this consumer so far, all of them in stage `half`
-      Walk walk = begin;
-      Part part;
-      while (__any_sync(~0u, take(walk, part))) {
+      for (bool taken = true; taken; taken = __any_sync(~0u, take(walk, part))) {
         const Work& work = part;
         const int first_row = kRows * rank;  // of the block's, among those of the item
         const int rows = min(work.seqlen_q * group - work.row_start - first_row, kRows);  // of the block's that exist
@@ -492,180 +532,188 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {};
         const int tiles = part.end - part.first;
 
-        // Takes over the row max that the other consumer has published with P of its tile.
-        const auto take_row_max = [&] {
-          named_sync(Named::kPublished, 1 - half, 128 * kConsumers);
-          const float raised[2] = {shared_at<float>(kRowMax + 4 * own_row), shared_at<float>(kRowMax + 4 * own_row + 4 * 8)};
-          if (__any_sync(~0u, raised[0] > row_max[0] || raised[1] > row_max[1])) {
-            float alpha[2];
-            raise_row_max(raised, row_max, alpha);
-            rescale(acc, alpha);
-            row_sum[0] *= alpha[0];
-            row_sum[1] *= alpha[1];
-          }
-        };
-        const auto release_half = [&](int stage) {
-          if (lane < kHalfBoxes) arrive(here + ValuesRing::empty_of(box_of(half, stage, lane)));
-        };
-        // Issues O += P V of the other consumer's tile.
-        const auto issue_other = [&] {
-          const RowMatrix p(kP + (1 - half) * kBox);
-          const ValueMatrix v(place_of(half, 1 - half, 0));
-          fence_registers(acc);
-          fence_products();
-#pragma unroll
-          for (int key = 0; key < kBlockN; key += kMmaK) {
-            Product<Element, kHalf>::template ss<1>(acc, p.at(key * sizeof(Element)), v.at(key * kBoxBytes), 1);
-          }
-          commit_products();
-        };
-
-        // Finishes the other consumer's tile of a step, if there is one: waits for its P, adds P V to O, and releases its columns.
-        const auto finish_other = [&](int step) {
-          if (!__any_sync(~0u, step < tiles)) return;
-          take_row_max();
-          issue_other();
-          wait_products<0>();
-          fence_registers(acc);
-          release_half(1 - half);
-        };
-
-        for (int step = half; __any_sync(~0u, step < tiles); step += kConsumers) {
-          const int tile = tile_of(work, part.first + step), phase = round++ & 1;
-
-          // S = Q K^T, once the other consumer has issued that of the tile before: so its softmax runs beside this product.
-          if constexpr (half == 1) named_sync(Named::kScored, 0, 128 * kConsumers);
-          float s[kBlockN / 2];
-          int accumulate = 0;
-          const auto multiply_box = [&](uint32_t q_box, uint32_t k_box) {
-            const RowMatrix q(q_box), k(k_box);
-            fence_products();  // the wait before may have moved S
-#pragma unroll
-            for (int column = 0; column < kBoxColumns; column += kMmaK) {
-              Product<Element, kBlockN>::template ss<0>(s, q.at(column * sizeof(Element)), k.at(column * sizeof(Element)), accumulate);
-              accumulate = 1;
+        const auto multiply = [&](auto consumer) {
+          constexpr int half = consumer.half;  // a constant, so that descriptors of products are constants, too
+          // Takes over the row max that the other consumer has published with P of its tile.
+          const auto take_row_max = [&] {
+            named_sync(Named::kPublished, 1 - half, 128 * kConsumers);
+            const float raised[2] = {shared_at<float>(kRowMax + 4 * own_row), shared_at<float>(kRowMax + 4 * own_row + 4 * 8)};
+            if (__any_sync(~0u, raised[0] > row_max[0] || raised[1] > row_max[1])) {
+              float alpha[2];
+              raise_row_max(raised, row_max, alpha);
+              rescale(acc, alpha);
+              row_sum[0] *= alpha[0];
+              row_sum[1] *= alpha[1];
             }
           };
-          // Looks for the next box before it issues products with one: the answer comes while these run.
-          const auto ring_of = [&](int i) { return ValuesRing(box_of(i < kHalfBoxes ? half : 1 - half, half, i % kHalfBoxes), phase, here); };
-          MoreRing(half, phase, here).wait();
-          bool landed = ring_of(0).is_full();
-          {
-            const RowMatrix k(kMore + half * kBox);
-            fence_products();
-#pragma unroll
-            for (int column = 0; column < kBoxColumns; column += kMmaK) {
-              Product<Element, kBlockN>::template rs<0>(s, q_more + column / 4, k.at(column * sizeof(Element)), accumulate);
-              accumulate = 1;
-            }
-          }
-#pragma unroll
-          for (int i = 0; i < 2 * kHalfBoxes; ++i) {  // its own half first
-            const int of = i < kHalfBoxes ? half : 1 - half, box = i % kHalfBoxes;
-            if (!__all_sync(~0u, landed)) ring_of(i).wait();
-            if (i + 1 < 2 * kHalfBoxes) landed = ring_of(i + 1).is_full();
-            multiply_box(kQ + (of * kHalfBoxes + box) * kBox, place_of(of, half, box));
-          }
-          commit_products();
-          if constexpr (half == 0) {
-            if (__any_sync(~0u, step + 1 < tiles)) named_arrive(Named::kScored, 0, 128 * kConsumers);
-          }
-          wait_products<0>();
-          fence_registers(s);
-          if (lane == 0) arrive(here + MoreRing::empty_of(half));
-          if constexpr (half == 1) {  // the tile before is the other one's
-            take_row_max();
-            issue_other();
-          }
-          const int left = work.seqlen_k - tile * kBlockN;
-          if (__builtin_expect(left < kBlockN, 0)) {  // V after the end may be NaN, and 0 * NaN is NaN
-            for (int i = max(left, 0) * kBoxBytes + 16 * group_thread; i < static_cast<int>(kBox); i += 128 * 16) {
-#pragma unroll
-              for (int box = 0; box < kHalfBoxes; ++box) {
-                shared_at<int4>(place_of(0, half, box) + i) = {};
-                shared_at<int4>(place_of(1, half, box) + i) = {};
-              }
-            }
-            fence_async_proxy();
-            named_sync(Named::kZeroed, half, 128);
-          }
-          const int kv_first = tile * kBlockN + 2 * (lane % 4);
-          if (__builtin_expect(__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi)), 0)) {
-            struct Row {
-              int visible_to;
-            };
-            Row rows[2];
-#pragma unroll
-            for (int row = 0; row < 2; ++row) {
-              const int q_row = min(query[row], seqlen_q - 1);  // rows after the end repeat the last one
-              const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-              rows[row] = {visible_to};
-            }
-#pragma unroll
-            for (int i = 0; i < kBlockN / 4; ++i) {
-              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-#pragma unroll
-              for (int row = 0; row < 2; ++row) {
-                float& x = s[4 * (i / 2) + 2 * row + i % 2];
-                const auto [visible_to] = rows[row];
-                if (key >= visible_to) x = kMasked;
-              }
-            }
-          }
-
-          // P = exp2(S * scale - row_max). A lane's own maxima say whether the row max must follow: no lane waits for others.
-          float maximum[2], alpha[2];
-          find_lane_maximum(s, scale_log2e, maximum);
-          const bool kept[2] = {maximum[0] <= row_max[0] + kRaiseAbove, maximum[1] <= row_max[1] + kRaiseAbove};
-          const bool raised = __any_sync(~0u, !(kept[0] && kept[1]));
-          if (__builtin_expect(raised, 0)) {
-            share_maximum(maximum);
-            keep_row_max(kept, row_max, maximum);
-            raise_row_max(maximum, row_max, alpha);
-            row_sum[0] *= alpha[0];
-            row_sum[1] *= alpha[1];
-          }
-          uint32_t p[kBlockN / 4];
-          exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
-          // The other consumer has multiplied what is in this buffer, P of two tiles ago: it released the stage of that tile after
-          // the product, and this tile has been loaded to the same stage since.
-          const int p_row = 16 * (warp % 4) + lane % 16;
-          const uint32_t p_start = here + kP + half * kBox + p_row * kBoxBytes + 16 * (lane / 16 ^ p_row % 8);
-#pragma unroll
-          for (int column = 0; column < kBlockN; column += kMmaK) {
-            const uint32_t* const of_column = p + column / 4;
-            store_blocks(p_start ^ 2 * column, of_column[0], of_column[1], of_column[2], of_column[3]);
-          }
-          if (lane % 4 == 0) {
-            shared_at<float>(kRowMax + 4 * own_row) = row_max[0];
-            shared_at<float>(kRowMax + 4 * own_row + 4 * 8) = row_max[1];
-          }
-          fence_async_proxy();
-          named_arrive(Named::kPublished, half, 128 * kConsumers);
-
-          // O += P V
-          wait_products<0>();  // on all paths, or ptxas takes O for unfinished below
-          fence_registers(acc);
-          if constexpr (half == 1) release_half(1 - half);
-          if (__builtin_expect(raised, 0)) rescale(acc, alpha);
-          {
-            const ValueMatrix v(place_of(half, half, 0));
+          const auto release_half = [&](int stage) {
+            if (lane < kHalfBoxes) arrive(here + ValuesRing::empty_of(box_of(half, stage, lane)));
+          };
+          // Issues O += P V of the other consumer's tile.
+          const auto issue_other = [&] {
+            const RowMatrix p(kP + (1 - half) * kBox);
+            const ValueMatrix v(place_of(half, 1 - half, 0));
             fence_registers(acc);
             fence_products();
 #pragma unroll
             for (int key = 0; key < kBlockN; key += kMmaK) {
-              Product<Element, kHalf>::template rs<1>(acc, p + key / 4, v.at(key * kBoxBytes), 1);
+              Product<Element, kHalf>::template ss<1>(acc, p.at(key * sizeof(Element)), v.at(key * kBoxBytes), 1);
             }
             commit_products();
+          };
+
+          // Finishes the other consumer's tile of a step, if there is one: waits for its P, adds P V to O, and releases its columns.
+          const auto finish_other = [&](int step) {
+            if (!__any_sync(~0u, step < tiles)) return;
+            take_row_max();
+            issue_other();
+            wait_products<0>();
+            fence_registers(acc);
+            release_half(1 - half);
+          };
+
+          for (int step = half; __any_sync(~0u, step < tiles); step += kConsumers) {
+            const int tile = tile_of(work, part.first + step), phase = round++ & 1;
+
+            // S = Q K^T, once the other consumer has issued that of the tile before: so its softmax runs beside this product.
+            if constexpr (half == 1) named_sync(Named::kScored, 0, 128 * kConsumers);
+            float s[kBlockN / 2];
+            int accumulate = 0;
+            const auto multiply_box = [&](uint32_t q_box, uint32_t k_box) {
+              const RowMatrix q(q_box), k(k_box);
+              fence_products();  // the wait before may have moved S
+#pragma unroll
+              for (int column = 0; column < kBoxColumns; column += kMmaK) {
+                Product<Element, kBlockN>::template ss<0>(s, q.at(column * sizeof(Element)), k.at(column * sizeof(Element)), accumulate);
+                accumulate = 1;
+              }
+            };
+            // Looks for the next box before it issues products with one: the answer comes while these run.
+            const auto ring_of = [&](int i) { return ValuesRing(box_of(i < kHalfBoxes ? half : 1 - half, half, i % kHalfBoxes), phase, here); };
+            MoreRing(half, phase, here).wait();
+            bool landed = ring_of(0).is_full();
+            {
+              const RowMatrix k(kMore + half * kBox);
+              fence_products();
+#pragma unroll
+              for (int column = 0; column < kBoxColumns; column += kMmaK) {
+                Product<Element, kBlockN>::template rs<0>(s, q_more + column / 4, k.at(column * sizeof(Element)), accumulate);
+                accumulate = 1;
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < 2 * kHalfBoxes; ++i) {  // its own half first
+              const int of = i < kHalfBoxes ? half : 1 - half, box = i % kHalfBoxes;
+              if (!__all_sync(~0u, landed)) ring_of(i).wait();
+              if (i + 1 < 2 * kHalfBoxes) landed = ring_of(i + 1).is_full();
+              multiply_box(kQ + (of * kHalfBoxes + box) * kBox, place_of(of, half, box));
+            }
+            commit_products();
+            if constexpr (half == 0) {
+              if (__any_sync(~0u, step + 1 < tiles)) named_arrive(Named::kScored, 0, 128 * kConsumers);
+            }
+            wait_products<0>();
+            fence_registers(s);
+            if (lane == 0) arrive(here + MoreRing::empty_of(half));
+            if constexpr (half == 1) {  // the tile before is the other one's
+              take_row_max();
+              issue_other();
+            }
+              const int left = work.seqlen_k - tile * kBlockN;
+              if (__builtin_expect(left < kBlockN, 0)) {  // V after the end may be NaN, and 0 * NaN is NaN
+                for (int i = max(left, 0) * kBoxBytes + 16 * group_thread; i < static_cast<int>(kBox); i += 128 * 16) {
+#pragma unroll
+                  for (int box = 0; box < kHalfBoxes; ++box) {
+                    shared_at<int4>(place_of(0, half, box) + i) = {};
+                    shared_at<int4>(place_of(1, half, box) + i) = {};
+                  }
+                }
+                fence_async_proxy();
+                named_sync(Named::kZeroed, half, 128);
+              }
+            const int kv_first = tile * kBlockN + 2 * (lane % 4);
+            if (__builtin_expect(__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi)), 0)) {
+              struct Row {
+                int visible_to;
+              };
+              Row rows[2];
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                const int q_row = min(query[row], seqlen_q - 1);  // rows after the end repeat the last one
+                const int q_pos = q_row + (seqlen_k - seqlen_q);
+                const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+                rows[row] = {visible_to};
+              }
+#pragma unroll
+              for (int i = 0; i < kBlockN / 4; ++i) {
+                const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+#pragma unroll
+                for (int row = 0; row < 2; ++row) {
+                  float& x = s[4 * (i / 2) + 2 * row + i % 2];
+                  const auto [visible_to] = rows[row];
+                  if (key >= visible_to) x = kMasked;
+                }
+              }
+            }
+
+            // P = exp2(S * scale - row_max). A lane's own maxima say whether the row max must follow: no lane waits for others.
+            float maximum[2], alpha[2];
+            find_lane_maximum(s, scale_log2e, maximum);
+            const bool kept[2] = {maximum[0] <= row_max[0] + kRaiseAbove, maximum[1] <= row_max[1] + kRaiseAbove};
+            const bool raised = __any_sync(~0u, !(kept[0] && kept[1]));
+            if (__builtin_expect(raised, 0)) {
+              share_maximum(maximum);
+              keep_row_max(kept, row_max, maximum);
+              raise_row_max(maximum, row_max, alpha);
+              row_sum[0] *= alpha[0];
+              row_sum[1] *= alpha[1];
+            }
+            uint32_t p[kBlockN / 4];
+            exponentiate<Element>(s, scale_log2e, row_max, p, row_sum);
+            // The other consumer has multiplied what is in this buffer, P of two tiles ago: it released the stage of that tile after
+            // the product, and this tile has been loaded to the same stage since.
+            const int p_row = 16 * (warp % 4) + lane % 16;
+            const uint32_t p_start = here + kP + half * kBox + p_row * kBoxBytes + 16 * (lane / 16 ^ p_row % 8);
+#pragma unroll
+            for (int column = 0; column < kBlockN; column += kMmaK) {
+              const uint32_t* const of_column = p + column / 4;
+              store_blocks(p_start ^ 2 * column, of_column[0], of_column[1], of_column[2], of_column[3]);
+            }
+            if (lane % 4 == 0) {
+              shared_at<float>(kRowMax + 4 * own_row) = row_max[0];
+              shared_at<float>(kRowMax + 4 * own_row + 4 * 8) = row_max[1];
+            }
+            fence_async_proxy();
+            named_arrive(Named::kPublished, half, 128 * kConsumers);
+
+            // O += P V
+            wait_products<0>();  // on all paths, or ptxas takes O for unfinished below
+            fence_registers(acc);
+            if constexpr (half == 1) release_half(1 - half);
+            if (__builtin_expect(raised, 0)) rescale(acc, alpha);
+            {
+              const ValueMatrix v(place_of(half, half, 0));
+              fence_registers(acc);
+              fence_products();
+#pragma unroll
+              for (int key = 0; key < kBlockN; key += kMmaK) {
+                Product<Element, kHalf>::template rs<1>(acc, p + key / 4, v.at(key * kBoxBytes), 1);
+              }
+              commit_products();
+            }
+            wait_products<0>();
+            fence_registers(acc);
+            release_half(half);
+            if constexpr (half == 0) finish_other(step + 1);  // before S of the next tile, which waits for its keys
           }
-          wait_products<0>();
-          fence_registers(acc);
-          release_half(half);
-          if constexpr (half == 0) finish_other(step + 1);  // before S of the next tile, which waits for its keys
-        }
-        if constexpr (half == 1) {
-          if (tiles % kConsumers == 1) finish_other(tiles - 1);
+          if constexpr (half == 1) {
+            if (tiles % kConsumers == 1) finish_other(tiles - 1);
+          }
+        };
+        if (half == 0) {
+          multiply(Consumer<0>());
+        } else {
+          multiply(Consumer<1>());
         }
         // Adds up the row sums of both consumers. After the barrier, all products that read Q are done, too.
 #pragma unroll
@@ -708,20 +756,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             }
           }
         } else {  // other blocks have the rest of the keys: a second launch merges, or, with splits of a fixed size, the last block
-          const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
-          const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
+          const int first_worker = listed_splits ? 0 : splits > 0 ? worker - part.chunk : ranges.worker_of(part.list_begin);
+          const int parts = listed_splits || splits > 0 ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
           const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
           // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
           const auto of_worker = [&](int number) {
             const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
             return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
           };
-          store_half<kHeadDimV>(
-              of_worker(listed_splits ? part.chunk : worker - first_worker), own_row, rows, kHalf * half, lane, acc, row_max, row_sum);
+          // With equal parts no keys follow, so that rows that this block merges itself stay in shared memory, where values were.
+          float* const own_part = of_worker(listed_splits ? part.chunk : worker - first_worker);
+          const KeptRows kept = splits > 0 ? KeptRows(EvenRanges(rows * kRowThreads, parts), worker - first_worker) : KeptRows();
+          const auto row_place = [&](int row) { return kept.has(row) ? kept.place_of(row) : own_part + row * Partial::kFloats; };
+          store_half_at<kHeadDimV>(row_place, own_row, rows, kHalf * half, lane, acc, row_max, row_sum);
           if (!listed_splits) {
             sync_consumers();  // both consumers have stored their columns
             if (threadIdx.x == 0) {
               shared_at<Unfinished>(kUnfinished + (part.chunk == 0) * static_cast<uint32_t>(sizeof(Unfinished))) = {item, parts, first_worker, worker - first_worker};
+              left_by(own_part) = 0;
               arrive_counted(counters_ptr + 2 * (item * blocks + rank));
             }
             continue;
@@ -753,30 +805,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         }
       }
     };
-    const auto consume_few = [&](auto consumer) {
-      constexpr int half = consumer.half, kHeads = consumer.heads;
+    const auto consume_few = [&](auto most) {
+      constexpr int kHeads = most.kValue;
       // Both products are transposed: S^T = K Q^T and O^T += V^T P^T, whose rows are keys, then columns of V, and whose columns are
       // query rows. A consumer has all of O for every other tile; the two are merged at the end of a part of a work item.
+      const int half = warpgroup;
       const int own_key = 16 * (warp % 4) + lane / 4;  // of a tile, and column of a box of V; the other one of a lane is 8 on
       const int own_head = 2 * (lane % 4);             // and the next one, of each 8
       const int group_thread = threadIdx.x % 128;
       constexpr int kLaneHeads = kHeads / 4;
       const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 128 * kConsumers); };
-      const auto sync_warpgroup = [] { named_sync(Named::kPublished, half, 128); };
+      const auto sync_warpgroup = [&] { named_sync(Named::kPublished, half, 128); };
       // The number of a lane's head that an element of its accumulators belongs to, and that head.
       const auto number_of = [](int i) { return i / 4 * 2 + i % 2; };
       const auto head_of = [&](int number) { return 8 * (number / 2) + own_head + number % 2; };
-      constexpr uint32_t kOwnP = kP + half * kBox;  // query rows are rows, keys columns
-      constexpr uint32_t kOwnSpare = kOwnP + kFewBox;
+      const uint32_t own_spare = kP + half * kBox + kFewBox;  // behind P, of which query rows are rows, and keys columns
       const auto place_of = [&](int half, int stage, int box) { return kValues + box_of(half, stage, box) * kBox; };
       const auto release_values = [&](int of) {
         if (lane < kHalfBoxes) arrive(here + ValuesRing::empty_of(box_of(of, half, lane)));
       };
 
       int round = 0;  // tiles of this consumer so far, all of them in stage `half`
-      Walk walk = begin;
-      Part part;
-      while (__any_sync(~0u, take(walk, part))) {
+      for (bool taken = true; taken; taken = __any_sync(~0u, take(walk, part))) {
         const Work& work = part;
         constexpr int first_row = 0;
         const int rows = min(work.seqlen_q * group - work.row_start, kHeads);  // of the item that exist
@@ -856,133 +906,153 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         };
 
         const int tiles = part.end - part.first;
-        for (int step = half; __any_sync(~0u, step < tiles); step += kConsumers) {
-          const int tile = tile_of(work, part.first + step), phase = round++ & 1;
+        const auto multiply = [&](auto consumer) {
+          constexpr int half = consumer.half;  // a constant, so that descriptors of products are constants, too
+          constexpr uint32_t kOwnP = kP + half * kBox, kOwnSpare = kOwnP + kFewBox;
+          for (int step = half; __any_sync(~0u, step < tiles); step += kConsumers) {
+            const int tile = tile_of(work, part.first + step), phase = round++ & 1;
 
-          // S^T = K Q^T
-          float s[kHeads / 2];
-          int accumulate = 0;
-          const auto multiply_box = [&](uint32_t q_box, uint32_t k_box) {
-            const RowMatrix q(q_box), k(k_box);
-            fence_products();
+            // S^T = K Q^T
+            float s[kHeads / 2];
+            int accumulate = 0;
+            const auto multiply_box = [&](uint32_t q_box, uint32_t k_box) {
+              const RowMatrix q(q_box), k(k_box);
+              fence_products();
 #pragma unroll
-            for (int column = 0; column < kBoxColumns; column += kMmaK) {
-              Product<Element, kHeads>::template ss<0>(s, k.at(column * sizeof(Element)), q.at(column * sizeof(Element)), accumulate);
-              accumulate = 1;
-            }
-          };
-          MoreRing(half, phase, here).wait();
-          multiply_box(kQ + 2 * kHalfBoxes * kFewBox, kMore + half * kBox);
-#pragma unroll
-          for (int i = 0; i < 2 * kHalfBoxes; ++i) {
-            const int of = i < kHalfBoxes ? half : 1 - half, box = i % kHalfBoxes;
-            ValuesRing(box_of(of, half, box), phase, here).wait();
-            multiply_box(kQ + (of * kHalfBoxes + box) * kFewBox, place_of(of, half, box));
-          }
-          commit_products();
-          wait_products<0>();
-          fence_registers(s);
-          if (lane == 0) arrive(here + MoreRing::empty_of(half));
-          const int left = work.seqlen_k - tile * kBlockN;
-          if (__builtin_expect(left < kBlockN, 0)) {  // V after the end may be NaN, and 0 * NaN is NaN
-            for (int i = max(left, 0) * kBoxBytes + 16 * group_thread; i < static_cast<int>(kBox); i += 128 * 16) {
-#pragma unroll
-              for (int box = 0; box < kHalfBoxes; ++box) {
-                shared_at<int4>(place_of(0, half, box) + i) = {};
-                shared_at<int4>(place_of(1, half, box) + i) = {};
+              for (int column = 0; column < kBoxColumns; column += kMmaK) {
+                Product<Element, kHeads>::template ss<0>(s, k.at(column * sizeof(Element)), q.at(column * sizeof(Element)), accumulate);
+                accumulate = 1;
               }
-            }
-            fence_async_proxy();
-            named_sync(Named::kZeroed, half, 128);
-          }
-          const int kv_first = tile * kBlockN + own_key;  // and 8 on
-          if (__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi))) {
+            };
+            MoreRing(half, phase, here).wait();
+            multiply_box(kQ + 2 * kHalfBoxes * kFewBox, kMore + half * kBox);
 #pragma unroll
-            for (int row = 0; row < kLaneHeads; ++row) {
-              const int q_row = min(query[row], seqlen_q - 1);  // rows after the end repeat the last one
-              const int q_pos = q_row + (seqlen_k - seqlen_q);
-              const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
-#pragma unroll
-              for (int i = 0; i < 4; i += 2) {
-                const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
-                float& x = s[row / 2 * 4 + i + row % 2];
-                if (key >= visible_to) x = kMasked;
-              }
-            }
-          }
-
-          // P = exp2(S * scale - row_max). The row max of a head follows the running max only beyond kRaiseAbove.
-          bool above = false;
-#pragma unroll
-          for (int i = 0; i < kHeads / 2; ++i) above = above || s[i] * scale_log2e > row_max[number_of(i)] + kRaiseAbove;
-          if (named_any(static_cast<int>(Named::kPublished) + half, 128, above)) {
-            float maximum[kLaneHeads], alpha[kLaneHeads];
-#pragma unroll
-            for (int number = 0; number < kLaneHeads; ++number) {
-              const int i = number / 2 * 4 + number % 2;
-              maximum[number] = fmaxf(s[i], s[i + 2]);
-            }
-            share(kOwnSpare, maximum, [](float a, float b) { return fmaxf(a, b); });
-#pragma unroll
-            for (int number = 0; number < kLaneHeads; ++number) {
-              const float scaled = maximum[number] * scale_log2e;
-              const float raised = scaled > row_max[number] + kRaiseAbove ? scaled : row_max[number];
-              alpha[number] = exp2_approx(row_max[number] - raised);
-              row_max[number] = raised;
-              row_sum[number] *= alpha[number];
-            }
-            rescale_all(alpha);
-          }
-          uint32_t p[kHeads / 4];
-#pragma unroll
-          for (int i = 0; i < kHeads / 2; i += 2) {
-            const int number = number_of(i);
-            const float first = exp2_approx(fmaf(s[i], scale_log2e, -row_max[number]));
-            const float second = exp2_approx(fmaf(s[i + 1], scale_log2e, -row_max[number + 1]));
-            row_sum[number] += first;
-            row_sum[number + 1] += second;
-            p[i / 2] = pack<Element>(first, second);
-          }
-#pragma unroll
-          for (int block = 0; block < kHeads / 8; block += 2) {
-            const int row = 8 * (block + lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
-            const uint32_t* const of_heads = p + 2 * block;
-            store_transposed(here + kOwnP + row * kBoxBytes + 16 * (chunk ^ (row % 8)), of_heads[0], of_heads[1], of_heads[2], of_heads[3]);
-          }
-          fence_async_proxy();
-          sync_warpgroup();
-
-          // O^T += V^T P^T
-          const RowMatrix of_p(kOwnP);
-#pragma unroll
-          for (int i = 0; i < kConsumers; ++i) {
-            const int of = i == 0 ? half : 1 - half;
-#pragma unroll
-            for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[of * kHalfBoxes + box]);
-            fence_products();
-#pragma unroll
-            for (int key = 0; key < kBlockN; key += kMmaK) {
-#pragma unroll
-              for (int box = 0; box < kHalfBoxes; ++box) {
-                const ValueMatrix v(place_of(of, half, box));
-                Product<Element, kHeads>::template ss<0, 1>(
-                    acc[of * kHalfBoxes + box], v.at(key * kBoxBytes), of_p.at(key * sizeof(Element)), 1);
-              }
+            for (int i = 0; i < 2 * kHalfBoxes; ++i) {
+              const int of = i < kHalfBoxes ? half : 1 - half, box = i % kHalfBoxes;
+              ValuesRing(box_of(of, half, box), phase, here).wait();
+              multiply_box(kQ + (of * kHalfBoxes + box) * kFewBox, place_of(of, half, box));
             }
             commit_products();
+            wait_products<0>();
+            fence_registers(s);
+            if (lane == 0) arrive(here + MoreRing::empty_of(half));
+            const int left = work.seqlen_k - tile * kBlockN;
+            if (__builtin_expect(left < kBlockN, 0)) {  // V after the end may be NaN, and 0 * NaN is NaN
+              for (int i = max(left, 0) * kBoxBytes + 16 * group_thread; i < static_cast<int>(kBox); i += 128 * 16) {
+#pragma unroll
+                for (int box = 0; box < kHalfBoxes; ++box) {
+                  shared_at<int4>(place_of(0, half, box) + i) = {};
+                  shared_at<int4>(place_of(1, half, box) + i) = {};
+                }
+              }
+              fence_async_proxy();
+              named_sync(Named::kZeroed, half, 128);
+            }
+            const int kv_first = tile * kBlockN + own_key;  // and 8 on
+            if (__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi))) {
+#pragma unroll
+              for (int row = 0; row < kLaneHeads; ++row) {
+                const int q_row = min(query[row], seqlen_q - 1);  // rows after the end repeat the last one
+                const int q_pos = q_row + (seqlen_k - seqlen_q);
+                const int visible_to = min(q_pos + 1, seqlen_k) - kv_first;
+#pragma unroll
+                for (int i = 0; i < 4; i += 2) {
+                  const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+                  float& x = s[row / 2 * 4 + i + row % 2];
+                  if (key >= visible_to) x = kMasked;
+                }
+              }
+            }
+
+            // P = exp2(S * scale - row_max). The row max of a head follows the running max only beyond kRaiseAbove.
+            bool above = false;
+#pragma unroll
+            for (int i = 0; i < kHeads / 2; ++i) above = above || s[i] * scale_log2e > row_max[number_of(i)] + kRaiseAbove;
+            if (named_any(static_cast<int>(Named::kPublished) + half, 128, above)) {
+              float maximum[kLaneHeads], alpha[kLaneHeads];
+#pragma unroll
+              for (int number = 0; number < kLaneHeads; ++number) {
+                const int i = number / 2 * 4 + number % 2;
+                maximum[number] = fmaxf(s[i], s[i + 2]);
+              }
+              share(kOwnSpare, maximum, [](float a, float b) { return fmaxf(a, b); });
+#pragma unroll
+              for (int number = 0; number < kLaneHeads; ++number) {
+                const float scaled = maximum[number] * scale_log2e;
+                const float raised = scaled > row_max[number] + kRaiseAbove ? scaled : row_max[number];
+                alpha[number] = exp2_approx(row_max[number] - raised);
+                row_max[number] = raised;
+                row_sum[number] *= alpha[number];
+              }
+              rescale_all(alpha);
+            }
+            uint32_t p[kHeads / 4];
+#pragma unroll
+            for (int i = 0; i < kHeads / 2; i += 2) {
+              const int number = number_of(i);
+              const float first = exp2_approx(fmaf(s[i], scale_log2e, -row_max[number]));
+              const float second = exp2_approx(fmaf(s[i + 1], scale_log2e, -row_max[number + 1]));
+              row_sum[number] += first;
+              row_sum[number + 1] += second;
+              p[i / 2] = pack<Element>(first, second);
+            }
+#pragma unroll
+            for (int block = 0; block < kHeads / 8; block += 2) {
+              const int row = 8 * (block + lane / 16) + lane % 8, chunk = 2 * (warp % 4) + lane / 8 % 2;
+              const uint32_t* const of_heads = p + 2 * block;
+              store_transposed(here + kOwnP + row * kBoxBytes + 16 * (chunk ^ (row % 8)), of_heads[0], of_heads[1], of_heads[2], of_heads[3]);
+            }
+            fence_async_proxy();
+            sync_warpgroup();
+
+            // O^T += V^T P^T
+            const RowMatrix of_p(kOwnP);
+#pragma unroll
+            for (int i = 0; i < kConsumers; ++i) {
+              const int of = i == 0 ? half : 1 - half;
+#pragma unroll
+              for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[of * kHalfBoxes + box]);
+              fence_products();
+#pragma unroll
+              for (int key = 0; key < kBlockN; key += kMmaK) {
+#pragma unroll
+                for (int box = 0; box < kHalfBoxes; ++box) {
+                  const ValueMatrix v(place_of(of, half, box));
+                  Product<Element, kHeads>::template ss<0, 1>(
+                      acc[of * kHalfBoxes + box], v.at(key * kBoxBytes), of_p.at(key * sizeof(Element)), 1);
+                }
+              }
+              commit_products();
+            }
+            wait_products<1>();
+#pragma unroll
+            for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[half * kHalfBoxes + box]);
+            release_values(half);
+            wait_products<0>();
+#pragma unroll
+            for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[(1 - half) * kHalfBoxes + box]);
+            release_values(1 - half);
           }
-          wait_products<1>();
+          if constexpr (half == 1) {  // its own half of the columns comes first
 #pragma unroll
-          for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[half * kHalfBoxes + box]);
-          release_values(half);
-          wait_products<0>();
+            for (int box = 0; box < kHalfBoxes; ++box) {
 #pragma unroll
-          for (int box = 0; box < kHalfBoxes; ++box) fence_registers(acc[(1 - half) * kHalfBoxes + box]);
-          release_values(1 - half);
+              for (int i = 0; i < kHeads / 2; ++i) {
+                const float other = acc[box][i];
+                acc[box][i] = acc[kHalfBoxes + box][i];
+                acc[kHalfBoxes + box][i] = other;
+              }
+            }
+          }
+        };
+        if (half == 0) {
+          multiply(Consumer<0>());
+        } else {
+          multiply(Consumer<1>());
         }
 
         // Both consumers take the larger row max, and add up row sums and O: each of them half of the columns.
-        share(kOwnSpare + kSharedSums, row_sum, [](float a, float b) { return a + b; });
+        share(own_spare + kSharedSums, row_sum, [](float a, float b) { return a + b; });
         if (warp % 4 == 0 && lane < 4) {
 #pragma unroll
           for (int number = 0; number < kLaneHeads; number += 2) {
@@ -1012,7 +1082,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         };
 #pragma unroll
         for (int box = 0; box < kHalfBoxes; ++box) {
-          const auto& from = acc[(1 - half) * kHalfBoxes + box];
+          const auto& from = acc[kHalfBoxes + box];
 #pragma unroll
           for (int i = 0; i < kHeads / 2; i += 4) {
             shared_at<float4>(place_of_four(half, box, i)) = {from[i], from[i + 1], from[i + 2], from[i + 3]};
@@ -1021,7 +1091,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         sync_consumers();
 #pragma unroll
         for (int box = 0; box < kHalfBoxes; ++box) {
-          auto& own = acc[half * kHalfBoxes + box];
+          auto& own = acc[box];
 #pragma unroll
           for (int i = 0; i < kHeads / 2; i += 4) {
             const float4 more = shared_at<float4>(place_of_four(1 - half, box, i));
@@ -1038,7 +1108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
 #pragma unroll
             for (int i = 0; i < kHeads / 2; ++i) {
               const int number = number_of(i);
-              if (head_of(number) < rows) write(kHalf * half + box * kBoxColumns + own_key + 8 * row_of(i), number, acc[half * kHalfBoxes + box][i]);
+              if (head_of(number) < rows) write(kHalf * half + box * kBoxColumns + own_key + 8 * row_of(i), number, acc[0 * kHalfBoxes + box][i]);
             }
           }
         };
@@ -1056,21 +1126,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           }
           for_each([&](int column, int number, float value) { to[number][column] = to_element<OutElement>(value * normalize[number]); });
         } else {  // other blocks have the rest of the keys: a second launch merges, or, with splits of a fixed size, the last block
-          const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
-          const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
+          const int first_worker = listed_splits ? 0 : splits > 0 ? worker - part.chunk : ranges.worker_of(part.list_begin);
+          const int parts = listed_splits || splits > 0 ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
           const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
           // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
           const auto of_worker = [&](int number) {
             const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
             return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
           };
+          // With equal parts no keys follow, so that rows that this block merges itself stay in shared memory, where values were.
           float* const own_part = of_worker(listed_splits ? part.chunk : worker - first_worker);
-          for_each([&](int column, int number, float value) { own_part[head_of(number) * Partial::kFloats + column] = value; });
+          const KeptRows kept = splits > 0 ? KeptRows(EvenRanges(rows * kRowThreads, parts), worker - first_worker) : KeptRows();
+          const auto row_place = [&](int row) { return kept.has(row) ? kept.place_of(row) : own_part + row * Partial::kFloats; };
+          float* places[kLaneHeads];
+#pragma unroll
+          for (int number = 0; number < kLaneHeads; ++number) places[number] = row_place(head_of(number));
+          for_each([&](int column, int number, float value) { places[number][column] = value; });
           if (half == 0 && warp % 4 == 0 && lane < 4) {
 #pragma unroll
             for (int number = 0; number < kLaneHeads; ++number) {
               if (head_of(number) < rows) {
-                *reinterpret_cast<float2*>(own_part + head_of(number) * Partial::kFloats + kHeadDimV) = {row_max[number], row_sum[number]};
+                *reinterpret_cast<float2*>(places[number] + kHeadDimV) = {row_max[number], row_sum[number]};
               }
             }
           }
@@ -1078,6 +1154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             sync_consumers();  // both consumers have stored their columns
             if (threadIdx.x == 0) {
               shared_at<Unfinished>(kUnfinished + (part.chunk == 0) * static_cast<uint32_t>(sizeof(Unfinished))) = {item, parts, first_worker, worker - first_worker};
+              left_by(own_part) = 0;
               arrive_counted(counters_ptr + 2 * (item * blocks + rank));
             }
             continue;
@@ -1112,15 +1189,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     // With splits of a fixed size the bits of a row do not depend on the longest sequence.
     const int most_rows = split_tiles > 0 ? kRows : max_seqlen_q * group;
     if (most_rows <= 16) {
-      if (warpgroup == 0) {
-        consume_few(FewHeads<0, 16>());
-      } else {
-        consume_few(FewHeads<1, 16>());
-      }
-    } else if (warpgroup == 0) {
-      consume(Consumer<0>());
+      consume_few(Constant<16>());
     } else {
-      consume(Consumer<1>());
+      consume();
     }
     // Merge of partial results where other blocks have parts of this one's first or last item: each merges some of the rows once all parts are there.
     // No block depends on others being resident: one that has waited in vain leaves, and the last one to leave does what is left.
@@ -1137,6 +1208,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
         const EvenRanges shares(units, shared.parts);
         sync_consumers();
         const bool there = shared_at<int>(kLast);
+        const auto part_of = [&](int number) {
+          const int slot = 2 * (shared.first_worker + number) + (number == 0);
+          return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
+        };
+        const KeptRows kept = splits > 0 ? KeptRows(shares, shared.own) : KeptRows();
+        if (!there) {  // others may merge the rows of this block
+          for (int i = threadIdx.x; i < (kept.end - kept.first) * Partial::kFloats / 4; i += 128 * kConsumers) {
+            reinterpret_cast<float4*>(part_of(shared.own) + kept.first * Partial::kFloats)[i] = reinterpret_cast<const float4*>(kept.place_of(kept.first))[i];
+          }
+          if (threadIdx.x == 0) left_by(part_of(shared.own)) = 1;
+        }
+        int share = -1;  // of another block
         int first = there ? shares.first(shared.own) : 0, end = there ? shares.first(shared.own + 1) : 0;
         for (bool has_left = false;;) {
           // Adds up four columns of kUnits rows at a time, so that the latencies of their parts overlap.
@@ -1144,8 +1227,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             constexpr int kUnits = units_at_once.kValue, kParts = parts_at_once.kValue, kApart = 128 * kConsumers;
             for (int unit = first + threadIdx.x; unit < end; unit += kUnits * kApart) {
               const auto from = [&](int i, int number) {
-                const int slot = 2 * (shared.first_worker + number) + (number == 0), row = first_row + (unit + i * kApart) / kRowThreads;
-                return partials_ptr + (slot * static_cast<long long>(item_rows) + row) * Partial::kFloats;
+                const int row = (unit + i * kApart) / kRowThreads;
+                return number == shared.own && kept.has(row) ? kept.place_of(row) : part_of(number) + row * Partial::kFloats;
               };
               const int column = unit % kRowThreads * 4;  // of all of them
               static_assert(kApart % kRowThreads == 0);
@@ -1183,19 +1266,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           } else {
             merge(Constant<1>(), Constant<kPartsAtOnce>());
           }
-          if (has_left) break;
-          sync_consumers();
-          if (threadIdx.x == 0) {
-            const uint32_t own = there ? 1 : 1 + kGaveUp, left = arrive_counted(counter + 1, own) + own;
-            const bool last = left % kGaveUp == shared.parts;
-            shared_at<int>(kLast) = last && left >= kGaveUp;
-            if (last) counter[0] = counter[1] = 0;  // as the next launch expects them
+          if (!has_left) {
+            sync_consumers();
+            if (threadIdx.x == 0) {
+              const uint32_t own = there ? 1 : 1 + kGaveUp, left = arrive_counted(counter + 1, own) + own;
+              const bool last = left % kGaveUp == shared.parts;
+              shared_at<int>(kLast) = last && left >= kGaveUp;
+              if (last) counter[0] = counter[1] = 0;  // as the next launch expects them
+            }
+            sync_consumers();
+            has_left = shared_at<int>(kLast);
+            if (!has_left) break;
           }
-          sync_consumers();
-          if (!shared_at<int>(kLast)) break;
-          has_left = true;
-          first = 0;
-          end = units;
+          do ++share;
+          while (share < shared.parts && left_by(part_of(share)) == 0);
+          if (share == shared.parts) break;
+          first = shares.first(share);
+          end = shares.first(share + 1);
         }
       }
     }

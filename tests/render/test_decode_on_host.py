@@ -44,6 +44,7 @@ PTX = {
     r'asm volatile\("" : "\+l"\(address\)\);': "",
     r'asm volatile\("st\.global\.v4\.b32 .*?\);': "std::memcpy(to, block, 16);",
     r'asm\("\{ \.reg .*? selp\.f32 .*?\);': "chosen = condition ? yes : no;",
+    r'asm\("\{\\n"\s+"\.reg \.pred holds.*?\);': "chosen = condition ? first : second;",
     r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.3d.*?\);': "",  # of packed sequences, which do not run here
     r'asm volatile\("cp\.async\.bulk\.prefetch.*?\);': "",
     r'asm volatile\("\{\.reg \.pred p; elect\.sync .*?\);': "own = threadIdx.x % 32 == 0;",
@@ -132,7 +133,8 @@ def test_one_that_reads_8_bits_is_right(fields: dict[str, object], tmp_path: Pat
 #: to four parts of an item in another way than more. They run one after the other, and wait in vain; then all at once.
 KEY_VALUE_CASES = [
     "16,1,1,4,0,64,64,1,200", "24,1,1,3,0,16,500", "128,1,1,6,0,64,330,77", "48,1,3,4,2,16,300,0,5", "40,2,4,6,3,1,150",
-    "8,1,2,3,0,16,700,90", "16,1,1,5,0,64,1000",
+    "8,1,2,3,0,16,700,90", "16,1,1,5,0,64,1000", "64,1,1,9,0,64,2000", "8,1,1,9,0,64,1500,0,70",
+    "96,1,1,16,0,64,500,300,80",
 ]  # fmt: skip
 
 

@@ -40,15 +40,15 @@ __device__ __forceinline__ void release_stages(uint32_t first_barrier, int block
 }
 
 // Half of the columns of a partial result, from those that begin at `column`: two rows of an accumulator, `row` and 8 rows
-// on, as the four lanes of an MMA have them. `sum` is that of all lanes.
-template <int kWidth>
-__device__ __forceinline__ void store_half(
-    float* to, int row, int rows, int column, int lane, const float (&acc)[kWidth / 4], const float (&row_max)[2],
+// on, as the four lanes of an MMA have them; `place_of` says where a row lies. `sum` is that of all lanes.
+template <int kWidth, typename PlaceOf>
+__device__ __forceinline__ void store_half_at(
+    const PlaceOf& place_of, int row, int rows, int column, int lane, const float (&acc)[kWidth / 4], const float (&row_max)[2],
     const float (&sum)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (row + 8 * half < rows) {
-      float* const at = to + (row + 8 * half) * PartialRow<kWidth>::kFloats;
+      float* const at = place_of(row + 8 * half);
 #pragma unroll
       for (int i = 0; i < kWidth / 16; ++i) {
         *reinterpret_cast<float2*>(at + column + 8 * i + 2 * (lane % 4)) = {acc[4 * i + 2 * half], acc[4 * i + 2 * half + 1]};
@@ -56,4 +56,12 @@ __device__ __forceinline__ void store_half(
       if (column == 0 && lane % 4 == 0) *reinterpret_cast<float2*>(at + kWidth) = {row_max[half], sum[half]};
     }
   }
+}
+
+// The same of rows that lie one after the other.
+template <int kWidth>
+__device__ __forceinline__ void store_half(
+    float* to, int row, int rows, int column, int lane, const float (&acc)[kWidth / 4], const float (&row_max)[2],
+    const float (&sum)[2]) {
+  store_half_at<kWidth>([&](int of_part) { return to + of_part * PartialRow<kWidth>::kFloats; }, row, rows, column, lane, acc, row_max, sum);
 }
