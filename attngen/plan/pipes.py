@@ -122,6 +122,10 @@ class Pipes:
             counts = {role.registers for role in self.roles if role.first // WARPGROUP == group}
             if len(counts) > 1:
                 raise ValueError(f"threads of one warpgroup have the same registers, not {sorted(counts)}")
+        threads = 32 * sum(role.warps for role in self.roles)
+        asked, reserved = sum(32 * role.warps * role.registers for role in self.roles), 65536 // threads // 8 * 8
+        if asked > threads * reserved:
+            raise ValueError(f"roles ask for {asked} registers; a launch reserves {threads} x {reserved}")
 
     @property
     def rings(self) -> tuple[Ring, ...]:

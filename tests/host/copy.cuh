@@ -7,6 +7,10 @@ inline void copy_async(uint32_t to, const void* from, bool exists) {
   if (exists) std::memcpy(place_of_address(to), from, 16);
   else std::memset(place_of_address(to), 0, 16);
 }
+template <int kTo, int kFrom>
+inline void copy_async_at(uint32_t to, const void* from, bool exists) {
+  copy_async(to + kTo, static_cast<const char*>(from) + kFrom, exists);
+}
 inline void copy_number_async(uint32_t to, const void* from) { std::memcpy(place_of_address(to), from, 4); }
 inline void arrive_when_copied(uint32_t barrier) { arrive(barrier); }
 template <int kBoxBytes>

@@ -14,6 +14,7 @@
 #include <vector>
 
 #define __device__
+#define __align__(bytes) alignas(bytes)
 #define __forceinline__ inline
 #define __global__
 #define __grid_constant__

@@ -228,6 +228,12 @@ def test_barriers_of_one_number_are_refused() -> None:
         replace(pipes, order=pipes.order[1:])
 
 
+def test_roles_ask_for_no_more_registers_than_a_launch_reserves() -> None:
+    indexed_pipes(qk=576, v=512, element=2, registers=(88, 208))
+    with pytest.raises(ValueError, match=r"65536 registers; a launch reserves 384 x 168"):
+        indexed_pipes(qk=576, v=512, element=2, registers=(96, 208))
+
+
 def test_registers_are_those_of_whole_warpgroups() -> None:
     pipes = declared.backward(3, 2, 4, "pingpong")
     *others, last = pipes.roles

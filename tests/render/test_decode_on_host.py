@@ -149,6 +149,7 @@ WIDE_CASES = ["16,2,1,4,0,64,64,1,200", "4,1,1,3,0,16,500", "48,1,3,4,2,16,300,0
         {"head_dim": "{qk: 576, v: 512}", "layout": "paged"},
         seldom({"head_dim": "{qk: 576, v: 512}", "layout": "dense"}),
         seldom({"head_dim": 512, "layout": "paged", "dtype": "fp16"}),
+        {"head_dim": "{qk: 576, v: 512}", "layout": "paged", "kv_dtype": "fp8_mla_656"},
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
@@ -185,19 +186,25 @@ LISTED_BLOCKS_CASES = ["64,9,2,300,13,1,13,0,4,5,8,1,3", "128,3,4,512,16,8,16,1,
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
-    ("keys", "head_dim", "cases"),
+    ("keys", "fields", "cases"),
     [
-        ("counted_index", "{qk: 576, v: 512}", LISTED_CASES),
-        pytest.param("counted_index", "512", LISTED_CASES, marks=pytest.mark.exhaustive),
-        pytest.param("counted_blocks_of_16", "{qk: 576, v: 512}", LISTED_BLOCKS_CASES, marks=pytest.mark.exhaustive),
+        ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES),
+        pytest.param("counted_index", {"head_dim": "512"}, LISTED_CASES, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "counted_blocks_of_16", {"head_dim": "{qk: 576, v: 512}"}, LISTED_BLOCKS_CASES, marks=pytest.mark.exhaustive
+        ),
+        ("counted_index", {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"}, LISTED_CASES),
     ],
-    ids=lambda value: "" if isinstance(value, list) else str(value),
+    ids=lambda value: "" if isinstance(value, list) else "-".join(value.values()) if isinstance(value, dict) else value,
 )
-def test_one_whose_calls_list_keys_is_right(keys: str, head_dim: str, cases: list[str], tmp_path: Path) -> None:
+def test_one_whose_calls_list_keys_is_right(
+    keys: str, fields: dict[str, str], cases: list[str], tmp_path: Path
+) -> None:
     declared = f"variants:\n  listed: {{keys: {keys}}}\n"
-    plan = planned("listed", declared=declared, backend="cuda", v="key", head_dim=head_dim, layout="dense")
+    plan = planned("listed", declared=declared, backend="cuda", v="key", layout="dense", **fields)
     assert plan.variant.keys is not None
-    run_plan(plan, "listed.cpp", {"BLOCK": LISTS[plan.variant.keys].block}, cases, tmp_path)
+    defined = {"BLOCK": LISTS[plan.variant.keys].block, "LATENT_ROWS": int(plan.latent_row is not None)}
+    run_plan(plan, "listed.cpp", defined, cases, tmp_path)
 
 
 def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
@@ -209,6 +216,7 @@ def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
         "V_KEYS": getattr(plan.structure, "value_keys", plan.tile_n),
         "MERGES_IN_PLACE": int(getattr(plan.structure, "merges", False)),
         "PAGED": int(plan.layout == "paged"),
+        "LATENT_ROWS": int(plan.latent_row is not None),
         "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),
     }  # fmt: skip
     run_plan(plan, "decode.cpp", defined, cases, folder)
