@@ -31,6 +31,24 @@ UNBOUNDED = """variants:
     tensors: {item: {dtype: int32, shape: [b, seqlen_k], monotone: {axis: 1}}}
 """
 
+#: Gradients of every way of adding them up: of a number, of heads, of diagonals that share an entry, of keys.
+LEARNED = """variants:
+  learned:
+    mask: "q_pos >= kv"
+    score: "s * gain + slope[h] * (kv - q_pos) + table[clamp(q_pos - kv, 0, 15)] + bias[b, kv]"
+    tensors:
+      gain: {dtype: float32, shape: [], grad: true}
+      slope: {dtype: float32, shape: [h], grad: true}
+      table: {dtype: float32, shape: [16], grad: true}
+      bias: {dtype: bf16, shape: [b, seqlen_k], grad: true}
+"""
+
+
+def test_gradients_of_several_tensors_stay_in_cuda() -> None:
+    plan = planned("learned", declared=LEARNED, passes="backward", backward=None, head_dim=64)
+    assert plan.backend == "cuda"
+    assert compile_source(plan, render(plan)).manifest["resources"]["spills"] == 0
+
 
 @pytest.mark.parametrize(("variant", "choice"), [("diffusion", "pingpong"), ("items", "pingpong_lean")])
 def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:

@@ -47,9 +47,12 @@ Resized = Sequence[tuple[int, bytes]]
 
 
 class HelperLaunches:
-    """The launches of a helper kernel for one kind of call. Calling it enqueues them on the current stream."""
+    """The launches of a helper kernel for one kind of call. Calling it enqueues them on the current stream.
 
-    __slots__ = ("_device", "_driver", "_first", "_free", "_launches")
+    ``label`` is the kernel's name, by which tests on a GPU tell which one took a call.
+    """
+
+    __slots__ = ("_device", "_driver", "_first", "_free", "_launches", "label")
 
     def __init__(
         self, kernel: Kernel, operands: Operands, grids: Sequence[Grid], driver: Driver, device: int,
@@ -57,6 +60,7 @@ class HelperLaunches:
     ) -> None:  # fmt: skip
         """``changing``: numbers in which calls may differ. Raises LoadError if a cubin does not load, or its parameters
         are others."""
+        self.label = kernel.full_name
         self._driver, self._device = driver, device
         self._launches = [_PackedLaunch(kernel.direction, operands, grid, driver, device, changing) for grid in grids]
         numbers = {key: operands.sizes[key] if isinstance(key, str) else operands.strides[key] for key in changing}
