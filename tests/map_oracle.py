@@ -141,7 +141,7 @@ def check_map(words: Tensor, shape: Any, tiles: tuple[int, int], call: Call, *, 
 
 def check_order(order: Tensor, tiles: Tensor, *, by_keys: bool = True) -> None:
     """Compare an order with that of rows as they are, and with those that begin with the rows of many more tiles, whose
-    number follows: the others as they are, or by their tiles as well."""
+    number follows, or 0 where none of them is to be cut: the others as they are, or by their tiles as well."""
     orders, most = order[:-1].view(tiles.shape).tolist(), int(order[-1])
     wanted, by_length, numbers, natural = [], [], [], list(range(tiles.shape[1]))[:: 1 if by_keys else -1]
     for counts in tiles.tolist():
@@ -150,7 +150,8 @@ def check_order(order: Tensor, tiles: Tensor, *, by_keys: bool = True) -> None:
         wanted.append(first + [row for row in natural if row not in first])
         by_length.append(sorted(natural, key=lambda row, own=counts: -own[row]))  # type: ignore[misc]
         numbers.append(len(first))
-    assert (orders, most) in ((wanted, max(numbers)), (by_length, max(numbers)), ([natural] * len(wanted), 0))
+    assert orders in (wanted, by_length) or orders == [natural] * len(wanted) and most == 0
+    assert most in (0, max(numbers))
 
 
 def pairs_of(words: Tensor, width: int) -> Tensor:

@@ -76,7 +76,12 @@ def test_names_of_kernels_are_free(section, name):
     load_spec_text(f"schema: 1\nvariants: {{a: {{mask: true, {section.format(name)} }} }}")
 
 
-REQUIRED = {"nvidia-cuda-nvrtc-cu12": "nvidia", "pytest-xdist": "xdist", "PyYAML": "yaml"}
+REQUIRED = {
+    "nvidia-cuda-nvrtc-cu12": "nvidia",
+    "nvidia-cuda-nvcc-cu12": "nvidia",
+    "pytest-xdist": "xdist",
+    "PyYAML": "yaml",
+}
 
 
 def required_modules() -> set[str]:
