@@ -150,7 +150,7 @@ def check_order(order: Tensor, tiles: Tensor, *, by_keys: bool = True) -> None:
         wanted.append(first + [row for row in natural if row not in first])
         by_length.append(sorted(natural, key=lambda row, own=counts: -own[row]))  # type: ignore[misc]
         numbers.append(len(first))
-    assert orders in (wanted, by_length) or orders == [natural] * len(wanted) and most == 0
+    assert orders in (wanted, by_length) or (orders == [natural] * len(wanted) and most == 0)
     assert most in (0, max(numbers))
 
 
