@@ -126,8 +126,8 @@ def test_batches_of_the_same_sizes_in_the_same_memory(gpu: FakeDriver, called: l
 @pytest.mark.parametrize("beside", [False, True])
 def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any], beside: bool) -> None:
     """Their launches are made without a call, once a batch has run in the same way: as a whole, with sequences that
-    decode first, or last. Tables have other columns, and rows that are further apart. Kernels that may run ``beside``
-    others are told so."""
+    decode first, or last. Tables have other columns, and rows that are further apart. ``beside``: the kernel may run
+    side by side with another one."""
     one = leaving_out(variant(), "beside") if beside else kernel(variant(), layout="paged")
     registry.add(package_of_kernels([one], "memory"))
     ours = [PagedLayer(*of_layer(n), variant="causal", softmax_scale=0.2) for n in range(2)]

@@ -15,7 +15,7 @@ from attngen.runtime.arguments import debug, seen
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.calls import mixed as mixed_calls
 from attngen.runtime.calls import pairs
-from attngen.runtime.calls.beside import Left
+from attngen.runtime.calls.beside import Division
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import cache, starts_of
@@ -217,7 +217,7 @@ def test_how_a_device_is_divided(decodes: int, tokens: int, sides: tuple[bool, i
 
     q, k = torch.empty(9, 32, 128, device="meta").bfloat16(), torch.empty(9, 16, 8, 128, device="meta").bfloat16()
     with drivers.use(Hopper()):
-        assert Left(q, k, "NHD").sides(decodes + tokens, decodes) == sides
+        assert Division(q, k, "NHD").sides(decodes + tokens, decodes) == sides
 
 
 def test_all_decode(gpu: FakeDriver) -> None:

@@ -33,13 +33,8 @@ def heads_axis(layout: str) -> int:
 
 
 def left_to_prompts(q: Tensor, tokens: int, k: Tensor, layout: str, decodes: int) -> int:
-    """Multiprocessors that decoding leaves to prompts, so that both are done at about the same time; q may have more
-    rows than there are ``tokens``.
-
-    The host knows no length of keys, and takes all sequences to have as many. There are few values, since calls that
-    leave another number are of another kind.
-    """
-    return Left(q, k, layout)(tokens, decodes)
+    """See ``Division.left_to_prompts``; q may have more rows than there are ``tokens``."""
+    return Division(q, k, layout).left_to_prompts(tokens, decodes)
 
 
 class Sides(NamedTuple):
@@ -50,7 +45,7 @@ class Sides(NamedTuple):
     prompt_blocks: int
 
 
-class Left:
+class Division:
     """Division of a device between decoding and prompts, for tensors that differ in their rows only."""
 
     __slots__ = ("_heads", "_kv_heads", "_multiprocessors", "_ratio")
@@ -84,7 +79,13 @@ class Left:
             waves = _WAVES[0][1]
         return Sides(True, (most - prompts) * waves, prompts)
 
-    def __call__(self, tokens: int, decodes: int) -> int:
+    def left_to_prompts(self, tokens: int, decodes: int) -> int:
+        """Multiprocessors that decoding leaves to prompts on a second stream, so that both are done at about the same
+        time.
+
+        The host knows no length of keys, and takes all sequences to have as many. There are few values, since calls
+        that leave another number are of another kind.
+        """
         rows = tokens - decodes
         ratio = self._ratio * rows / decodes
         for least, part in _LEFT:

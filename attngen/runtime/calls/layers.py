@@ -27,7 +27,7 @@ from attngen.runtime.arguments.torch_state import is_compiling, transforms_activ
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls import mixed
 from attngen.runtime.calls.append import append
-from attngen.runtime.calls.beside import PAIRED, Beside, Left, left_to_prompts, streams_beside
+from attngen.runtime.calls.beside import PAIRED, Beside, Division, left_to_prompts, streams_beside
 from attngen.runtime.calls.entry import run_or_trace
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
@@ -290,7 +290,7 @@ class _Renewal:
     """Makes the launches of batches that differ in their sizes, without the calls that made those of the first one:
     most of a call finds out what is the same in all of these."""
 
-    __slots__ = ("_check", "_device", "_driver", "_generation", "_left", "_pages", "_parts", "_streams")
+    __slots__ = ("_check", "_device", "_division", "_driver", "_generation", "_pages", "_parts", "_streams")
 
     def __init__(self, parts: Sequence[Repeatable], given: Given) -> None:
         """``parts``: one, or that of sequences which decode and that of the others. Raises TypeError where tensors
@@ -308,7 +308,7 @@ class _Renewal:
         scales = [one for one in (given.k_descale, given.v_descale) if one is not None and one.dim() == 2]
         self._pages = given.k.shape[0] if scales else 0
         self._streams = [part.stream for part in parts]
-        self._left = Left(given.q, given.k, given.layout)
+        self._division = Division(given.q, given.k, given.layout)
 
     def __call__(self, q: Tensor, out: Tensor, batch: PagedBatch, places: Places, alike: _Alike) -> _Launches | None:
         """Launch a batch, and return what repeats it; None, and no launch, where a tensor or the state of torch is
@@ -338,7 +338,7 @@ class _Renewal:
             return None
         paired, order = len(parts) == 2, (0, 1)
         if paired:
-            sides = self._left.sides(tokens, abs(decodes))
+            sides = self._division.sides(tokens, abs(decodes))
             order = (1, 0) if sides.prompts_lead else order
             roles = (FOLLOWS, LEADS) if sides.prompts_lead else (LEADS, FOLLOWS)
             ready = self._ready(sequences, tokens, table, roles, sides[1:])

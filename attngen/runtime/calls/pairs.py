@@ -14,7 +14,7 @@ from attngen.runtime.arguments.kinds import INDEX_VECTORS, free_of
 from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.calls.beside import PAIRED, Left
+from attngen.runtime.calls.beside import PAIRED, Division
 from attngen.runtime.calls.dispatch import calls_of_kind, seen_key
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
@@ -34,13 +34,13 @@ _PAIRS: RecentCache[tuple[SeenTensors, Pair] | bool] = RecentCache(PREPARED_CALL
 class Pair:
     """The launches of all batches of a kind that have sequences of few queries, and others."""
 
-    __slots__ = ("_decodes", "_device", "_few", "_kept", "_left", "_pages", "_prompts")
+    __slots__ = ("_decodes", "_device", "_division", "_few", "_kept", "_pages", "_prompts")
 
     def __init__(self, given: Given, few: int, decodes: RaggedCalls, prompts: RaggedCalls) -> None:
         """``few``: most queries of a sequence that decodes. Both parts of a batch, as they ran alone."""
         self._few, self._decodes, self._prompts = few, decodes, prompts
         self._pages, self._device = given.k.shape[0], given.q.get_device()
-        self._left = Left(given.q, given.k, given.layout)
+        self._division = Division(given.q, given.k, given.layout)
         self._kept: RecentCache[_Ready] = RecentCache(KEPT_SIZES)
 
     def ready(self, given: Given, batch: int, rows: int, longest: int) -> _Ready | None:
@@ -57,7 +57,7 @@ class Pair:
         return known
 
     def _resized(self, table: Tensor, batch: int, rows: int, longest: int) -> _Ready | None:
-        sides = self._left.sides(rows, batch - prompts_of(rows, batch, longest))
+        sides = self._division.sides(rows, batch - prompts_of(rows, batch, longest))
         lead, follow = (FOLLOWS, LEADS) if sides.prompts_lead else (LEADS, FOLLOWS)
         decodes = self._decodes.sized_batch(batch, rows, self._few, table, lead, sides.decode_blocks)
         prompts = self._prompts.sized_batch(batch, rows, longest, table, follow, sides.prompt_blocks)
