@@ -12,7 +12,7 @@ VERSION = "0.2.0"
 SCHEMA = 1
 
 #: Version of the format of a kernel's manifest.
-MANIFEST_FORMAT = 2
+MANIFEST_FORMAT = 3
 
 #: Version of the format of packages: their folders and ``package.json``.
 PACKAGE_FORMAT = 1

@@ -232,7 +232,7 @@ class KernelFields:
     scale_block: Signed = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
     transposed_v: bool = False  # keys lie side by side in v
     grouped_v: bool = False  # in groups of 32, in the order of the lanes of an accumulator
-    section_heads: Some = 1  # KV heads that run side by side at least, in a backward by tiles of keys
+    least_heads_in_l2: Some = 1  # KV heads that run side by side at least, in a backward by tiles of keys
     sum_columns: Count = 0  # of the float32 dQ accumulator in global memory; may exceed those of dQ; 0: there is none
     ordered: bool = False  # tiles of keys add to it in a fixed order
     times: Times = ()  # measured nanoseconds of a launch, a work item and a step; none: unknown
@@ -255,7 +255,7 @@ class Manifest(KernelFields):
     variant: VariantText
     arch: str
     dtype: str
-    section_keys: Some
+    l2_keys: Some
     main: Name
     launches: tuple[LaunchEntry, ...]
     resources: Resources

@@ -273,9 +273,9 @@ def reciprocals(*names: str) -> Iterator[Argument]:
 
 def sizes(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) -> Iterator[Argument]:
     """Yield lengths and counts. ``group`` is query heads per KV head, ``group_bits`` its log2 where heads are packed,
-    ``section`` the heads that run side by side."""
+    ``heads_in_l2`` the heads that run side by side."""
     bits = ["group_bits"] if plan.pack_gqa else []
-    for name in ("batch", "heads", "kv_heads", "group", *bits, "section", tiles):
+    for name in ("batch", "heads", "kv_heads", "group", *bits, "heads_in_l2", tiles):
         yield size(name)
     ragged = plan.ragged_queries
     yield Argument("max_seqlen_q" if ragged else "seqlen_q", "size", "i32", of="seqlen_q")

@@ -19,7 +19,7 @@ WARPS = (1, 2, 4, 8, 16)
 STAGES = tuple(range(1, 9))
 
 #: Bytes that the heads running side by side read again, which should stay in L2. Half of the H200's L2 was fastest.
-SECTION_BYTES = 32 * 2**20
+L2_BYTES = 32 * 2**20
 
 #: The same where all work items take equally long and need no balancing: small enough that heads run one after the
 #: other. Side by side, all blocks would read new heads from memory at the same moment.

@@ -200,7 +200,7 @@ class Plan(KernelFields):
     mask_code: str  # branch: one loop, in which tiles that need the mask branch | loop: these have a loop of their own
     softmax: str
     fast_math: bool
-    section_bytes: int  # K and V of the heads that run side by side, sized for L2
+    l2_bytes: int  # K and V of the heads that run side by side, sized for L2
     allow: tuple[str, ...]
     main: str = "forward"  # the launch that tile, stages, warps and iteration are of
     launches: tuple[Launch, ...] = ()  # in their order
@@ -303,8 +303,8 @@ class Plan(KernelFields):
         return 32 * self.num_warps
 
     @property
-    def section_keys(self) -> int:
-        """Keys, of all heads that run side by side, whose K and V take ``section_bytes``.
+    def l2_keys(self) -> int:
+        """Keys, of all heads that run side by side, whose K and V take ``l2_bytes``.
 
         In a backward by tiles of keys these are queries, with Q, dO and the dQ accumulator.
         """
@@ -312,7 +312,7 @@ class Plan(KernelFields):
         by_qk, by_v = (given.k, given.v) if self.direction == "forward" else (given.q, given.dout)
         row = sum(block.width for block in self.columns_qk) * by_qk.bytes
         row += sum(block.width for block in self.columns_v) * by_v.bytes
-        return self.section_bytes // (row + given.accumulator.bytes * self.sum_columns)
+        return self.l2_bytes // (row + given.accumulator.bytes * self.sum_columns)
 
     @property
     def signature(self) -> dict[str, str]:
@@ -373,6 +373,6 @@ class Plan(KernelFields):
             "specific": self.arch.specific,
             "dtype": self.dtype_name,
             "threads": self.threads,
-            "section_keys": self.section_keys,
+            "l2_keys": self.l2_keys,
             "key_access": self.key_access,
         }

@@ -51,7 +51,9 @@ from attngen.schema.fields import (
 )
 from attngen.schema.quoting import show
 
-Softmax = Annotated[str, Choice(("exact_max", "lazy", "fixed_reference", "bounded"))]
+Softmax = Annotated[
+    str, Choice(("exact_max", "lazy", "first_max", "bounded"), aliases=(("fixed_reference", "first_max"),))
+]
 ValuesOf = Annotated[str, Choice(("key",))]
 Keys = Annotated[str, Choice(tuple(KEYS))]
 Layout = Annotated[str, Choice(("dense", "varlen", "paged"))]

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
     float u_cap,
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm80_mma_bf16_d64_
   const int lane = threadIdx.x % 32;
   const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   int unit, q_tile;
-  place_tile_by<uint32_t>(blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  place_tile_by<uint32_t>(blockIdx.x, q_tiles, batch * heads, heads_in_l2, unit, q_tile);
   const int b = static_cast<uint32_t>(unit) / static_cast<uint32_t>(heads), h = unit - b * heads;
   const int hk = static_cast<uint32_t>(h) / static_cast<uint32_t>(group);
   const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;

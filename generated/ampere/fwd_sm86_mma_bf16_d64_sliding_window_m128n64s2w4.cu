@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm86_mma_bf16_d64_
     long long stride_k_b, long long stride_k_s, long long stride_k_h,
     long long stride_v_b, long long stride_v_s, long long stride_v_h,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
     int u_window,
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) fwd_sm86_mma_bf16_d64_
   const int head_bits = group % 4 == 0 ? 2 : group % 2 == 0 ? 1 : 0;
   const int own_tiles = q_tiles << head_bits, tile_units = batch * heads >> head_bits;
   int unit, q_tile;
-  place_tile_by<uint32_t>(blockIdx.x, own_tiles, tile_units, section >> head_bits, unit, q_tile);
+  place_tile_by<uint32_t>(blockIdx.x, own_tiles, tile_units, heads_in_l2 >> head_bits, unit, q_tile);
   const uint32_t unit_head = unit << head_bits;
   const int b = unit_head / static_cast<uint32_t>(heads), first_head = unit_head - b * heads;
   const int hk = static_cast<uint32_t>(first_head) / static_cast<uint32_t>(group);

@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm120a_mma_bf16_d6
     long long stride_dout_b, long long stride_dout_s, long long stride_dout_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
     int has_seqused_k
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm120a_mma_bf16_d6
   const uint32_t shared = static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory));
   const int units = batch * kv_heads;
   int unit, kv_tile;
-  place_tile(blockIdx.x, kv_tiles, units, section, unit, kv_tile);
+  place_tile(blockIdx.x, kv_tiles, units, heads_in_l2, unit, kv_tile);
   kv_tile = kv_tiles - 1 - kv_tile;
   const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
   const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
@@ -562,13 +562,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) bwd_sm120a_mma_bf16_d6
 extern "C" __global__ void __launch_bounds__(128) bwd_sm120a_mma_bf16_d64_causal_m64n64s1w4_postprocess(
     const float* dq_sum_ptr, bf16* dq_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale
 ) {
   // The rows that were written last are read first, while L2 holds them.
   int unit, q_tile;
-  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, heads_in_l2, unit, q_tile);
   const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
   const float* const sums = dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile;
   const int lane = threadIdx.x % 32;

@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_v_descale_b, long long stride_v_descale_h,
     const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         Spans spans = {};
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          place_tile(index, q_tiles, units, heads_in_l2, unit, q_tile);
           const int b = unit / heads, h = unit % heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;

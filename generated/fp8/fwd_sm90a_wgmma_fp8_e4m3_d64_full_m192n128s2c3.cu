@@ -79,7 +79,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
   kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O and parts
-  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kPingpong = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 12, kLoader = 13;  // warps with a role of their own
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_v_descale_b, long long stride_v_descale_h,
     float* partials_ptr, uint32_t* counters_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int cut_rows, int parts,
     float softmax_scale,
     int write_lse, int has_seqused_k
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         if (index < q_tiles_of_all) {
           int unit, q_tile;
           int line;
-          place_tile(index, lines, units, section, unit, line);
+          place_tile(index, lines, units, heads_in_l2, unit, line);
           line = lines - 1 - line;
           q_tile = q_tiles - 1 - (line < cut_lines ? line / parts : line - cut_lines + cut_rows);
           const int b = unit / heads, h = unit % heads;
@@ -404,9 +404,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
     // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
-    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
-    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
-    if (warpgroup == kConsumers - 1) pass_turn();
+    const auto pingpong_wait = [&] { named_sync(Named::kPingpong, warpgroup, 256); };
+    const auto pingpong_arrive = [&] { named_arrive(Named::kPingpong, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pingpong_arrive();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -452,9 +452,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     };
     const auto start = [&] {
       wait_operands();
-      take_turn();
+      pingpong_wait();
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
+      pingpong_arrive();
       wait_products<0>();
       fence_registers(s);
     };
@@ -498,7 +498,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
         wait_k();
-        take_turn();
+        pingpong_wait();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(v_ring.stage);  // O += P V of the tile before
@@ -509,7 +509,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         // P of this tile, with the row max of the step before. S is kept until the sums show that P stayed in range.
         float sum[2] = {0.0f, 0.0f};
         wait_products<0>();
-        pass_turn();  // the products are done
+        pingpong_arrive();  // the products are done
         fence_registers(acc);
         release_v();
         if (__any_sync(~0u, recomputes)) {
@@ -622,10 +622,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       left = next.tiles;
       if (more) wait_operands();
       wait_v();
-      take_turn();
+      pingpong_wait();
       issue_pv(v_ring.stage);
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
+      pingpong_arrive();
       free_out();
       wait_products<1>();
       write_out();
@@ -642,6 +642,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       if (lane == 0) last_ring.release();
     }
     if (leader) wait_stores_read();
-    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
+    if (warpgroup == 0) pingpong_wait();  // the last turn, which no other consumer takes
   }
 }

@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
     long long stride_v_descale_b, long long stride_v_descale_h,
     const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int group_bits, int section, int q_tiles, int seqlen_q,
+    int batch, int heads, int kv_heads, int group, int group_bits, int heads_in_l2, int q_tiles, int seqlen_q,
     int max_seqlen_k, int total_q, int total_k,
     float softmax_scale,
     int u_window,
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
         Spans spans = {};
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          place_tile(index, q_tiles, units, heads_in_l2, unit, q_tile);
           const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
@@ -433,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = sync_group;
+    const auto skip_step = sync_group;
     // The record of a work tile is read where it lies until O is written: S, P and O leave few registers.
     const auto next_work = [&]() -> const Place& {
       work_ring.wait();
@@ -460,10 +460,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       return wait_k() && __any_sync(~0u, left > 1);
     };
     // Skips the tiles that these rows do not see, and computes S of the first that they do.
-    const auto start = [&](bool blind, bool turn_is_spent) {
+    const auto start = [&](bool blind, bool already_skipped) {
       while (blind) {
-        if (!turn_is_spent) give_up_turn();
-        turn_is_spent = false;
+        if (!already_skipped) skip_step();
+        already_skipped = false;
         release_k();
         skip_v();
         --left;
@@ -531,7 +531,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_fp8_e4
       while (__any_sync(~0u, --left > 0)) {
         // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
         if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
-          give_up_turn();
+          skip_step();
           release_k();
           skip_v();
           ++held_for;

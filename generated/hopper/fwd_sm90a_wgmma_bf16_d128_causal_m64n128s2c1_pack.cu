@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int group_bits, int section, int q_tiles, int seqlen_q,
+    int batch, int heads, int kv_heads, int group, int group_bits, int heads_in_l2, int q_tiles, int seqlen_q,
     int max_seqlen_k, int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         Spans spans = {};
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          place_tile(index, q_tiles, units, heads_in_l2, unit, q_tile);
           const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;

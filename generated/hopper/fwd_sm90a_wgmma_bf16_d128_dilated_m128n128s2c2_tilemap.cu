@@ -72,7 +72,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
   kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
-  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kPingpong = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, const int* tile_map_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
     long long stride_tile_map_b, long long stride_tile_map_h, long long stride_tile_map_q,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int words, long long map_words,
     float softmax_scale,
     int u_window, int u_dilation,
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         work.tiles = -1;
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          place_tile(index, q_tiles, units, heads_in_l2, unit, q_tile);
           // in the order of the map, which may begin with the tiles of queries that see most keys
           q_tile = tile_map_ptr[map_words - q_tiles * (stride_tile_map_b > 0 ? batch - unit / heads : 1) - 2 + q_tiles - q_tile];
           const int b = unit / heads, h = unit % heads;
@@ -346,9 +346,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
     // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
-    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
-    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
-    if (warpgroup == kConsumers - 1) pass_turn();
+    const auto pingpong_wait = [&] { named_sync(Named::kPingpong, warpgroup, 256); };
+    const auto pingpong_arrive = [&] { named_arrive(Named::kPingpong, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pingpong_arrive();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -399,9 +399,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     const auto start = [&] {
       wait_operands();
-      take_turn();
+      pingpong_wait();
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
+      pingpong_arrive();
       wait_products<0>();
       fence_registers(s);
     };
@@ -476,11 +476,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
         wait_k();
-        take_turn();
+        pingpong_wait();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(v_ring.stage);  // O += P V of the tile before
-        pass_turn();
+        pingpong_arrive();
         wait_products<1>();
         fence_registers(s);
         release_k();
@@ -556,10 +556,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       left = next.tiles;
       if (more) wait_operands();
       wait_v();
-      take_turn();
+      pingpong_wait();
       issue_pv(v_ring.stage);
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
+      pingpong_arrive();
       free_out();
       wait_products<1>();
       write_out();
@@ -573,7 +573,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       work = next;
     }
     if (leader) wait_stores_read();
-    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
+    if (warpgroup == 0) pingpong_wait();  // the last turn, which no other consumer takes
   }
 }
 // Makes the tile map, in up to three launches. The first one classifies: a block has 32 tiles, of which a bit says that a tile is
@@ -582,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 // visible pairs of their tiles, a bit for each element of a lane of a consumer.
 extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_d128_dilated_m128n128s2c2_tilemap(
     int* tile_map_ptr, long long* tile_hashes_ptr, const int* tile_list_ptr, const int* seqused_k_ptr,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int words, long long map_words, int map_heads,
     int u_window, int u_dilation,
     const Divisor by_u_dilation,

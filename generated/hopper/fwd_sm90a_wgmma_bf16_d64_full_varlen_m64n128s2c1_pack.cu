@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     bf16* out_ptr, float* lse_ptr, const int* cu_seqlens_q_ptr, const int* cu_seqlens_k_ptr,
     const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int group_bits, int section, int q_tiles, int max_seqlen_q,
+    int batch, int heads, int kv_heads, int group, int group_bits, int heads_in_l2, int q_tiles, int max_seqlen_q,
     int max_seqlen_k, int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         Spans spans = {};
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          place_tile(index, q_tiles, units, heads_in_l2, unit, q_tile);
           const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = cu_seqlens_q_ptr[b], k_begin = cu_seqlens_k_ptr[b];
           const int seqlen_q = cu_seqlens_q_ptr[b + 1] - q_begin;

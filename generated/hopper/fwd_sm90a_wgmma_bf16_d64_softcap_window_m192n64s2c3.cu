@@ -70,7 +70,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
   kGroup = 1,  // 3 of them: threads of a consumer wait for each other around O
-  kTurn = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kPingpong = 4,  // 3 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 12, kLoader = 13, kQueryLoader = 14;  // warps with a role of their own
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale,
     int u_window, float u_cap,
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         Spans spans = {};
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          place_tile(index, q_tiles, units, heads_in_l2, unit, q_tile);
           const int b = unit / heads, h = unit % heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
@@ -343,9 +343,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
     // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
-    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
-    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
-    if (warpgroup == kConsumers - 1) pass_turn();
+    const auto pingpong_wait = [&] { named_sync(Named::kPingpong, warpgroup, 256); };
+    const auto pingpong_arrive = [&] { named_arrive(Named::kPingpong, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pingpong_arrive();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -381,9 +381,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       return __any_sync(~0u, tile_info >> (kSkippedBit + warpgroup) & 1);
     };
     // No wgmma keeps the warps of a consumer together here: none may run ahead while another still reads this stage.
-    const auto give_up_turn = [&] {  // every consumer has one turn for each KV tile
-      take_turn();
-      pass_turn();
+    const auto skip_step = [&] {  // every consumer has one turn for each KV tile
+      pingpong_wait();
+      pingpong_arrive();
     };
     const auto next_work = [&] {
       work_ring.wait();
@@ -403,18 +403,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       return wait_k() && __any_sync(~0u, left > 1);
     };
     // Skips the tiles that these rows do not see, and computes S of the first that they do.
-    const auto start = [&](bool blind, bool turn_is_spent) {
+    const auto start = [&](bool blind, bool already_skipped) {
       while (blind) {
-        if (!turn_is_spent) give_up_turn();
-        turn_is_spent = false;
+        if (!already_skipped) skip_step();
+        already_skipped = false;
         release_k();
         skip_v();
         --left;
         blind = wait_k() && __any_sync(~0u, left > 1);
       }
-      take_turn();
+      pingpong_wait();
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
+      pingpong_arrive();
       wait_products<0>();
       fence_registers(s);
     };
@@ -486,17 +486,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       while (__any_sync(~0u, --left > 0)) {
         // Skips a tile that these rows do not see, as long as the ring has room beside the tile of V that is held.
         if (wait_k() && __any_sync(~0u, held_for < VRing::kStages - 1)) {
-          give_up_turn();
+          skip_step();
           release_k();
           skip_v();
           ++held_for;
           continue;
         }
-        take_turn();
+        pingpong_wait();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(held.stage);  // O += P V of the tile before
-        pass_turn();
+        pingpong_arrive();
         wait_products<1>();
         fence_registers(s);
         release_k();
@@ -591,10 +591,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       left = next.tiles;
       const bool blind = more && first_is_blind();
       wait_v();
-      take_turn();
+      pingpong_wait();
       if (blind) {
         issue_pv(held.stage);
-        pass_turn();
+        pingpong_arrive();
         free_out();
         wait_products<0>();
         write_out();
@@ -602,7 +602,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       } else {
         issue_pv(held.stage);
         issue_qk(k_ring.stage, q_ring.stage);
-        pass_turn();
+        pingpong_arrive();
         free_out();
         wait_products<1>();
         write_out();
@@ -617,6 +617,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       work = next;
     }
     if (leader) wait_stores_read();
-    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
+    if (warpgroup == 0) pingpong_wait();  // the last turn, which no other consumer takes
   }
 }

@@ -14,10 +14,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def schedule_tile(block, q_tiles, units, section):
-    """Return (unit, q_tile) of a block: the units (batch x head) of one section share L2, longest tiles first."""
-    units_before = block // (section * q_tiles) * section
-    width = tl.minimum(section, units - units_before)
+def schedule_tile(block, q_tiles, units, heads_in_l2):
+    """Return (unit, q_tile) of a block: `heads_in_l2` units (batch x head) share L2, longest tiles first."""
+    units_before = block // (heads_in_l2 * q_tiles) * heads_in_l2
+    width = tl.minimum(heads_in_l2, units - units_before)
     rest = block - units_before * q_tiles
     return units_before + rest % width, q_tiles - 1 - rest // width
 
@@ -65,7 +65,7 @@ def bwd_sm80_ptr_fp32_d16_causal_m16n64s2w4_m64n16s2w4_unaligned_dkdv(
     stride_v_b, stride_v_s, stride_v_h,
     stride_dk_b, stride_dk_s, stride_dk_h,
     stride_dv_b, stride_dv_s, stride_dv_h,
-    batch, heads, kv_heads, group, section, kv_tiles, seqlen_q, seqlen_k, total_q, total_k,
+    batch, heads, kv_heads, group, heads_in_l2, kv_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
 ):
@@ -74,8 +74,8 @@ def bwd_sm80_ptr_fp32_d16_causal_m16n64s2w4_m64n16s2w4_unaligned_dkdv(
     BLOCK_N: tl.constexpr = 64  # keys of a block
     STAGES: tl.constexpr = 2  # Q and dO tiles in flight
 
-    # Keys and KV head of the block. Heads of one section run side by side, the first keys first: most queries see them.
-    unit, kv_tile = schedule_tile(tl.program_id(0), kv_tiles, batch * kv_heads, section)
+    # Keys and KV head of the block. `heads_in_l2` heads run side by side, the first keys first: most queries see them.
+    unit, kv_tile = schedule_tile(tl.program_id(0), kv_tiles, batch * kv_heads, heads_in_l2)
     kv_tile = kv_tiles - 1 - kv_tile
     b = unit // kv_heads
     hk = unit % kv_heads
@@ -156,7 +156,7 @@ def bwd_sm80_ptr_fp32_d16_causal_m16n64s2w4_m64n16s2w4_unaligned_dq(
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_dq_b, stride_dq_s, stride_dq_h,
-    batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
+    batch, heads, kv_heads, group, heads_in_l2, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     has_seqused_k,
 ):
@@ -165,8 +165,8 @@ def bwd_sm80_ptr_fp32_d16_causal_m16n64s2w4_m64n16s2w4_unaligned_dq(
     BLOCK_N: tl.constexpr = 16  # keys of one step
     STAGES: tl.constexpr = 2  # K and V tiles in flight
 
-    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
-    unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
+    # Rows and head of the block. `heads_in_l2` heads run side by side, the longest query tiles first.
+    unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, heads_in_l2)
     b = unit // heads
     h = unit % heads
     hk = h // group

@@ -31,10 +31,10 @@ def online_softmax(x, scale, row_max, row_sum):
 
 
 @triton.jit
-def schedule_tile(block, q_tiles, units, section):
-    """Return (unit, q_tile) of a block: the units (batch x head) of one section share L2, longest tiles first."""
-    units_before = block // (section * q_tiles) * section
-    width = tl.minimum(section, units - units_before)
+def schedule_tile(block, q_tiles, units, heads_in_l2):
+    """Return (unit, q_tile) of a block: `heads_in_l2` units (batch x head) share L2, longest tiles first."""
+    units_before = block // (heads_in_l2 * q_tiles) * heads_in_l2
+    width = tl.minimum(heads_in_l2, units - units_before)
     rest = block - units_before * q_tiles
     return units_before + rest % width, q_tiles - 1 - rest // width
 
@@ -46,12 +46,12 @@ def fwd_sm80_ptr_fp32_d64_full_m64n32s2w4_unaligned(
     stride_k_b, stride_k_s, stride_k_h,
     stride_v_b, stride_v_s, stride_v_h,
     stride_out_b, stride_out_s, stride_out_h,
-    batch, heads, kv_heads, group, section, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
+    batch, heads, kv_heads, group, heads_in_l2, q_tiles, seqlen_q, seqlen_k, total_q, total_k,
     softmax_scale,
     write_lse, has_seqused_k,
 ):
-    # Rows and head of the block. Heads of one section run side by side, the longest query tiles first.
-    unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, section)
+    # Rows and head of the block. `heads_in_l2` heads run side by side, the longest query tiles first.
+    unit, q_tile = schedule_tile(tl.program_id(0), q_tiles, batch * heads, heads_in_l2)
     b = unit // heads
     h = unit % heads
     hk = h // group

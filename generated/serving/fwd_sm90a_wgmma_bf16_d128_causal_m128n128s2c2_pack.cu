@@ -69,7 +69,7 @@ using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers
 // Named barriers of the hardware; 0 is __syncthreads.
 enum class Named {
   kGroup = 1,  // 2 of them: threads of a consumer wait for each other around O
-  kTurn = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
+  kPingpong = 3,  // 2 of them: turns at the tensor cores: a consumer waits, the one before it arrives
 };
 
 constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map,
     bf16* out_ptr, float* lse_ptr, const int* seqused_k_ptr, uint32_t* tile_counter,
     long long stride_out_b, long long stride_out_s, long long stride_out_h,
-    int batch, int heads, int kv_heads, int group, int group_bits, int section, int q_tiles, int seqlen_q,
+    int batch, int heads, int kv_heads, int group, int group_bits, int heads_in_l2, int q_tiles, int seqlen_q,
     int max_seqlen_k, int total_q, int total_k,
     float softmax_scale,
     int write_lse, int has_seqused_k
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         Spans spans = {};
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          place_tile(index, q_tiles, units, heads_in_l2, unit, q_tile);
           const int b = unit / kv_heads, hk = unit % kv_heads;
           const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k;
           const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
@@ -341,9 +341,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     const auto sync_group = [&] { named_sync(Named::kGroup, warpgroup, 128); };
     // Ping-pong: consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of another.
-    const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 256); };
-    const auto pass_turn = [&] { named_arrive(Named::kTurn, (warpgroup + 1) % kConsumers, 256); };
-    if (warpgroup == kConsumers - 1) pass_turn();
+    const auto pingpong_wait = [&] { named_sync(Named::kPingpong, warpgroup, 256); };
+    const auto pingpong_arrive = [&] { named_arrive(Named::kPingpong, (warpgroup + 1) % kConsumers, 256); };
+    if (warpgroup == kConsumers - 1) pingpong_arrive();
     WorkRing work_ring;
     QRing q_ring;
     KRing k_ring;
@@ -381,9 +381,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     const auto start = [&] {
       wait_operands();
-      take_turn();
+      pingpong_wait();
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
+      pingpong_arrive();
       wait_products<0>();
       fence_registers(s);
     };
@@ -435,11 +435,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       // The other tiles: O += P V of the tile before is issued right after S = Q K^T of this one.
       while (__any_sync(~0u, --left > 0)) {
         wait_k();
-        take_turn();
+        pingpong_wait();
         issue_qk(k_ring.stage, q_ring.stage);  // S = Q K^T of this tile
         wait_v();
         issue_pv(v_ring.stage);  // O += P V of the tile before
-        pass_turn();
+        pingpong_arrive();
         wait_products<1>();
         fence_registers(s);
         release_k();
@@ -516,10 +516,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       left = next.tiles;
       if (more) wait_operands();
       wait_v();
-      take_turn();
+      pingpong_wait();
       issue_pv(v_ring.stage);
       issue_qk(k_ring.stage, q_ring.stage);
-      pass_turn();
+      pingpong_arrive();
       free_out();
       wait_products<1>();
       write_out();
@@ -534,6 +534,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       work = next;
     }
     if (leader) wait_stores_read();
-    if (warpgroup == 0) take_turn();  // the last turn, which no other consumer takes
+    if (warpgroup == 0) pingpong_wait();  // the last turn, which no other consumer takes
   }
 }

@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const int* seqused_k_ptr, uint32_t* tile_counter, const float* u_sinks,
     long long stride_out_s, long long stride_out_h,
     int extent_u_sinks_0,
-    int batch, int heads, int kv_heads, int group, int group_bits, int section, int q_tiles, int max_seqlen_q,
+    int batch, int heads, int kv_heads, int group, int group_bits, int heads_in_l2, int q_tiles, int max_seqlen_q,
     int max_seqlen_k, int total_q, int total_k,
     long long page_table_stride,
     int page_size, int num_pages, int box_rows, int least_queries, int beside,
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         Spans spans = {};
         if (index < q_tiles_of_all) {
           int unit, q_tile;
-          place_tile(index, q_tiles, units, section, unit, q_tile);
+          place_tile(index, q_tiles, units, heads_in_l2, unit, q_tile);
           const int b = sequences.number(unit / kv_heads, lane), hk = unit % kv_heads;
           const int q_begin = has_cu_seqlens_q ? cu_seqlens_q_ptr[b] : b * max_seqlen_q, k_begin = 0;
           const int seqlen_q = has_cu_seqlens_q ? cu_seqlens_q_ptr[b + 1] - q_begin : max_seqlen_q;

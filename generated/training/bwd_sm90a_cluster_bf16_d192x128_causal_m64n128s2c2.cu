@@ -177,7 +177,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
     const int* seqused_k_ptr,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
     int has_seqused_k
@@ -188,10 +188,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
   const int rank = cluster_rank(), other = rank ^ 1;
   const uint32_t here = mapped(kShared, rank) - kShared;  // barriers and copies take shared::cluster addresses
 
-  // Heads of one section run side by side, the first keys first: most queries see them.
+  // `heads_in_l2` heads run side by side, the first keys first: most queries see them.
   const int units = batch * kv_heads;
   int unit, kv_tile;
-  place_tile(blockIdx.x / 2, kv_tiles, units, section, unit, kv_tile);
+  place_tile(blockIdx.x / 2, kv_tiles, units, heads_in_l2, unit, kv_tile);
   kv_tile = kv_tiles - 1 - kv_tile;
   const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN, own_start = kv_start + kKeys * rank;
   const int keys = max_seqlen_k;
@@ -645,13 +645,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads,
 extern "C" __global__ void __launch_bounds__(256) bwd_sm90a_cluster_bf16_d192x128_causal_m64n128s2c2_postprocess(
     const float* dq_sum_ptr, bf16* dq_ptr,
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
-    int batch, int heads, int kv_heads, int group, int section, int q_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int q_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k,
     float softmax_scale
 ) {
   // The rows that were written last are read first, while L2 holds them.
   int unit, q_tile;
-  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, section, unit, q_tile);
+  place_tile(gridDim.x - 1 - blockIdx.x, q_tiles, batch * heads, heads_in_l2, unit, q_tile);
   const int b = unit / heads, h = unit % heads, q_start = q_tile * kBlockM;
   const float4* const sums = reinterpret_cast<const float4*>(dq_sum_ptr + static_cast<long long>((b * heads + h) * q_tiles + q_tile) * kSumsOfTile);
   const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;

@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
     int extent_rng_state_0,
-    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles, int uncut_tiles, int parts, int work_items, int sum_tiles,
     float softmax_scale,
     float dropout_p,
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const int index = take_number(done(units), lane);
       if (__any_sync(~0u, index >= all_dq_blocks)) return false;
       int unit, place;
-      place_tile(index, dq_blocks, units, section, unit, place);
+      place_tile(index, dq_blocks, units, heads_in_l2, unit, place);
       const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kDqBlocksOfTile / q_tiles;
       const int q_tile = place / kDqBlocksOfTile % q_tiles, part = place % kDqBlocksOfTile;
       const int first_row = q_tile * kBlockM, first_column = 32 * part;
@@ -313,10 +313,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       };
       int index = take_in_order(tile_counter, work_items, lane);
       while (__any_sync(~0u, index < work_items)) {
-        // Heads of one section run side by side, the first keys first: most queries see them.
+        // `heads_in_l2` heads run side by side, the first keys first: most queries see them.
         int unit, kv_tile;
         const int part = index - uncut_tiles;  // negative: all of a tile
-        place_tile(part < 0 ? index : uncut_tiles + part / parts, kv_tiles, units, section, unit, kv_tile);
+        place_tile(part < 0 ? index : uncut_tiles + part / parts, kv_tiles, units, heads_in_l2, unit, kv_tile);
         kv_tile = kv_tiles - 1 - kv_tile;
         const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
         const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;

@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     long long stride_dq_b, long long stride_dq_s, long long stride_dq_h,
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
-    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles,
     float softmax_scale,
     int has_seqused_k
@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const int index = take_number(done(units), lane);
       if (__any_sync(~0u, index >= all_dq_blocks)) return false;
       int unit, place;
-      place_tile(index, dq_blocks, units, section, unit, place);
+      place_tile(index, dq_blocks, units, heads_in_l2, unit, place);
       const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kDqBlocksOfTile / q_tiles;
       const int q_tile = place / kDqBlocksOfTile % q_tiles, part = place % kDqBlocksOfTile;
       const int first_row = q_tile * kBlockM, first_column = 32 * part;
@@ -298,9 +298,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       };
       int index = take_in_order(tile_counter, tiles_of_all, lane);
       while (__any_sync(~0u, index < tiles_of_all)) {
-        // Heads of one section run side by side, the first keys first: most queries see them.
+        // `heads_in_l2` heads run side by side, the first keys first: most queries see them.
         int unit, kv_tile;
-        place_tile(index, kv_tiles, units, section, unit, kv_tile);
+        place_tile(index, kv_tiles, units, heads_in_l2, unit, kv_tile);
         kv_tile = kv_tiles - 1 - kv_tile;
         const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
         const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;

@@ -82,7 +82,7 @@ using DsRing = Pair<kDsFull, kNoBarrier>;  // each consumer -> each consumer
 enum class Named {
   kAll = 1,  // 1 of them: all consumers meet, around dS and their outputs
   kGroup = 2,  // 2 of them: threads of a consumer meet around dK and dV
-  kTurn = 4,  // 2 of them: turns at the tensor cores
+  kPingpong = 4,  // 2 of them: turns at the tensor cores
 };
 
 constexpr int kLoader = 8, kAdder = 9, kRounder = 11;  // warps with a role of their own
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
     long long stride_dk_b, long long stride_dk_s, long long stride_dk_h,
     long long stride_dv_b, long long stride_dv_s, long long stride_dv_h,
     int extent_u_prefix_0,
-    int batch, int heads, int kv_heads, int group, int section, int kv_tiles, int seqlen_q, int max_seqlen_k,
+    int batch, int heads, int kv_heads, int group, int heads_in_l2, int kv_tiles, int seqlen_q, int max_seqlen_k,
     int total_q, int total_k, int q_tiles, int uncut_tiles, int parts, int work_items, int sum_tiles,
     float softmax_scale,
     int has_seqused_k
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       const int index = take_number(done(units), lane);
       if (__any_sync(~0u, index >= all_dq_blocks)) return false;
       int unit, place;
-      place_tile(index, dq_blocks, units, section, unit, place);
+      place_tile(index, dq_blocks, units, heads_in_l2, unit, place);
       const int b = unit / kv_heads, hk = unit % kv_heads, h = hk * group + place / kDqBlocksOfTile / q_tiles;
       const int q_tile = place / kDqBlocksOfTile % q_tiles, part = place % kDqBlocksOfTile;
       constexpr int kParts = kDqColumns / 32;
@@ -321,10 +321,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       };
       int index = take_in_order(tile_counter, work_items, lane);
       while (__any_sync(~0u, index < work_items)) {
-        // Heads of one section run side by side, the first keys first: most queries see them.
+        // `heads_in_l2` heads run side by side, the first keys first: most queries see them.
         int unit, kv_tile;
         const int part = index - uncut_tiles;  // negative: all of a tile
-        place_tile(part < 0 ? index : uncut_tiles + part / parts, kv_tiles, units, section, unit, kv_tile);
+        place_tile(part < 0 ? index : uncut_tiles + part / parts, kv_tiles, units, heads_in_l2, unit, kv_tile);
         kv_tile = kv_tiles - 1 - kv_tile;
         const int b = unit / kv_heads, hk = unit % kv_heads, kv_start = kv_tile * kBlockN;
         const int q_begin = b * seqlen_q, k_begin = b * max_seqlen_k, keys = max_seqlen_k;
@@ -744,7 +744,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       return true;
     };
 
-    if (warpgroup == 1) named_arrive(Named::kTurn, 0, 128 * kConsumers);  // the first turn is consumer 0's
+    if (warpgroup == 1) named_arrive(Named::kPingpong, 0, 128 * kConsumers);  // the first turn is consumer 0's
     while (true) {
       step = next_step();
       if (__any_sync(~0u, step.tile == kEndOfAll)) break;
@@ -757,18 +757,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         v_ring.wait();
         // Ping-pong: the consumers take turns at the tensor cores, so that the softmax of one runs under the MMAs of the other.
         // dQ of a step is computed in the next step, so that neither waits for dS of the other.
-        const auto take_turn = [&] { named_sync(Named::kTurn, warpgroup, 128 * kConsumers); };
-        const auto give_turn = [&] { named_arrive(Named::kTurn, 1 - warpgroup, 128 * kConsumers); };
+        const auto pingpong_wait = [&] { named_sync(Named::kPingpong, warpgroup, 128 * kConsumers); };
+        const auto pingpong_arrive = [&] { named_arrive(Named::kPingpong, 1 - warpgroup, 128 * kConsumers); };
         bool more = true;
         QRing used;
-        take_turn();
+        pingpong_wait();
         issue_s(q_ring.stage);  // S^T = K Q^T
         load_rows(lse_rows, kLse);
         dout_ring.wait();
         issue_dp(dout_ring.stage);  // dP^T = V dO^T
         wait_products<1>();
         fence_registers(s);
-        give_turn();
+        pingpong_arrive();
         exponentiate_step();
         load_rows(delta_rows, kDelta);
         wait_products<0>();
@@ -777,7 +777,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         store_ds(buffer);  // dS = P (dP - D)
         __syncwarp();
         if (lane == 0) DsRing(buffer).arrive();
-        take_turn();
+        pingpong_wait();
         issue_dv(dout_ring.stage);  // dV += P^T dO
         issue_dk(q_ring.stage);     // dK += dS^T Q
         wait_products<1>();
@@ -797,7 +797,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           issue_dp(dout_ring.stage);  // dP^T = V dO^T
           wait_products<1>();
           fence_registers(s);
-          give_turn();
+          pingpong_arrive();
           exponentiate_step();
           load_rows(delta_rows, kDelta);
           DsRing(buffer, ds_phase).wait();  // dS of both is complete
@@ -813,7 +813,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           store_dq();
           __syncwarp();
           if (lane == 0) DsRing(buffer).arrive();
-          take_turn();
+          pingpong_wait();
           issue_dv(dout_ring.stage);  // dV += P^T dO
           issue_dk(q_ring.stage);     // dK += dS^T Q
           wait_products<1>();
@@ -827,7 +827,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           fence_registers(dk);
           if (leader) used.release();
         }
-        give_turn();
+        pingpong_arrive();
         if (leader) v_ring.release();
         v_ring.advance();
         DsRing(buffer, ds_phase).wait();  // dS of both is complete
@@ -861,7 +861,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       if (leader) work_ring.release();
       work_ring.advance();
     }
-    if (warpgroup == 0) named_sync(Named::kTurn, 0, 128 * kConsumers);  // the last turn, which the other consumer does not take
+    if (warpgroup == 0) named_sync(Named::kPingpong, 0, 128 * kConsumers);  // the last turn, which the other consumer does not take
     dq_ring.acquire();
     // Tells the warp that adds dQ that there is no other step.
     if (lane == 0) dq_ring.arrive();

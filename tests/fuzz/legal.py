@@ -92,7 +92,7 @@ def _in_8_bits(chance: random.Random, seed: int, variant: Fields, kernel: Fields
         "kv_dtype": some(chance, 0.3, *names),
         "out_dtype": some(chance, 0.3, "bf16", "fp16"),
         "descale": some(chance, 0.6, "head", 64, 128, "token", "token"),
-        "softmax": some(chance, 0.4, "exact_max", "lazy", "fixed_reference"),
+        "softmax": some(chance, 0.4, "exact_max", "lazy", "first_max"),
         "epilogue": some(chance, 0.3, "staged", "direct"),
         "persistent": some(chance, 0.3, False, True),
         "order": some(chance, 0.3, "longest_first", "natural"),
@@ -136,7 +136,7 @@ def _of_splits(chance: random.Random, dtype: str, split_kv: bool | str) -> Field
         "pack_gqa": some(chance, 0.25, True),
         "tile": some(chance, 0.4, {"n": 16}, {"n": 64}, {"n": 128}, {"m": 64}, {"m": 64, "n": 16}),
         "pipeline": some(chance, 0.2, {"stages": 2}, {"stages": 3}),
-        "softmax": some(chance, 0.3, "exact_max", "lazy", "fixed_reference"),
+        "softmax": some(chance, 0.3, "exact_max", "lazy", "first_max"),
     }
 
 
@@ -226,7 +226,7 @@ def _cuda_fields(chance: random.Random, variant: Fields) -> Fields:
     consumers = chance.choice((1, 2, 3))
     warps: Fields = {"consumer": consumers}
     fields: Fields = {
-        "softmax": some(chance, 0.4, "exact_max", "lazy", "fixed_reference"),
+        "softmax": some(chance, 0.4, "exact_max", "lazy", "first_max"),
         "epilogue": some(chance, 0.3, "staged", "direct"),
         "order": some(chance, 0.3, "longest_first", "natural"),
         "fast_math": some(chance, 0.2, False, True),

@@ -72,7 +72,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Calls have some or all of their tiles cut, into so many parts, whatever the rule says."""
     parts: int = request.param
 
-    def any_cut(launch: Any, call: Call, section: int, capacity: Any) -> Cut:
+    def any_cut(launch: Any, call: Call, heads_in_l2: int, capacity: Any) -> Cut:
         if not launch.by_keys:
             rows = -(-call.seqlen_q // launch.tile_m)
             return Cut(
@@ -82,8 +82,8 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
         if launch.cuts_first:
             units = call.batch * call.kv_heads
             rows = tiles // units
-            return Cut(units * random.Random(f"{tiles} {parts} {section}").choice([1, -(-rows // 2), rows]), parts)
-        return Cut(random.Random(f"{tiles} {parts} {section}").choice([1, -(-tiles // 2), tiles]), parts)
+            return Cut(units * random.Random(f"{tiles} {parts} {heads_in_l2}").choice([1, -(-rows // 2), rows]), parts)
+        return Cut(random.Random(f"{tiles} {parts} {heads_in_l2}").choice([1, -(-tiles // 2), tiles]), parts)
 
     monkeypatch.setattr(geometry, "cut_of", any_cut)
     return parts

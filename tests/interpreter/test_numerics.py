@@ -179,7 +179,7 @@ def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, layout: str,
 #: Names that the templates use for their own values, and one that Python keeps for itself.
 COLLISIONS = (
     "tile", "acc", "p", "row_max", "words", "block", "q_index", "full_lo", "visible_until_0", "x", "i", "visible",
-    "logit", "lambda", "section", "rows", "kv_index", "BLOCK_M", "stored", "dead", "q_tile", "lane", "unit", "s_1",
+    "logit", "lambda", "heads_in_l2", "rows", "kv_index", "BLOCK_M", "stored", "dead", "q_tile", "lane", "unit", "s_1",
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         iteration="ranges",
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=2**20,
+        l2_bytes=2**20,
         split_size=_SPLIT_SIZE,
         structure=SplitKeys(values=-(-spec.head_dim_v // 32)),
     )

@@ -54,7 +54,7 @@ def test_the_outside_schedule_is_asked_first_and_takes_what_it_can() -> None:
 
 @pytest.mark.usefixtures("known")
 def test_its_reason_is_in_the_error_where_no_schedule_takes_a_kernel() -> None:
-    text = SPEC.replace("variant: causal", "variant: causal, backend: cuda, loads: pointer, softmax: fixed_reference")
+    text = SPEC.replace("variant: causal", "variant: causal, backend: cuda, loads: pointer, softmax: first_max")
     with pytest.raises(PlanError, match=r"no mask, no score.*; cuda kernels load through tensor descriptors"):
         [plan(kernel) for kernel in expand(load_spec_text(text))]
 

@@ -90,7 +90,7 @@ def test_an_old_driver_is_named_with_the_one_that_is_needed(site: Path, monkeypa
     ("entry", "value", "message"),
     [
         ("format", 2, "has package format 2; this runtime, .*reads package format 1: update attngen, or call it by"),
-        ("manifest", 3, r"has manifest format 3; .* \('import attngen_small'\), with the runtime that it carries"),
+        ("manifest", 4, r"has manifest format 4; .* \('import attngen_small'\), with the runtime that it carries"),
         ("schema", 2, "has spec schema 2; this runtime, of attngen .*, reads spec schema 1: update attngen"),
         ("schema", 0, "has spec schema 0; .*: build the package again, or call it by its own name"),
         ("format", None, "has package format None"),
@@ -122,7 +122,7 @@ def test_files_of_two_versions_in_one_package_are_refused(site: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1, "manifest": 2, "schema": 1}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1, "manifest": 3, "schema": 1}'])
 def test_a_damaged_index_is_a_load_error(site: Path, text: str) -> None:
     (site / "attngen_small/package.json").write_text(text)
     with pytest.raises(LoadError, match="reinstall"):

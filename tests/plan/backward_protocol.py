@@ -100,7 +100,7 @@ class Backward(Simulation):
         self.ds: list[list[object]] = [[None] * CONSUMERS for _ in range(2)]  # by buffer and consumer
         self.ds_full, self.ds_empty = (barriers(side, 2) for side in (pipes.ring("ds").full, pipes.ring("ds").empty))
         self.ds_step: list[object] = [None] * 2
-        self.turn, self.group = named(pipes, "turn"), named(pipes, "group")
+        self.turn, self.group = named(pipes, "pingpong"), named(pipes, "group")
         (self.all,) = named(pipes, "all")
         self.roles = {"loader": loader(self), "adder": adder(self)}
         if case.reads_ds:
@@ -397,7 +397,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
     def in_turns() -> Role:
         """``backward/_steps_pingpong.cu.j2``."""
 
-        def give_turn() -> None:
+        def pingpong_arrive() -> None:
             s.turn[1 - c].arrive()
 
         def multiply_dq(own: object) -> Role:
@@ -414,7 +414,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         while more:
             own = step
             if (c, *own) in case.hidden:  # type: ignore[misc]
-                give_turn()
+                pingpong_arrive()
                 if before is not None:
                     buffer_before = buffer
                     yield from multiply_dq(before)
@@ -444,7 +444,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             dp_reads = product("dp", (q, here, buffer), own)
             yield from issue(*dp_reads)
             yield from complete(*reads)
-            give_turn()
+            pingpong_arrive()
             yield from exponentiate(own)
             if before is not None:
                 buffer_before = buffer
@@ -470,7 +470,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
             if leader:
                 used.release()
             before = own
-        give_turn()
+        pingpong_arrive()
         if leader:
             v.release()
         v.advance()

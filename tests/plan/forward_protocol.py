@@ -112,7 +112,7 @@ class Forward(Simulation):
         self.records: list[int | None] = [None, None]
         self.values: dict[tuple[int, int], Tile] = {}  # whose keys' values lie where
         self.group = [Named(WARPS) for _ in range(consumers)]  # products, too, keep a consumer's warps together
-        self.turn = named(pipes, "turn")
+        self.turn = named(pipes, "pingpong")
         self.roles |= {"scheduler": scheduler(self), "loader": loader(self), "query loader": query_loader(self)}
         if case.value_loader:
             self.roles |= {"loader": page_loader(self, self.k), "value loader": page_loader(self, self.v)}
@@ -244,18 +244,18 @@ def consumer(s: Forward, c: int, w: int) -> Role:
     tile: Tile = (0, 0)  # at which K stands
     own: Tile = (0, 0)  # whose probabilities wait for V
 
-    def take_turn() -> Role:
+    def pingpong_wait() -> Role:
         if case.pingpong:
             yield from s.turn[c].sync()
 
-    def pass_turn() -> None:
+    def pingpong_arrive() -> None:
         if case.pingpong:
             s.turn[(c + 1) % case.consumers].arrive()
 
-    def give_up_turn() -> Role:
+    def skip_step() -> Role:
         if case.pingpong and rules.turn_for_skipped:
-            yield from take_turn()
-            pass_turn()
+            yield from pingpong_wait()
+            pingpong_arrive()
         elif not case.pingpong and rules.meet_before_release:
             yield from s.group[c].sync()
 
@@ -339,32 +339,32 @@ def consumer(s: Forward, c: int, w: int) -> Role:
         """Whether these rows see nothing of the tile, and there is another."""
         return case.skipped(tile, c) and tile[1] < len(case.works[work]) - 1
 
-    def start(turn_is_spent: bool) -> Role:
+    def start(skipped: bool) -> Role:
         """Pass over tiles that these rows do not see, and multiply the first that they do."""
         nonlocal tile
         while blind():
-            if not turn_is_spent:
-                yield from give_up_turn()
-            turn_is_spent = False
+            if not skipped:
+                yield from skip_step()
+            skipped = False
             release_k()
             yield from skip_v()
             yield from skip_biases()
             tile = (work, tile[1] + 1)
             yield k.full()
-        yield from take_turn()
+        yield from pingpong_wait()
         qk = ((k.copy(), tile), (q.copy(), work))
         yield from issue(*qk)
-        pass_turn()
+        pingpong_arrive()
         yield from complete(*qk)
 
     if c == case.consumers - 1:
-        pass_turn()
+        pingpong_arrive()
     yield from next_work()
     more = work < len(case.works) and bool(case.works[work])
     if more:
         yield q.full()
         yield k.full()
-        yield from start(turn_is_spent=False)
+        yield from start(skipped=False)
     while more:
         of_keys = s.of_keys(k)
         release_k()
@@ -374,14 +374,14 @@ def consumer(s: Forward, c: int, w: int) -> Role:
             tile = (work, tile[1] + 1)
             yield k.full()
             if case.skipped(tile, c) and (held_for < case.stages - 1 or not rules.skips_are_bounded):
-                yield from give_up_turn()
+                yield from skip_step()
                 release_k()
                 yield from skip_v()
                 yield from skip_biases()
                 held_for += 1
                 continue
             qk, pv, of_keys = ((k.copy(), tile), (q.copy(), work)), (held, own), s.of_keys(k)
-            yield from take_turn()
+            yield from pingpong_wait()
             yield from issue(*qk)
             if not case.overlap:
                 yield from complete(*qk)
@@ -390,14 +390,14 @@ def consumer(s: Forward, c: int, w: int) -> Role:
             yield from issue(pv)
             keeps_turn = case.keeps_turn or (case.keeps_masked_turn and (sum(tile) + c) % 2 == 0)
             if not keeps_turn:
-                pass_turn()
+                pingpong_arrive()
             if case.overlap:
                 yield from complete(*qk)
                 release_k()
                 yield from read_values(of_keys)
             yield from finish_pv(pv)
             if keeps_turn:
-                pass_turn()
+                pingpong_arrive()
             if not case.overlap:
                 yield from read_values(of_keys)
             hold_v()
@@ -407,9 +407,9 @@ def consumer(s: Forward, c: int, w: int) -> Role:
         pv = (held, own)
         if case.shares:
             yield held.full()
-            yield from take_turn()
+            yield from pingpong_wait()
             yield from issue(pv)
-            pass_turn()
+            pingpong_arrive()
             yield from complete(pv)
             if rules.meet_before_partials:
                 yield from s.consumers[0].sync()
@@ -422,22 +422,22 @@ def consumer(s: Forward, c: int, w: int) -> Role:
             yield q.full()
             yield k.full()
         if more and blind() and not rules.last_product_before_skips:
-            yield from start(turn_is_spent=False)
+            yield from start(skipped=False)
             yield held.full()
             yield from issue(pv)
             yield from finish_pv(pv)
             continue
         yield held.full()
-        yield from take_turn()
+        yield from pingpong_wait()
         yield from issue(pv)
         qk = ((k.copy(), tile), (q.copy(), work)) if more and not blind() else ()
         if qk:
             yield from issue(*qk)
-        pass_turn()
+        pingpong_arrive()
         yield from finish_pv(pv)
         if qk:
             yield from complete(*qk)
         elif more:
-            yield from start(turn_is_spent=True)
+            yield from start(skipped=True)
     if c == 0:
-        yield from take_turn()
+        yield from pingpong_wait()

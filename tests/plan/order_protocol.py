@@ -48,14 +48,14 @@ class Grid:
     """A launch: the turns that each tile of keys of each unit (a KV head of a sequence) goes to."""
 
     units: tuple[tuple[Visits, ...], ...]
-    section: int
+    heads_in_l2: int
     blocks: int
     multiprocessors: int
     clusters: bool = False  # a tile of keys to each, whose two blocks add
 
     @classmethod
     def random(cls, random: Random) -> Grid:
-        """Return any launch: masks of bands and others, groups of heads, sections, few or many blocks."""
+        """Any launch: masks of bands and others, groups of heads, heads side by side, few or many blocks."""
         kv_tiles, q_tiles, group = random.randint(1, 6), random.randint(1, 6), random.randint(1, 3)
         by_head = random.random() < 0.3
         units = tuple(_unit(random, kv_tiles, q_tiles, group, by_head=by_head) for _ in range(random.randint(1, 4)))
@@ -68,8 +68,8 @@ class Grid:
     def place(self, index: int) -> tuple[int, int]:
         """Return unit and tile of keys of an index: ``place_tile``, from the first keys to the last."""
         kv_tiles = len(self.units[0])
-        before = index // (self.section * kv_tiles) * self.section
-        width = min(self.section, len(self.units) - before)
+        before = index // (self.heads_in_l2 * kv_tiles) * self.heads_in_l2
+        width = min(self.heads_in_l2, len(self.units) - before)
         rest = index - before * kv_tiles
         return before + rest % width, rest // width
 

@@ -45,7 +45,7 @@ def test_a_bounded_score_has_a_fixed_max(
     score: str, scalar: dict[str, float], dtype: str, fixed_max: str | None
 ) -> None:
     structure = _structure(_declared(score, **scalar), dtype=dtype)
-    assert structure.softmax == ("fixed_reference" if fixed_max is None else "bounded")
+    assert structure.softmax == ("first_max" if fixed_max is None else "bounded")
     if fixed_max is not None:
         assert structure.fixed_max == fixed_max
     kept = _structure(_declared(score, **scalar), dtype=dtype, softmax="exact_max")
@@ -59,7 +59,7 @@ def test_a_bounded_score_has_a_fixed_max(
             "s",
             {},
             "bf16",
-            "score that is bounded whatever q and k are, such as a soft-capped one; allowed: fixed",
+            "score that is bounded whatever q and k are, such as a soft-capped one; allowed: first",
         ),
         ("cap * tanh(s / cap)", {"min": 0.001}, "bf16", r"as it is with cap: \{max: 55\} in scalars; allowed"),
         ("30 * tanh(s / 30)", {}, "fp16", "range of 19.4 at most in fp16, and the score may be -30 to 30"),
@@ -120,3 +120,7 @@ def test_the_row_max_is_subtracted_from_a_term_without_keys() -> None:
     assert holder.op == "sub"
     assert not names(holder) & {"kv", KEY.name, ".qk"}
     assert subtract(Const(2.0, Type.FLOAT), ONE) is not None
+
+
+def test_the_old_name_of_first_max_is_accepted() -> None:
+    assert planned("causal", backend="cuda", softmax="fixed_reference").softmax == "first_max"

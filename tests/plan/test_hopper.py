@@ -10,7 +10,7 @@ import pytest
 
 from attngen.errors import PlanError
 from attngen.plan import Plan
-from attngen.plan.choices import ONE_HEAD, SECTION_BYTES
+from attngen.plan.choices import L2_BYTES, ONE_HEAD
 from attngen.plan.schedules import forward_registers, hopper_forward
 from attngen.plan.schedules.forward_memory import widths
 from attngen.plan.schedules.structures import HopperForward
@@ -71,7 +71,7 @@ def test_open_fields_of_a_spec_are_chosen() -> None:
     roles = roles_of(plan)
     assert plan.backend == "cuda"
     assert plan.loads == "descriptor"
-    assert plan.softmax == roles.softmax == "fixed_reference"
+    assert plan.softmax == roles.softmax == "first_max"
     assert roles.overlap
     assert roles.persistent
     assert plan.to_dict()["structure"]["persistent"] is True
@@ -191,14 +191,14 @@ def test_packed_rows_of_packed_heads_are_stored_without_a_descriptor() -> None:
 
 
 def test_heads_of_unmasked_attention_come_one_after_the_other() -> None:
-    assert on_hopper("full").section_bytes == ONE_HEAD
+    assert on_hopper("full").l2_bytes == ONE_HEAD
     for fields in (
         {"variant": "causal"},
         {"variant": "full", "layout": "varlen"},
         {"variant": "full", "head_dim": 256},
         {"variant": "alibi"},
     ):
-        assert on_hopper(**fields).section_bytes == SECTION_BYTES
+        assert on_hopper(**fields).l2_bytes == L2_BYTES
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"pipeline": "{stages: 1}"}, r"pipeline\.stages: 1 is not allowed; allowed: 2 to 8"),
         ({"arch": "sm100a"}, r"backend: cuda kernels need wgmma, which sm100a lacks; allowed: triton"),
         ({"dtype": "fp32"}, r"dtype: cuda kernels take bf16 and fp16, not fp32"),
-        ({"loads": "pointer", "softmax": "fixed_reference"}, r"loads: cuda kernels load through tensor descriptors; "),
+        ({"loads": "pointer", "softmax": "first_max"}, r"loads: cuda kernels load through tensor descriptors; "),
         ({"alignment": "element"}, r"alignment: tensor descriptors need alignment 16, not 2"),
         ({"softmax_scale": 0.5}, r"softmax_scale: the scale is an argument of the call"),
         ({"head_dim": 74}, r"head_dim 74 is not a multiple of 8 from 8 to 256; nearest: 72"),

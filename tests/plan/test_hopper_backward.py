@@ -283,7 +283,7 @@ def test_a_consumer_whose_keys_no_query_of_a_step_sees_multiplies_dq_of_the_step
     assert "issue_" not in first
     assert re.findall(r"issue_\w+", later) == ["issue_dq"]
     for step in (first, later):
-        assert step.index("give_turn();") < step.index("dout_ring.wait();") < step.index("take_turn();")
+        assert step.index("pingpong_arrive();") < step.index("dout_ring.wait();") < step.index("pingpong_wait();")
         assert "clear_ds(buffer);" in step
 
 

@@ -59,7 +59,7 @@ def test_head_dims_may_differ(arch: str) -> None:
         ({"warps": "{consumer: 2}"}, r"warps: cuda kernels by mma\.sync have no roles; give a count"),
         ({"persistent": "true"}, r"persistent: cuda kernels by mma\.sync are not persistent; allowed: false"),
         ({"epilogue": "staged"}, r"epilogue: cuda kernels by mma\.sync store from registers; allowed: direct"),
-        ({"softmax": "fixed_reference"}, r"softmax: 'fixed_reference' is not one of lazy, exact_max, bounded"),
+        ({"softmax": "first_max"}, r"softmax: 'first_max' is not one of lazy, exact_max, bounded"),
         ({"tile": "{n: 48}"}, r"tile\.n: 48 is not one of 16, 32, 64, 128; nearest: 32"),
         ({"tile": "{m: 96}"}, r"tile\.m: 96 is not one of 64, 128; nearest: (64|128)"),
         ({"warps": 2}, r"warps|num_warps: 2 is not one of 4, 8"),

@@ -139,9 +139,9 @@ def test_probabilities_take_half_the_registers() -> None:
             planned(**narrow)
 
 
-def test_sections_and_floors_follow_from_bytes(forwards: tuple[Plan, Plan]) -> None:
+def test_heads_in_l2_and_floors_follow_from_bytes(forwards: tuple[Plan, Plan]) -> None:
     two, one = forwards
-    assert one.section_keys == 2 * two.section_keys
+    assert one.l2_keys == 2 * two.l2_keys
     before, after = floor(two), floor(one)
     assert (after.qk.clocks, after.pv.clocks) == (before.qk.clocks // 2, before.pv.clocks // 2)
     assert (after.qk.k, after.pv.k) == (32, 32)

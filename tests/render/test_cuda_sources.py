@@ -303,7 +303,7 @@ def test_a_bound_that_reads_an_int64_is_declared_once() -> None:
 def test_a_turn_in_8_bits_is_passed_after_the_products_where_the_plan_says_so(head_dim: str, keeps: bool) -> None:
     text = render(planned("full", backend="cuda", dtype="fp8_e4m3", head_dim=head_dim)).text
     step = text.split("// The other tiles:")[1].split("issue_pv(")[1]
-    assert (step.index("pass_turn();") > step.index("wait_products<0>();")) == keeps
+    assert (step.index("pingpong_arrive();") > step.index("wait_products<0>();")) == keeps
 
 
 @pytest.mark.parametrize("descale", ["head", "128"])

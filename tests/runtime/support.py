@@ -179,7 +179,7 @@ def manifest_of(
     return {
         "format": MANIFEST_FORMAT, "name": name, "package": package, "variant": chosen.to_dict(), "arch": arch,
         "dtype": dtype, "head_dim_qk": dims[0], "head_dim_v": dims[1], "layout": layout, "direction": direction,
-        "backend": backend, "section_keys": 65536, "loads": loads, "alignment": align,
+        "backend": backend, "l2_keys": 65536, "loads": loads, "alignment": align,
         "tile_m": tiles[0], "tile_n": tiles[1],
         "threads": 128, "iteration": "tile_map" if tile_map else "ranges", "min_driver": min_driver,
         "resources": {"shared_memory": shared_memory, "registers": 128, "spills": 0},

@@ -120,8 +120,8 @@ def test_a_cut_is_bounded() -> None:
     """Parts take memory."""
     for units in (1, 3, 40, 66, 67, 131, 133, 200, 300, 700):
         for count in (1, 2, 5):
-            for section in (1, units):
-                cut = best_cut(tuple(60 * i for i in range(count, 0, -1)), 8, units, section, BLOCKS)
+            for heads_in_l2 in (1, units):
+                cut = best_cut(tuple(60 * i for i in range(count, 0, -1)), 8, units, heads_in_l2, BLOCKS)
                 assert cut == NONE or (2 <= cut.parts <= 8 and 0 < cut.tiles <= count * units)
                 assert cut.tiles * cut.parts <= 4 * BLOCKS
 
@@ -334,16 +334,16 @@ def test_a_map_says_how_many_of_its_rows_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "parts", "units", "section"), [(1, 3, 8, 3), (2, 8, 4, 4), (5, 2, 6, 4), (0, 1, 5, 2)]
+    ("rows", "parts", "units", "heads_in_l2"), [(1, 3, 8, 3), (2, 8, 4, 4), (5, 2, 6, 4), (0, 1, 5, 2)]
 )
-def test_every_step_of_a_tile_belongs_to_a_part(rows: int, parts: int, units: int, section: int) -> None:
+def test_every_step_of_a_tile_belongs_to_a_part(rows: int, parts: int, units: int, heads_in_l2: int) -> None:
     """The arithmetic of the loader where the first tiles are cut."""
     tiles, taken = 5, []
     cut_lines = rows * parts
     lines = tiles - rows + cut_lines
     for index in range(lines * units):
-        before = index // (section * lines) * section
-        width, rest = min(section, units - before), index - before * lines
+        before = index // (heads_in_l2 * lines) * heads_in_l2
+        width, rest = min(heads_in_l2, units - before), index - before * lines
         unit, line = before + rest % width, rest // width
         part = unit * cut_lines + line if line < cut_lines else -1
         taken.append((unit, line // parts if line < cut_lines else line - cut_lines + rows, part))
@@ -374,4 +374,4 @@ def test_the_host_knows_the_lengths_of_two_sequences_or_is_told() -> None:
     assert cut_of(packed, 3, 0, 32, 8, lengths=[500, 500, 4000]) == NONE
     of = geometry(packed, 3, 0, 32, 8, lengths=[500, 500, 4000])
     call = replace(of.call, lengths=((500, 500), (500, 500), (4000, 4000)))
-    assert call_cut(of.launch, call, of.sizes["section"], Capacity(BLOCKS)) != NONE
+    assert call_cut(of.launch, call, of.sizes["heads_in_l2"], Capacity(BLOCKS)) != NONE

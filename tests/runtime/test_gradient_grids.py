@@ -79,7 +79,7 @@ def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "heads", "section"),
+    ("name", "layout", "heads", "heads_in_l2"),
     [
         ("causal", "dense", (8, 2), 4),  # 24,576 queries with Q, dO and their sums take 24 MiB: those of 3 KV heads
         ("causal", "dense", (11, 1), 6),  # nothing near 6 divides 11
@@ -91,7 +91,7 @@ def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
     ],
 )
 def test_many_heads_run_side_by_side_where_data_decide_how_long_a_tile_of_keys_takes(
-    name: str, layout: str, heads: tuple[int, int], section: int
+    name: str, layout: str, heads: tuple[int, int], heads_in_l2: int
 ) -> None:
     kernel, (kv_heads, group) = _kernel(128, layout, variant=name), heads
     shapes, packing = [(1, 4096, heads) for heads in (kv_heads * group, kv_heads, kv_heads)], None
@@ -102,7 +102,7 @@ def test_many_heads_run_side_by_side_where_data_decide_how_long_a_tile_of_keys_t
         variant(), *tensors, packing, softmax_scale=None, seqused_k=None, return_lse=True, layout="bshd", arguments={}
     )
     dqkv = geometries(kernel, call, {})[-1]
-    assert (dqkv.launch.name, dqkv.sizes["section"]) == ("dqkv", section)
+    assert (dqkv.launch.name, dqkv.sizes["heads_in_l2"]) == ("dqkv", heads_in_l2)
 
 
 @pytest.mark.parametrize("layout", ["dense", "varlen"])

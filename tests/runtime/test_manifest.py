@@ -62,7 +62,7 @@ def test_an_argument_is_written_without_its_defaults() -> None:
         (("launches", 0, "cluster"), "2", r'has "2" in launches\[0\].cluster, where a number from 1'),
         (("launches",), {}, "has an object in launches, where a list must stand"),
         (("variant", "scalars"), [{"name": "x"}], r"lacks 'variant.scalars\[0\].dtype'"),
-        (("format",), 1, "manifest format 1, but this version of attngen reads format 2"),
+        (("format",), 1, "manifest format 1, but this version of attngen reads format 3"),
     ],
 )
 def test_what_does_not_fit_is_named(place: tuple[Any, ...], value: Any, message: str) -> None:

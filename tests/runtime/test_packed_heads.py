@@ -113,5 +113,5 @@ def test_the_numbers_of_a_launch(seqlen_q: int, heads: int) -> None:
     assert geometry.tiles == geometry.sizes["q_tiles"] * 3 * 2
     # heads that run side by side are KV heads: with as many keys to keep, as many of them
     apart = Geometry(WIDE.main, call)
-    assert apart.sizes["section"] == min(geometry.sizes["section"] * group, 3 * heads)
+    assert apart.sizes["heads_in_l2"] == min(geometry.sizes["heads_in_l2"] * group, 3 * heads)
     assert apart.tiles == -(-seqlen_q // 128) * 3 * heads

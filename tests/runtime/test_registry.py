@@ -222,7 +222,7 @@ def test_load_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"several packages \(a, b\); load them one by one"):
         attngen.load(tmp_path / "mixed")
     write_kernel(tmp_path / "old", {**manifest_of(variant()), "format": 99})
-    with pytest.raises(LoadError, match="manifest format 99, but this version of attngen reads format 2"):
+    with pytest.raises(LoadError, match="manifest format 99, but this version of attngen reads format 3"):
         attngen.load(tmp_path / "old")
     lacking = manifest_of(variant())
     del lacking["tile_m"]

@@ -249,7 +249,7 @@ def test_rings_and_barriers_are_those_of_the_kernel(tmp_path: Path, variant: str
         name.lower(): int(n) for name, n in re.findall(r"^  k(\w+) = (\d+),  // \d+ of them", text, re.MULTILINE)
     }
     assert {barrier.name for barrier in listed if barrier.named} == set(numbers)
-    assert ("turn" in {barrier.name for barrier in listed if barrier.named}) == ("Named::kTurn" in text)
+    assert ("pingpong" in {barrier.name for barrier in listed if barrier.named}) == ("Named::kPingpong" in text)
     printed = output(path, explained.plan.name, "--seqlen", 256)
     for ring in pipes.rings:
         assert re.search(

@@ -36,7 +36,7 @@ def test_each_rung_changes_its_own_lines_only() -> None:
         ("warps: {producer: 1, schedule: pingpong, overlap: true}",),
         ("epilogue: staged",),
         ("softmax: lazy",),
-        ("softmax: fixed_reference",),
+        ("softmax: first_max",),
         ("persistent: true", "order: longest_first"),
     ]
     plans = [rung.plan for rung in ladder.rungs]
@@ -67,7 +67,7 @@ def test_a_refused_step_is_left_out_of_those_behind_it() -> None:
     assert refused.kernel is None
     assert "pingpong needs at least 2 consumers" in str(refused.refusal)
     assert rungs["TMA store"].changed == ("epilogue: staged",)
-    assert "schedule: cooperative" in " ".join(rungs["fixed reference"].lines)
+    assert "schedule: cooperative" in " ".join(rungs["first max"].lines)
 
 
 def test_kernels_that_differ_in_a_rung_share_a_ladder() -> None:
@@ -76,8 +76,8 @@ def test_kernels_that_differ_in_a_rung_share_a_ladder() -> None:
         "variant: causal, head_dim: 64, tile: {m: 128, n: 128}",
     ))  # fmt: skip
     assert [(ladder.of.tile_m, ladder.of.softmax) for ladder in actual] == [
-        (192, "fixed_reference"),
-        (128, "fixed_reference"),
+        (192, "first_max"),
+        (128, "first_max"),
     ]
 
 

@@ -159,7 +159,7 @@ def _named(roles: HopperBackward) -> tuple[NamedBarrier, ...]:
         NamedBarrier("all", 1, 1, threads * consumers, "all consumers meet, around dS and their outputs"),
         NamedBarrier("group", 2, consumers, threads, "threads of a consumer meet around dK and dV"),
         *(
-            [NamedBarrier("turn", 2 + consumers, consumers, threads * consumers, "turns at the tensor cores")]
+            [NamedBarrier("pingpong", 2 + consumers, consumers, threads * consumers, "turns at the tensor cores")]
             if roles.pingpong
             else []
         ),

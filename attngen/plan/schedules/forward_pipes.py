@@ -165,7 +165,7 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
         barriers.append(NamedBarrier("group", 1, consumers, threads, together))
     if roles.pingpong:
         pingpong = "turns at the tensor cores: a consumer waits, the one before it arrives"
-        barriers.append(NamedBarrier("turn", 1 + consumers, consumers, 2 * threads, pingpong))
+        barriers.append(NamedBarrier("pingpong", 1 + consumers, consumers, 2 * threads, pingpong))
     if roles.shares:
         together = "all consumers are done with Q, K and V, and partial results take their place"
         barriers.append(NamedBarrier("consumers", 1 + 2 * consumers, 1, consumers * threads, together))

@@ -22,7 +22,7 @@ def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str
     """The softmax, and for ``bounded`` the constant that replaces the row max, in units of log2 (else None).
 
     A spec that leaves it open gets ``bounded`` where the declarations of its variant bound the logits, and P stays
-    within ``exponents`` with one constant for all rows; else ``fixed_reference``. PlanError if it asks for ``bounded``
+    within ``exponents`` with one constant for all rows; else ``first_max``. PlanError if it asks for ``bounded``
     and no constant suffices.
     """
     if spec.softmax not in (None, "bounded"):
@@ -31,8 +31,8 @@ def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str
     if constant is not None:
         return "bounded", constant
     if spec.softmax == "bounded":
-        raise refuse(spec, "softmax", f"{_against(spec, exponents)}; allowed: fixed_reference, lazy, exact_max")
-    return "fixed_reference", None
+        raise refuse(spec, "softmax", f"{_against(spec, exponents)}; allowed: first_max, lazy, exact_max")
+    return "first_max", None
 
 
 def is_soft_capped(spec: KernelSpec) -> bool:

@@ -48,7 +48,7 @@ from attngen.plan.traits import (
 )
 from attngen.schema.expand import KernelSpec, Roles
 
-SOFTMAXES = ("fixed_reference", "lazy", "exact_max", "bounded")
+SOFTMAXES = ("first_max", "lazy", "exact_max", "bounded")
 ROWS = 64  # query rows of a consumer: M of wgmma
 
 #: Least multiple of keys in N of wgmma.
@@ -329,7 +329,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     capped = (
         not terms
         and max(qk, v) <= form.capped_columns
-        and softmax in ("fixed_reference", "bounded")
+        and softmax in ("first_max", "bounded")
         and not spec.scale_block
         and not tiled
         and is_soft_capped(spec)
@@ -355,13 +355,13 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         longest = from_first and not skips and not short_early and first_see_many_more(spec)
     # in 8 bits, work tiles that take equally long are cut if they end unevenly
     alike = spec.variant.mask == TRUE and spec.variant.score is None and not spec.scale_block
-    relative = softmax == "fixed_reference" and not spec.scale_block and takes_row_max(spec)
+    relative = softmax == "first_max" and not spec.scale_block and takes_row_max(spec)
     # rows of a tile map begin with a partial tile, in which some see few keys
     by_count = end_aligned or (iteration == "tile_map" and not relative and max(qk, v) <= _COUNTED_COLUMNS)
     # row maxima of the tile where a score by distance is largest seldom are recomputed in later ones
     nearest_first = (
         candidate.by_distance > 0
-        and softmax == "fixed_reference"
+        and softmax == "first_max"
         and computes_distance_values(spec.variant, fast_math=spec.fast_math)
         and (iteration == "tile_map" or (iteration == "ranges" and not skips and _sees_both_sides(spec)))
     )
@@ -404,14 +404,14 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         else 0,
         softmax=softmax,
         recompute_below="1.0f"
-        if numbers.lane_sum_log2 and softmax == "fixed_reference" and end_aligned and max(qk, v) <= _REMEMBERED_COLUMNS
+        if numbers.lane_sum_log2 and softmax == "first_max" and end_aligned and max(qk, v) <= _REMEMBERED_COLUMNS
         else "",
         fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
         capped=capped,
         terms=terms,
         fused=softmax == "bounded" and not capped,
         anchor=ANCHOR if end_aligned else 0,
-        recompute_by_count=by_count and softmax == "fixed_reference" and not capped and not numbers.lane_sum_log2,
+        recompute_by_count=by_count and softmax == "first_max" and not capped and not numbers.lane_sum_log2,
         relative=relative,
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,

@@ -59,11 +59,11 @@ _KEYS = 64 * _CONSUMERS
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
 #: Q, dO and the dQ accumulator of the heads that run side by side: about half of the H200's L2, measured best on it.
-_SECTION_BYTES = 24 * 2**20
+_L2_BYTES = 24 * 2**20
 #: Least number of KV heads that run side by side where the mask reads tensors by position, as document masks do. A tile
 #: sees few queries there, which stay in L2 in any case, and tiles differ in their number of steps: if heads ran one
 #: after the other, the tiles of the last one would end unevenly.
-_SECTION_HEADS = 8
+_LEAST_HEADS_IN_L2 = 8
 
 #: Labels in kernel names of the products that the softmax overlaps.
 _LABELS = {
@@ -252,8 +252,8 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
         iteration=iteration,
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=_SECTION_BYTES,
-        section_heads=_SECTION_HEADS if _is_uneven(spec, iteration) else 1,
+        l2_bytes=_L2_BYTES,
+        least_heads_in_l2=_LEAST_HEADS_IN_L2 if _is_uneven(spec, iteration) else 1,
         structure=roles,
         main="dqkv",
         sum_columns=roles.sum_columns,

@@ -11,7 +11,7 @@ from attngen.errors import PlanError
 from attngen.manifest import GRID
 from attngen.plan import arguments
 from attngen.plan.allowances import CACHE_SPILLS, SPILLS
-from attngen.plan.choices import SECTION_BYTES, check_head_dims, is_beyond_256, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, check_head_dims, is_beyond_256, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Launch, Plan, Structure, Workspace
@@ -130,7 +130,7 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
         iteration="ranges" if iteration == "ranges" else "classified",
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=SECTION_BYTES,
+        l2_bytes=L2_BYTES,
         structure=structure,
         pack_gqa=True,
         choices=("pagescales",) if spec.scale_block == PAGE_BLOCK else (),

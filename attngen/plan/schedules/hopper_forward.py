@@ -12,7 +12,7 @@ from attngen.lang.biases import biases
 from attngen.manifest import SHARES
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import ONE_HEAD, SECTION_BYTES, check_head_dims, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, ONE_HEAD, check_head_dims, iteration_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan, Workspace
 from attngen.plan.operands import operands_of
@@ -117,7 +117,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         choices=(
             *([] if usual else [roles.schedule]),
             *([] if roles.overlap else ["nooverlap"]),
-            *([] if roles.softmax == "fixed_reference" else [roles.softmax.replace("_", "")]),
+            *([] if roles.softmax == "first_max" else [roles.softmax.replace("_", "")]),
             *(["shared"] if roles.shares else []),
             *([] if roles.persistent or roles.shares else ["single"]),
             *([] if roles.longest_first else ["natural"]),
@@ -140,7 +140,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         iteration=iteration,
         mask_code="branch",
         softmax=roles.softmax,
-        section_bytes=_section_bytes(spec, max(each.width for each in columns)),
+        l2_bytes=_l2_bytes(spec, max(each.width for each in columns)),
         structure=roles,
         times=times_of(
             roles.consumers,
@@ -172,10 +172,10 @@ def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
     return (Workspace("partials", "fp32", ((plan.tile_m, plan.columns_v[0].width + ROW_PADDING, "cut_parts"),)),)
 
 
-def _section_bytes(spec: KernelSpec, width: int) -> int:
+def _l2_bytes(spec: KernelSpec, width: int) -> int:
     """Bytes of K and V of the heads that run side by side; measured for unmasked attention."""
     if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES or width > _ONE_HEAD_COLUMNS:
-        return SECTION_BYTES
+        return L2_BYTES
     return ONE_HEAD
 
 

@@ -25,7 +25,7 @@ from attngen.errors import PlanError
 from attngen.manifest import GRID, MERGED, Argument, Workspace
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import MLA_SPILLS, SPILLS, Spills
-from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Columns, Launch, Plan
@@ -150,7 +150,7 @@ def plan_latent(
         iteration="ranges" if iteration == "ranges" else "classified",
         mask_code="branch",
         softmax=softmax,
-        section_bytes=SECTION_BYTES,
+        l2_bytes=L2_BYTES,
         structure=structure,
         pack_gqa=True,
     )

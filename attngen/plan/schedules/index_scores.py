@@ -117,7 +117,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         iteration="classified",
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=2**20,
+        l2_bytes=2**20,
         main=main,
     )
     products = spec.head_dim_qk // element.mma_k

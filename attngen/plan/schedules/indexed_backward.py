@@ -16,7 +16,7 @@ from attngen.errors import PlanError
 from attngen.manifest import LISTS
 from attngen.plan import arguments
 from attngen.plan.allowances import MLA_SPILLS
-from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, iteration_of, refuse
 from attngen.plan.draft import drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Plan, Region, Structure, Workspace
 from attngen.plan.operands import operands_of
@@ -71,7 +71,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         iteration="ranges" if iteration_of(packed) == "ranges" else "classified",
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=SECTION_BYTES,
+        l2_bytes=L2_BYTES,
         structure=structure,
         pack_gqa=True,
         main="dqkv",

@@ -36,7 +36,7 @@ def dq_pipes(*, qk: int, v: int, element: int) -> Pipes:
             ),
         ),
         named=(
-            NamedBarrier("turn", 1, 1, CONSUMERS * _THREADS, "half of S is multiplied, so that it is ahead of dP"),
+            NamedBarrier("order", 1, 1, CONSUMERS * _THREADS, "half of S is multiplied, so that it is ahead of dP"),
             NamedBarrier("published", 2, 1, CONSUMERS * _THREADS, "P is in shared memory"),
             NamedBarrier("complete", 3, 1, CONSUMERS * _THREADS, "dS is in shared memory"),
             NamedBarrier("given", 4, 1, _THREADS + 32, "P and dS are in shared memory, for the warp that writes them"),

@@ -62,11 +62,11 @@ _RESERVED = 1024
 _LARGE = 163 * 1024
 
 #: Q, dO and the dQ accumulator of the heads that run side by side.
-_SECTION_BYTES = 24 * 2**20
+_L2_BYTES = 24 * 2**20
 
 #: Least number of KV heads that run side by side, up to so many columns of dK and dV: if heads ran one after the other,
 #: the long tiles of the last ones would end alone. Measured on an H200 (docs/notebook/mma.md).
-_SECTION_HEADS = ((256, 8), (512, 1))
+_LEAST_HEADS_IN_L2 = ((256, 8), (512, 1))
 
 #: Warps of a block of ``postprocess``.
 _ROUND_WARPS = 4
@@ -161,8 +161,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         iteration=iteration,
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=_SECTION_BYTES,
-        section_heads=next(heads for most, heads in _SECTION_HEADS if qk.width + v.width <= most),
+        l2_bytes=_L2_BYTES,
+        least_heads_in_l2=next(heads for most, heads in _LEAST_HEADS_IN_L2 if qk.width + v.width <= most),
         structure=structure,
         main="dqkv",
         sum_columns=multiplied_qk,

@@ -13,7 +13,7 @@ from attngen.lang.runs import positions
 from attngen.lang.simplify import TRUE
 from attngen.plan import arguments
 from attngen.plan.allowances import MMA_SPILLS
-from attngen.plan.choices import SECTION_BYTES, check_head_dims, check_sizes, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, check_head_dims, check_sizes, iteration_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Plan, Region
@@ -207,7 +207,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         iteration=iteration,
         mask_code="branch",
         softmax=softmax,
-        section_bytes=SECTION_BYTES,
+        l2_bytes=L2_BYTES,
         structure=structure,
         pack_gqa=pack_gqa,
     )

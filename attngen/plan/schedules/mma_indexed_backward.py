@@ -13,7 +13,7 @@ from attngen.arch import Arch
 from attngen.dtypes import KEY_VALUE_DTYPES
 from attngen.errors import PlanError
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import SECTION_BYTES, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, iteration_of, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.model import Columns, Plan, Region
 from attngen.plan.operands import operands_of
@@ -65,7 +65,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         iteration="ranges" if iteration_of(packed) == "ranges" else "classified",
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=SECTION_BYTES,
+        l2_bytes=L2_BYTES,
         structure=structure,
         pack_gqa=True,
         main="dqkv",

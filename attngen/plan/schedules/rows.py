@@ -31,6 +31,6 @@ def rows_plan(spec: KernelSpec, name: str, schedule: str, *, tile_m: int, tile_n
         iteration="ranges",
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=2**20,
+        l2_bytes=2**20,
         main=schedule,
     )

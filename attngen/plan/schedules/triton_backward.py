@@ -17,7 +17,7 @@ from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, WIDE_BACKWARD_SPILLS, Spills, may_wait
 from attngen.plan.choices import (
-    SECTION_BYTES,
+    L2_BYTES,
     STAGES,
     WARPS,
     check_sizes,
@@ -196,7 +196,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         main=by_keys[-1].name,
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=SECTION_BYTES,
+        l2_bytes=L2_BYTES,
         allow=(*spec.allow, "serialized_wgmma") if _may_wait(spec.variant, rows) else spec.allow,
     )
     launches = [_preprocess(planned)]

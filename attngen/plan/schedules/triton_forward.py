@@ -9,7 +9,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.plan import arguments, budget
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, may_wait
-from attngen.plan.choices import SECTION_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, STAGES, TILE_SIZES, WARPS, check_sizes, iteration_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.model import Argument, Plan
 from attngen.plan.operands import Operands, kept_bytes, operands_of
@@ -103,7 +103,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         # A branch keeps the pipeline running from tile to tile, but splits the arithmetic of a score from the softmax.
         mask_code="loop" if iteration == "ranges" and spec.variant.score is not None else "branch",
         softmax=spec.softmax or "exact_max",
-        section_bytes=SECTION_BYTES,
+        l2_bytes=L2_BYTES,
         allow=(*spec.allow, "serialized_wgmma") if may_wait("Triton forward kernels", traits) else spec.allow,
     )
     return forward_launches(

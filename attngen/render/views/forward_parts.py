@@ -67,7 +67,7 @@ def _softmax(plan: Plan, forward: HopperForward) -> str:
         return "capped_bounded"
     if forward.takes_powers:
         return "powers"
-    if plan.softmax != "fixed_reference":
+    if plan.softmax != "first_max":
         return plan.softmax
     kind = "capped" if forward.capped else "fixed_relative" if forward.relative else "fixed"
     if forward.lane_sum_log2:

@@ -118,29 +118,31 @@ def may_pay(tiles: int, blocks: int, many: int = _MANY) -> bool:
 
 
 @lru_cache(maxsize=256)  # lengths differ more often than numbers of tiles
-def best_cut(steps: tuple[int, ...], group: int, units: int, section: int, blocks: int) -> Cut:
+def best_cut(steps: tuple[int, ...], group: int, units: int, heads_in_l2: int, blocks: int) -> Cut:
     """Tiles to cut, and into how many parts.
 
     Each of ``units`` (KV heads of all sequences) has tiles of these ``steps`` for each of ``group`` query heads;
-    ``section`` units run side by side on ``blocks`` blocks.
+    ``heads_in_l2`` units run side by side on ``blocks`` blocks.
     """
     if not may_pay(len(steps) * units, blocks):
         return NONE
-    times = [group * seen + _TILE for begin in range(0, units, section) for seen in steps
-             for _ in range(min(section, units - begin))]  # fmt: skip
+    times = [group * seen + _TILE for begin in range(0, units, heads_in_l2) for seen in steps
+             for _ in range(min(heads_in_l2, units - begin))]  # fmt: skip
     return _best_of_last(times, range(len(times)), len(times), blocks)
 
 
 @lru_cache(maxsize=256)
-def best_cut_of_each(each: tuple[tuple[int, ...], ...], group: int, kv_heads: int, section: int, blocks: int) -> Cut:
+def best_cut_of_each(
+    each: tuple[tuple[int, ...], ...], group: int, kv_heads: int, heads_in_l2: int, blocks: int
+) -> Cut:
     """The same of packed sequences, of which each has tiles of so many steps. Blocks pass over the tiles that a
     sequence has fewer than the longest one; where some of these are cut, they count as tiles."""
     if not may_pay(sum(map(len, each)) * kv_heads, blocks, _MANY_OF_SEQUENCES):
         return NONE
     units, most = len(each) * kv_heads, max(map(len, each))
     times, places = list[float](), list[int]()
-    for begin in range(0, units, section):
-        side = [each[unit // kv_heads] for unit in range(begin, min(begin + section, units))]
+    for begin in range(0, units, heads_in_l2):
+        side = [each[unit // kv_heads] for unit in range(begin, min(begin + heads_in_l2, units))]
         for tile in range(max(map(len, side))):
             for unit, steps in enumerate(side):
                 if tile < len(steps):
@@ -173,27 +175,27 @@ def _best_of_last(times: Sequence[float], places: Sequence[int], count: int, blo
 
 
 @lru_cache(maxsize=256)
-def best_first_cut(steps: tuple[int, ...], group: int, units: int, section: int, blocks: int) -> Cut:
+def best_first_cut(steps: tuple[int, ...], group: int, units: int, heads_in_l2: int, blocks: int) -> Cut:
     """The same of the first tiles of each unit, which take many more steps than others: none may outlast the rest."""
-    return _best_of_first([group * seen for seen in steps], units, section, blocks, (_TILE, _PART, _READ))
+    return _best_of_first([group * seen for seen in steps], units, heads_in_l2, blocks, (_TILE, _PART, _READ))
 
 
 @lru_cache(maxsize=256)
-def best_query_cut(steps: tuple[int, ...], units: int, section: int, blocks: int, tile: float) -> Cut:
+def best_query_cut(steps: tuple[int, ...], units: int, heads_in_l2: int, blocks: int, tile: float) -> Cut:
     """The same of the first query tiles of a forward, which take ``tile`` steps beside their own."""
     if len(steps) * units > _MANY_ALIKE * blocks and min(steps) == max(steps):
         return NONE
-    return _best_of_first(steps, units, section, blocks, (tile, tile + _PART_OF_QUERIES, _READ_OF_QUERIES))
+    return _best_of_first(steps, units, heads_in_l2, blocks, (tile, tile + _PART_OF_QUERIES, _READ_OF_QUERIES))
 
 
 def _best_of_first(
-    steps: Sequence[int], units: int, section: int, blocks: int, costs: tuple[float, float, float]
+    steps: Sequence[int], units: int, heads_in_l2: int, blocks: int, costs: tuple[float, float, float]
 ) -> Cut:
     """``costs``: what a tile takes beside its steps, what a part takes, and that for each part of its tile."""
     count, (tile, part, read) = len(steps), costs
     if not count * units:
         return NONE
-    widths = [min(section, units - begin) for begin in range(0, units, section)]
+    widths = [min(heads_in_l2, units - begin) for begin in range(0, units, heads_in_l2)]
     best, ended = NONE, (1 - _GAIN) * _end_of_lines([seen + tile for seen in steps], widths, blocks)
     for rows in sorted({*range(1, min(_ROWS, count) + 1), count}):
         for parts in range(2, min(MOST_PARTS, _ITEMS * blocks // (rows * units)) + 1):
@@ -214,7 +216,7 @@ def long_rows_cut(rows: int, steps: int, units: int, blocks: int) -> Cut:
 
 
 def _end_of_lines(lines: Sequence[float], widths: Sequence[int], blocks: int) -> float:
-    """Time at which all blocks are done: sections of units have the same lines of work, one after the other."""
+    """Time at which all blocks are done: units that run side by side have the same lines of work, group after group."""
     free = [0.0] * blocks
     for width in widths:
         for time in lines:

@@ -39,9 +39,9 @@ class Order:
 LONGEST_FIRST = Order()
 
 
-def order_of(launch: Launch, call: Call, units: int, section: int, blocks: int) -> Order:
+def order_of(launch: Launch, call: Call, units: int, heads_in_l2: int, blocks: int) -> Order:
     """Order of a call whose ``units`` all run side by side, else longest first."""
-    if units > section or not launch.times:
+    if units > heads_in_l2 or not launch.times:
         return LONGEST_FIRST
     _, tile, step = launch.times
     return best_order(steps_of_queries(launch, call), units, blocks, round(tile / step, 2))

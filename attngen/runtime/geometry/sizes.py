@@ -121,7 +121,8 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = 
     return -(-rows // tile_m), call.batch * heads
 
 
-#: KV heads of a backward's section up to which sections end evenly, as docs/notebook/hopper_backward.md measures it.
+#: KV heads that a backward runs side by side, up to which all such groups are made about equal: measured in
+#: docs/notebook/hopper_backward.md.
 _FEW = 8
 #: Blocks of an H100; and the most steps of a tile of keys over those of the mean one where all have about as many.
 _BLOCKS, _EVEN = 132, 1.25
@@ -136,26 +137,26 @@ def _is_even(launch: Launch, call: Call) -> bool:
     return 2 * most * launch.tile_m <= call.seqlen_q and most * len(steps) <= _EVEN * sum(steps)
 
 
-def _section(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
+def _heads_in_l2(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
     """Units, of all batches, that run side by side: as many as keep in L2 what their blocks read again.
 
     Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
-    counted, at least ``section_heads`` of them, and a few may become half as many more, which L2 has room for; where
+    counted, at least ``least_heads_in_l2`` of them. A few may become half as many more, which L2 has room for; where
     more of them run side by side, their end matters less than that. If all tiles of keys have about as many steps, and
-    few, no more heads than blocks need, or two: dQ of a section is rounded while the next one runs.
+    few, no more heads than blocks need, or two: dQ of one group is rounded while the next one runs.
     """
     every = sequences_at_work(call) * call.kv_heads
     if by_keys:
-        kv_heads = max(-(-launch.section_keys // (call.seqlen_q * group_of(call) + 1)), launch.section_heads)
+        kv_heads = max(-(-launch.l2_keys // (call.seqlen_q * group_of(call) + 1)), launch.least_heads_in_l2)
         if _is_even(launch, call):
             kv_heads = min(kv_heads, max(_BLOCKS // -(-call.seqlen_k // launch.tile_n), 2))
         return balanced(kv_heads, every, 3 * kv_heads // 2) if kv_heads <= _FEW else min(kv_heads, every)
-    return _forward_section(launch, every, call.seqlen_k, group_of(call), units)
+    return _forward_heads_in_l2(launch, every, call.seqlen_k, group_of(call), units)
 
 
-def _forward_section(launch: Launch, every: int, seqlen_k: int, group: int, units: int) -> int:
+def _forward_heads_in_l2(launch: Launch, every: int, seqlen_k: int, group: int, units: int) -> int:
     """As above, of a forward pass; ``every``: KV heads of all sequences."""
-    kv_heads = -(-launch.section_keys // (seqlen_k + 1))
+    kv_heads = -(-launch.l2_keys // (seqlen_k + 1))
     kv_heads = balanced(kv_heads, every, kv_heads)
     return max(min(kv_heads * (1 if launch.pack_gqa else group), units), 1)
 
@@ -172,22 +173,22 @@ def sequences_at_work(call: Call) -> int:
 
 @lru_cache(1024)
 def balanced(wanted: int, every: int, most: int) -> int:
-    """Units of a section, out of ``every`` unit: between 5/8 of the wanted number and ``most``, the largest number that
-    fills the last section best.
+    """Units that run side by side, out of ``every`` unit: between 5/8 of the wanted number and ``most``, the largest
+    number that fills the last group best.
 
-    A last section of few units begins its longest tiles when all others are nearly done, and blocks that find none of
+    A last group of few units begins its longest tiles when all others are nearly done, and blocks that find none of
     them wait.
     """
     wanted, most = max(min(wanted, every), 1), max(min(most, every), 1)
     if every % most == 0:
         return most
     least = -(-5 * wanted // 8)
-    # of as many sections, those of the smallest size fill the last one best
+    # of as many groups, those of the smallest size fill the last one best
     sizes = [max(-(-every // count), least) for count in range(-(-every // most), -(-every // least) + 1)]
     return max([(((every - 1) % size + 1) / size, size) for size in sizes])[1]
 
 
-def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
+def cut_of(launch: Launch, call: Call, heads_in_l2: int, capacity: Capacity) -> Cut:
     """KV tiles that a backward cuts into parts, or query tiles of a forward, where blocks of the call then end more
     evenly.
 
@@ -201,7 +202,7 @@ def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
         if not sequences:
             return NONE
         each = tuple(steps_of(launch, one) for one in sequences)
-        return best_cut_of_each(each, group_of(call), call.kv_heads, section, capacity.blocks)
+        return best_cut_of_each(each, group_of(call), call.kv_heads, heads_in_l2, capacity.blocks)
     if not launch.by_keys and launch.tile_map is not None:
         tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
         return long_rows_cut(*tiles, call.batch * call.heads, capacity.blocks)
@@ -210,16 +211,16 @@ def cut_of(launch: Launch, call: Call, section: int, capacity: Capacity) -> Cut:
             return NONE
         _, tile, step = launch.times
         steps = steps_of_queries(launch, call)[::-1]
-        return best_query_cut(steps, call.batch * call.heads, section, capacity.blocks, round(tile / step, 2))
+        return best_query_cut(steps, call.batch * call.heads, heads_in_l2, capacity.blocks, round(tile / step, 2))
     if launch.tile_map is not None and launch.cuts_first:
         return long_rows_cut(
             -(-call.seqlen_k // launch.tile_n), -(-call.seqlen_q // launch.tile_m), units, capacity.blocks
         )
     if launch.cuts_first:
-        return best_first_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
+        return best_first_cut(steps_of(launch, call), group_of(call), units, heads_in_l2, capacity.blocks)
     if not may_pay(-(-call.seqlen_k // launch.tile_n) * units, capacity.blocks):
         return NONE
-    return best_cut(steps_of(launch, call), group_of(call), units, section, capacity.blocks)
+    return best_cut(steps_of(launch, call), group_of(call), units, heads_in_l2, capacity.blocks)
 
 
 #: The capacity of launches whose blocks share no keys.
@@ -258,7 +259,7 @@ class Geometry:
         if launch.cuts and not launch.by_keys:  # a counter for the rows of each consumer
             self.sizes["split_counters"] = self.cut.tiles * (launch.tile_m // 64)
         if launch.cuts and self.map is not None:
-            self.map.heads_of_block = self.sizes["section"] / capacity.blocks
+            self.map.heads_of_block = self.sizes["heads_in_l2"] / capacity.blocks
 
     @cached_property
     def views(self) -> dict[str, View]:
@@ -269,12 +270,12 @@ class Geometry:
     @cached_property
     def cut(self) -> Cut:
         """Tiles of keys, or of queries, that are cut into parts."""
-        return cut_of(self.launch, self.call, self.sizes["section"], self.capacity) if self.launch.cuts else NONE
+        return cut_of(self.launch, self.call, self.sizes["heads_in_l2"], self.capacity) if self.launch.cuts else NONE
 
     @cached_property
     def order(self) -> Order:
         """The order in which blocks take tiles of queries."""
-        return order_of(self.launch, self.call, self.units, self.sizes["section"], self.capacity.blocks)
+        return order_of(self.launch, self.call, self.units, self.sizes["heads_in_l2"], self.capacity.blocks)
 
     def of_chunk(self, first_part: int) -> Geometry:
         """The same numbers for a chunk of query rows."""
@@ -460,7 +461,7 @@ def _parts_of_chunk(geometry: Geometry) -> int:
 
 _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "group_bits": lambda g: g.sizes["group"].bit_length() - 1,
-    "section": lambda g: _section(g.launch, g.call, g.units, by_keys=g.launch.by_keys),
+    "heads_in_l2": lambda g: _heads_in_l2(g.launch, g.call, g.units, by_keys=g.launch.by_keys),
     "group_reciprocal": lambda g: reciprocal(g.sizes["group"]),
     "page_size": lambda g: g.call.page_size,
     "page_size_reciprocal": lambda g: reciprocal(g.call.page_size),
@@ -522,7 +523,7 @@ _PLAIN = (
     "batch", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "stride of page_table",
     "beside",
 )  # fmt: skip
-_OF_TILES = (*_PLAIN, "q_tiles", "section")
+_OF_TILES = (*_PLAIN, "q_tiles", "heads_in_l2")
 _OF_SPLITS = (*_PLAIN, *SPLIT_NAMES)
 _BLOCKS, _CLUSTER, _COUNTERS = map(SPLIT_NAMES.index, ("split_blocks", "split_cluster", "split_counters"))
 
@@ -567,9 +568,9 @@ class PlainSizes:
             return plain + split, split[_BLOCKS], split[_CLUSTER], split[_COUNTERS]
         q_tiles, units = -(-seqlen_q * self._rows // self._launch.tile_m), batch * self._heads
         sequences = prompts_of(total_q, batch, seqlen_q) if self._least else batch
-        section = _forward_section(self._launch, sequences * self._kv_heads, seqlen_k, self._group, units)
+        heads_in_l2 = _forward_heads_in_l2(self._launch, sequences * self._kv_heads, seqlen_k, self._group, units)
         tiles, most = q_tiles * units, blocks or self._multiprocessors
-        return (*plain, q_tiles, section), tiles if tiles < most else most, 1, 0
+        return (*plain, q_tiles, heads_in_l2), tiles if tiles < most else most, 1, 0
 
 
 def geometries(

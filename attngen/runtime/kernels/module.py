@@ -91,7 +91,7 @@ class Launch(LaunchFields):
         super().__init__(**shared(LaunchFields, entry))
         self.full_name = f"{kernel.full_name} ({self.name})"
         self.dtype_of = kernel.dtype_of
-        self.section_keys, self.section_heads = kernel.section_keys, kernel.section_heads
+        self.l2_keys, self.least_heads_in_l2 = kernel.l2_keys, kernel.least_heads_in_l2
         self.pack_gqa = kernel.pack_gqa
         self.split_size = kernel.split_size
         self.shares: int = self.cluster if self.grid == SHARES else 1  # the most blocks that share the keys of a tile
@@ -152,7 +152,7 @@ class Kernel(KernelFields):
         self.variant_name = entries.variant.name
         self.arch = _arch(entries.arch, origin)
         self.dtype = entries.dtype
-        self.section_keys = entries.section_keys
+        self.l2_keys = entries.l2_keys
         self.min_driver = entries.min_driver or 0
         for name in (self.dtype, *entries.operands.values()):
             _check_dtype(name, origin)

@@ -29,7 +29,7 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("ping-pong", {"schedule": "pingpong"}),
     ("TMA store", {"epilogue": "staged"}),
     ("lazy rescale", {"softmax": "lazy"}),
-    ("fixed reference", {"softmax": "fixed_reference"}),
+    ("first max", {"softmax": "first_max"}),
     ("persistent, longest first", {"persistent": True, "order": "longest_first"}),
 )
 RUNGS = tuple(name for name, _ in _STEPS)

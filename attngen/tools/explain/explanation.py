@@ -209,7 +209,7 @@ class PlanExplanation:
             *_labelled("steps", of_schedule.get("steps", [])),
             *([("time", times_text(plan))] if plan.times else []),
             *_labelled("expected", of_schedule.get("expected", [])),
-            ("grid", self.schedule.grid(_section(plan))),
+            ("grid", self.schedule.grid(_heads_in_l2(plan))),
             *_labelled("arguments", argument_lines(plan.arguments)),
         ]
 
@@ -286,10 +286,10 @@ def _loads(plan: Plan) -> str:
     return f"by pointers; strides and addresses are multiples of {plan.alignment} B"
 
 
-def _section(plan: Plan) -> str:
-    if plan.section_bytes < 2**20:
+def _heads_in_l2(plan: Plan) -> str:
+    if plan.l2_bytes < 2**20:
         return "one KV head after the other"
-    return f"heads run side by side while their K and V fit {plan.section_bytes // 2**20} MiB"
+    return f"heads run side by side while their K and V fit {plan.l2_bytes // 2**20} MiB"
 
 
 def argument_lines(arguments: Sequence[Argument]) -> list[str]:

@@ -91,13 +91,13 @@ class HopperExplanation(ScheduleExplanation):
             **({"scales": _scales(self.plan), "error": list(_ERROR)} if self.plan.descaled else {}),
         }
 
-    def grid(self, section: str) -> str:
-        """The work of each block; ``section`` describes the order."""
+    def grid(self, side_by_side: str) -> str:
+        """The work of each block; ``side_by_side`` describes the order."""
         rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
         tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
-        order = f"longest first; {section}" if self.structure.longest_first else "head by head in natural order"
+        order = f"longest first; {side_by_side}" if self.structure.longest_first else "head by head in natural order"
         if self.structure.from_first:
-            order = f"longest first, from the first queries on; {section}"
+            order = f"longest first, from the first queries on; {side_by_side}"
         if self.structure.shares:
             return (
                 f"a cluster of up to {self.structure.sharing} blocks for each of {tiles} work tiles, whose keys "
@@ -135,7 +135,7 @@ class HopperExplanation(ScheduleExplanation):
         )
         if structure.terms:
             softmax += f"; in tiles without a mask P(j) is a polynomial of degree {len(structure.terms) - 1}"
-        if structure.lane_sum_log2 and self.plan.softmax == "fixed_reference":
+        if structure.lane_sum_log2 and self.plan.softmax == "first_max":
             softmax += "; from a new maximum after a partial first tile"
             if structure.recompute_below:
                 softmax += f" that left a lane a sum below {structure.recompute_below.rstrip('f')}"
@@ -179,7 +179,7 @@ def explain(plan: Plan, pipes: Pipes | None) -> HopperExplanation:
 
 
 _SOFTMAX = {
-    "fixed_reference": "P(j) from the old row max; recomputed from a new one if a lane's sum exceeds {above} or grows "
+    "first_max": "P(j) from the old row max; recomputed from a new one if a lane's sum exceeds {above} or grows "
     "{growth} times",
     "lazy": "maximum; O is rescaled only if it has grown by 2^8; exponentials make P(j)",
     "exact_max": "maximum, O rescaled, exponentials make P(j)",

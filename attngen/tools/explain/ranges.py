@@ -25,9 +25,9 @@ class RangesExplanation(ScheduleExplanation):
             ],
         }
 
-    def grid(self, section: str) -> str:
+    def grid(self, side_by_side: str) -> str:
         """The work of each block."""
-        del section
+        del side_by_side
         blocks = self.plan.launch(self.plan.main).cluster
         return (
             f"persistent: a block for each multiprocessor, or clusters of {blocks} where a "

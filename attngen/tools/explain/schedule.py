@@ -31,9 +31,9 @@ class ScheduleExplanation:
         is something to say."""
         return {}
 
-    def grid(self, section: str) -> str:
-        """The work of each block; ``section`` describes the order."""
-        return f"ceil(seqlen_q / {self.plan.tile_m}) x heads x batch blocks; {section}"
+    def grid(self, side_by_side: str) -> str:
+        """The work of each block; ``side_by_side`` describes the order."""
+        return f"ceil(seqlen_q / {self.plan.tile_m}) x heads x batch blocks; {side_by_side}"
 
     def launch(self, launch: Launch) -> list[str]:
         """Lines on one launch, its purpose first."""

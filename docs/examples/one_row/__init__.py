@@ -63,7 +63,7 @@ def plan_one_row(spec: KernelSpec, arch: Arch) -> Plan:
         iteration="ranges",
         mask_code="branch",
         softmax="exact_max",
-        section_bytes=2**20,
+        l2_bytes=2**20,
         structure=OneRow(values=-(-spec.head_dim_v // 32)),
     )
     return planned.with_launches(

@@ -3,20 +3,20 @@
 
 #include "types.cuh"
 
-// Finds the unit (batch x head) and the query tile of an index: the units of one section share L2, longest tiles first.
+// Finds the unit (batch x head) and the query tile of an index: `heads_in_l2` units share L2, longest tiles first.
 // Divisions of unsigned counts take fewer instructions.
 template <typename Count>
 __device__ __forceinline__ void place_tile_by(
-    Count index, Count q_tiles, Count units, Count section, int& unit, int& q_tile) {
-  const Count units_before = index / (section * q_tiles) * section;
-  const Count width = min(section, units - units_before);
+    Count index, Count q_tiles, Count units, Count heads_in_l2, int& unit, int& q_tile) {
+  const Count units_before = index / (heads_in_l2 * q_tiles) * heads_in_l2;
+  const Count width = min(heads_in_l2, units - units_before);
   const Count rest = index - units_before * q_tiles;
   unit = units_before + rest % width;
   q_tile = q_tiles - 1 - rest / width;
 }
 __device__ __forceinline__ void place_tile(
-    int index, int q_tiles, int units, int section, int& unit, int& q_tile) {
-  place_tile_by<int>(index, q_tiles, units, section, unit, q_tile);
+    int index, int q_tiles, int units, int heads_in_l2, int& unit, int& q_tile) {
+  place_tile_by<int>(index, q_tiles, units, heads_in_l2, unit, q_tile);
 }
 
 // The value that another lane holds.

@@ -1,4 +1,4 @@
-"""Number of heads side by side: as many as L2 holds, and no last section of a few."""
+"""Number of heads side by side: as many as L2 holds, and no last group of a few."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from attngen.runtime.geometry.sizes import balanced
         (5, 7, 7, 7),
     ],
 )
-def test_the_last_section_is_not_a_small_one(wanted: int, every: int, most: int, size: int) -> None:
+def test_the_last_group_is_not_a_small_one(wanted: int, every: int, most: int, size: int) -> None:
     assert balanced(wanted, every, most) == size
 
 
-def test_sections_stay_near_what_is_wanted() -> None:
+def test_groups_stay_near_what_is_wanted() -> None:
     for wanted in range(1, 30):
         for every in range(1, 70):
             for most in (wanted, 3 * wanted // 2):
                 assert 5 * min(wanted, every) <= 8 * balanced(wanted, every, most) <= 8 * min(most, every)
 
 
-def test_the_last_section_is_as_full_as_it_can_be() -> None:
+def test_the_last_group_is_as_full_as_it_can_be() -> None:
     for wanted in range(1, 40):
         for every in range(1, 90):
             for most in (min(wanted, every), min(3 * wanted // 2, every)):
@@ -66,7 +66,7 @@ def ends(heads: int, size: int, q_tiles: int = 128, blocks: int = 132) -> float:
     return max(free) * blocks / sum(order)
 
 
-def test_a_last_section_of_one_head_leaves_blocks_idle() -> None:
+def test_a_last_group_of_one_head_leaves_blocks_idle() -> None:
     assert ends(10, 3) > 1.05
     assert ends(10, balanced(3, 10, 3)) < 1.01
 
@@ -87,7 +87,7 @@ def test_tiles_of_equal_and_few_steps_take_as_many_heads_as_blocks_need(
     monkeypatch.setattr(sizes, "steps_of", lambda launch, call: tuple(steps))
     monkeypatch.setattr(sizes, "sequences_at_work", lambda call: call.batch)
     launch: Any = SimpleNamespace(
-        section_keys=6 * seqlen, section_heads=1, tile_m=128, tile_n=128, tile_map=None, visible=[None]
+        l2_keys=6 * seqlen, least_heads_in_l2=1, tile_m=128, tile_n=128, tile_map=None, visible=[None]
     )
     call: Any = SimpleNamespace(batch=1, heads=8, kv_heads=8, seqlen_q=seqlen, seqlen_k=seqlen, ragged=False)
-    assert sizes._section(launch, call, 8, by_keys=True) == size
+    assert sizes._heads_in_l2(launch, call, 8, by_keys=True) == size
