@@ -157,7 +157,7 @@ class StructureFields:
     """Decisions of a schedule that the runtime predicts times by."""
 
     skips: bool = False  # a consumer skips tiles that only other consumers see
-    anchor: Count = 0  # alignment of the first key of a tile, where tiles end with the last visible key; 0: the tile
+    end_alignment: Count = 0  # of the first key of a tile, where tiles end with the last visible key; 0: the tile
     from_first: bool = False  # tiles of queries go from the first on, since the first rows see the most keys
     uneven: bool = False  # data decide how many steps a tile takes
     blocks: Some = 1  # that a multiprocessor runs at once

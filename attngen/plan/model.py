@@ -137,7 +137,7 @@ class Structure(StructureFields):
     @property
     def end_aligned(self) -> bool:
         """Whether tiles of keys end with the last key that a work item sees, not at multiples of their size."""
-        return self.anchor > 0
+        return self.end_alignment > 0
 
     @property
     def lane_keys_apart(self) -> int:

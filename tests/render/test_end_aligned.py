@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from attngen.plan.model import Plan
-from attngen.plan.schedules.forward_tiles import ANCHOR
+from attngen.plan.schedules.forward_tiles import END_ALIGNMENT
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render.views.hopper_forward import cuda_view
 from tests.plan.specs import planned
@@ -64,7 +64,7 @@ def test_tiles_that_end_with_what_is_seen_hold_all_of_it(dtype: str, tile: str, 
             tile_m=plan.tile_m,
             tile_n=plan.tile_n,
             consumers=plan.structure.consumers,
-            anchor=ANCHOR,
+            end_alignment=END_ALIGNMENT,
             lines="\n  ".join(map(str, view.span_lines)),
             values=", ".join([*map(str, view.span_values), "offset"]),
         )
@@ -91,7 +91,7 @@ def _check(plan: Plan, case: tuple[int, ...], ranges: list[tuple[int, ...]]) -> 
     rows, keys, consumers = plan.tile_m >> bits, plan.tile_n, plan.structure.consumers
     seen: set[int] = set()
     for part, (lo, hi, full_lo, full_hi, offset) in zip(range(consumers, -1, -1), ranges, strict=True):
-        assert offset % ANCHOR == 0
+        assert offset % END_ALIGNMENT == 0
         assert 0 <= offset < keys
         assert lo >= 0
         count, first = (rows, rows * q_tile) if part == consumers else (64 >> bits, rows * q_tile + (64 >> bits) * part)
@@ -106,7 +106,7 @@ def _check(plan: Plan, case: tuple[int, ...], ranges: list[tuple[int, ...]]) -> 
             of_tile = set(range(tile * keys + offset, (tile + 1) * keys + offset))
             assert all(of_tile <= one for one in sees), case
         if part == consumers and offset and visible:
-            assert 0 <= hi * keys + offset - 1 - max(visible) < ANCHOR, case
+            assert 0 <= hi * keys + offset - 1 - max(visible) < END_ALIGNMENT, case
     return bool(ranges[0][-1])
 
 

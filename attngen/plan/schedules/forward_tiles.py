@@ -55,7 +55,7 @@ ROWS = 64  # query rows of a consumer: M of wgmma
 _LEAST_KEYS = 16
 
 #: Alignment, in keys, of the first key of a tile that ends with the last visible key.
-ANCHOR = 16
+END_ALIGNMENT = 16
 
 #: Keys of a fragment of V that is transposed.
 _FRAGMENT_KEYS = 16
@@ -324,7 +324,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     box = widest_box(qk * size, v * size)
     numbers = form.numbers[spec.dtype]
     softmax, constant = softmax_of(spec, numbers.exponents)
-    end_aligned = tile_n % ANCHOR == 0 and _can_be_end_aligned(spec, iteration)
+    end_aligned = tile_n % END_ALIGNMENT == 0 and _can_be_end_aligned(spec, iteration)
     terms = () if tiled or candidate.by_distance else terms_of(spec, constant, qk + v)
     capped = (
         not terms
@@ -410,7 +410,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         capped=capped,
         terms=terms,
         fused=softmax == "bounded" and not capped,
-        anchor=ANCHOR if end_aligned else 0,
+        end_alignment=END_ALIGNMENT if end_aligned else 0,
         recompute_by_count=by_count and softmax == "first_max" and not capped and not numbers.lane_sum_log2,
         relative=relative,
         shared=(),

@@ -142,7 +142,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         region_bytes={region.name: region.bytes for region in structure.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
         partials_room=_room(structure),
-        place_bits=place_bits(structure.anchor or plan.tile_n),
+        place_bits=place_bits(structure.end_alignment or plan.tile_n),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
         uses_kv_tiles="kv_tiles" in spans,

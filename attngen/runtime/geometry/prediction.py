@@ -157,7 +157,7 @@ def sequences_of(call: Call) -> int:
 def _sees_alike(kernel: Kernel, call: Call) -> bool:
     """Whether the rows of a tile see nearly the same keys, though these end on both sides: they are heads of few
     queries."""
-    return kernel.pack_gqa and group_of(call) > 1 and kernel.structure.anchor > 0
+    return kernel.pack_gqa and group_of(call) > 1 and kernel.structure.end_alignment > 0
 
 
 def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int) -> list[tuple[int, int]]:

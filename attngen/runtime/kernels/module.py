@@ -164,7 +164,7 @@ class Kernel(KernelFields):
     def skips(self) -> bool:
         """Whether rows of a tile see different keys: consumers leave out what theirs do not see, or multiply in
         vain."""
-        return self.structure.skips or self.structure.anchor > 0
+        return self.structure.skips or self.structure.end_alignment > 0
 
     @property
     def reproducible(self) -> bool:

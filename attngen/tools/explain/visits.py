@@ -231,15 +231,15 @@ class _Grid:
         self._corners = {"q_lo": begin, "q_hi": last, "q_pos_lo": begin, "q_pos_hi": last}  # as many keys as queries
         self._bands: Bands = bands(plan.variant.mask, self._facts, over="kv", heads=plan.box_heads)
         self.outside = ""
-        self._anchor = plan.structure.anchor
+        self._end_alignment = plan.structure.end_alignment
         #: Of the first key of each tile of keys from a multiple of their size.
         self.offsets = offsets if offsets is not None else self._own_offsets()
 
     def _own_offsets(self) -> Tensor:
-        if not self._anchor:
+        if not self._end_alignment:
             return torch.zeros(self._tiles, dtype=torch.int64)
         n, (lo, hi) = self._plan.tile_n, self._ends(self._bands.visible[0])
-        last = -(-hi.clamp(0, self._seqlen) // self._anchor) * self._anchor
+        last = -(-hi.clamp(0, self._seqlen) // self._end_alignment) * self._end_alignment
         return torch.where(lo >= n, last % n, 0)
 
     def mask(self) -> tuple[int, Tensor]:
@@ -277,7 +277,7 @@ class _Grid:
     def in_ranges(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that loops over ranges, and tests each tile for the full ones."""
         n = self._plan.tile_n
-        if self._anchor:
+        if self._end_alignment:
             return self._in_end_aligned_ranges()
         tiles = torch.arange(self._whole)[None, :]
         visited = self._in_ranges(self._whole, self._whole * n)
@@ -304,7 +304,7 @@ class _Grid:
     def _in_ranges(self, count: int, extent: int) -> Tensor:
         bounded = Bands(self._bands.visible, (), exact=True)
         tiles = torch.arange(count)[None, :]
-        if self._anchor:
+        if self._end_alignment:
             start, n = tiles * self._plan.tile_n + self.offsets[:, None], self._plan.tile_n
             lo, hi = (end[:, None].clamp(0, self._seqlen) for end in self._ends(self._bands.visible[0]))
             return (start + n > lo) & (start < hi) & (lo < hi)
