@@ -32,6 +32,28 @@ def faults(text: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "call the variable what it holds, not 'found'"
 
 
+def rebound(text: str) -> Iterator[tuple[int, str]]:
+    """Line and name of each constant of a module that a statement before it has already bound."""
+    seen = set()
+    for statement in ast.parse(text).body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            stored = (node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name))
+            names = {node.id for node in stored if isinstance(node.ctx, ast.Store)}
+            yield from ((statement.lineno, name) for name in sorted(names & seen - {"_"}))
+            seen |= names
+
+
+@pytest.mark.parametrize("folder", sorted(FILES))
+def test_constants_are_bound_once(folder: str) -> None:
+    lines = [
+        f"{path.relative_to(ROOT)}:{line}: {name} is bound a second time"
+        for path in FILES[folder]
+        for line, name in rebound(path.read_text("utf-8"))
+    ]
+    assert not lines, "\n".join(lines)
+
+
 @pytest.mark.parametrize("folder", sorted(FILES))
 def test_words(folder: str) -> None:
     lines = [

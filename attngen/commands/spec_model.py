@@ -13,7 +13,7 @@ from attngen.integrations.model_requests import Asking, Request, Use
 from attngen.packaging.sizes import WheelSizes, estimated
 from attngen.plan import plan
 from attngen.schema import expand, load_spec_text, preset_names
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.writing import declaration, spec_text
 
 #: Arch and dtypes of kernels for servers (pages, and split-KV).

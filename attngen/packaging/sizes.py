@@ -12,7 +12,8 @@ from zipfile import ZipFile
 from attngen.errors import PackageError
 from attngen.formats import APPEND, INDEX_SCORES
 from attngen.runtime.registry.shipped import INDEX, KERNELS
-from attngen.schema.expand import KernelSpec, appends
+from attngen.schema.helper_kernels import appends
+from attngen.schema.kernel_spec import KernelSpec
 
 #: Rows that a refusal shows.
 _SHOWN = 8

@@ -21,9 +21,10 @@ from attngen.parallel.cost import Cost
 from attngen.parallel.document_tiles import DocumentTiles
 from attngen.parallel.groups import group_of
 from attngen.parallel.heads import heads_are_alike
+from attngen.parallel.layers import Layer
 from attngen.parallel.one_row import as_one_row, documents
 from attngen.parallel.overlap import forward_groups, overlap
-from attngen.parallel.plans import Layer, Plan
+from attngen.parallel.plans import Plan
 from attngen.parallel.routes import Needs
 from attngen.parallel.segments import is_relative, reads_no_positions
 from attngen.parallel.sharding import Sharding

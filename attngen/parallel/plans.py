@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -21,21 +21,22 @@ from attngen.lang.runs import TILE
 from attngen.lang.variant import Variant
 from attngen.parallel import local as names
 from attngen.parallel.agreement import agree
+from attngen.parallel.call_checks import axis_of_tokens, form_of, signature_of
 from attngen.parallel.called import called
 from attngen.parallel.calls import Call, attend, plans_by_number
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
 from attngen.parallel.explanation import Explanation, VariantSummary
-from attngen.parallel.heads import HeadParallelAttention, against, of_own_heads
-from attngen.parallel.local import OF_TOKENS, Local, Positions, local_variant, own_values
-from attngen.parallel.overlap import Overlap, cut
+from attngen.parallel.heads import HeadParallelAttention, of_own_heads
+from attngen.parallel.layers import Layer
+from attngen.parallel.local import Local, Positions, local_variant, own_values
+from attngen.parallel.overlap import cut
 from attngen.parallel.rank_attention import RankAttention, by_positions, by_segments
 from attngen.parallel.routes import Needs, Route
 from attngen.parallel.segments import Segments
 from attngen.parallel.sharding import Sharding
 from attngen.parallel.stages import Options
-from attngen.parallel.values import Cutter, passed, read_by_mask, refuse_unknown
-from attngen.parallel.visits import Visits
+from attngen.parallel.values import Cutter, passed, read_by_mask
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.calls.entry import attention
 from attngen.runtime.registry.binding import find
@@ -43,70 +44,9 @@ from attngen.variants import PythonVariant
 
 _numbers = count()
 
-#: Dtypes of q, k and v: keys that are exchanged have no scales.
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-#: Arguments of ``attngen.attention`` that calls of plans do not have, and what does the same.
-_INSTEAD = {
-    "seqused_k": "a mask that reads lengths, such as kv < used[b]",
-    "tile_map": "none, since it would be that of all tokens",
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "tensors of 16 bits"),
-}
-
 #: The keys of a call are kept for the backward if a rank gets at most so many times its own rows; more are sent again,
 #: since they take memory, but for those of the first group of heads.
 _KEPT = 1.5
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One variant of a plan: its visits and needs, how many layers have it, and the values that the plan got.
-
-    ``stated`` is the variant itself; ``variant`` that of one dense sequence, but with ``in_segments``, where ranks call
-    the variant itself over segments. ``sent`` is what the method sends, ``seen`` what rows visit.
-    """
-
-    name: str
-    source: str | Variant
-    stated: Variant
-    variant: Variant
-    layers: float
-    method: str
-    given: Mapping[str, Any]
-    visits: Visits
-    sent: Needs
-    seen: Needs
-    in_segments: bool = False
-    positions: bool = True  # whether the variant reads any
-    overlap: Overlap = "none"
-    forward_groups: int = 1  # groups of heads in which keys of a forward pass travel
-    of_documents: Callable[[], Mapping[str, Any]] = dict  # tables of tokens: made by the first call, not by the plan
-    kept: dict[Any, Any] = field(default_factory=dict)  # what calls of one rank and device share
-
-    @cached_property
-    def values(self) -> Mapping[str, Any]:
-        """The values that the plan got, and the tables of documents."""
-        return {**self.given, **self.of_documents()}
-
-    @cached_property
-    def fixed(self) -> frozenset[str]:
-        """The names that the mask reads."""
-        return frozenset(read_by_mask(self.variant))
-
-    @cached_property
-    def own(self) -> tuple[str, ...]:
-        """The names that calls of the variant itself pass."""
-        return tuple(passed(self.stated))
-
-    @cached_property
-    def passed(self) -> tuple[str, ...]:
-        """The names that calls of the variant pass."""
-        return tuple(passed(self.variant))
-
-    @cached_property
-    def defaults(self) -> frozenset[str]:
-        """The scalars that may be left out."""
-        return frozenset(scalar.name for scalar in self.variant.arguments if scalar.default is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,11 +87,6 @@ class Plan:
     def tokens(self, rank: int | None = None) -> int:
         """Number of tokens that a rank holds, by default this one."""
         return int(self.sharding.counts[self._rank(rank)])
-
-    @cached_property
-    def _one_holds_all(self) -> bool:
-        """Whether a rank has all tokens, and the others none: then its part of a tensor is the whole."""
-        return int(self.sharding.counts.max()) == self.seqlen
 
     def rows(self, rank: int | None = None, *, device: torch.device | str | None = None) -> Tensor:
         """Place of each token of a rank in the whole tensor, ascending: int64."""
@@ -440,7 +375,7 @@ class Plan:
         keys = torch.empty(0, dtype=torch.int64) if keys is None else keys
         return Cutter(
             self.seqlen, self.rows(rank, device=device), keys.to(device),
-            lambda x, axis: x if self._one_holds_all else self._arrived(route, x, axis),
+            lambda x, axis: x if self.sharding.one_holds_all else self._arrived(route, x, axis),
             lambda x, axis: self._arrived(self._route_of_all(rank), x, axis),
         )  # fmt: skip
 
@@ -520,7 +455,7 @@ class Plan:
 
     def _compare(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
         """Raise CallError for a wrong call, on the first call on all ranks."""
-        key = (layer.name, layout, *(_form(x) for x in (q, k, v)), *((n, _form(x)) for n, x in values.items()))
+        key = (layer.name, layout, *(form_of(x) for x in (q, k, v)), *((n, form_of(x)) for n, x in values.items()))
         try:
             if key in self._checked and not debugging.active():
                 return
@@ -534,8 +469,8 @@ class Plan:
         problem: str | None = None
         signature: tuple[Any, ...] = ()
         try:
-            axis = self._check(layer, q, k, v, layout, values)
-            signature = (layer.name, layout, *self._signature(layer, (q, k, v), axis, values))
+            axis = axis_of_tokens(self, layer, q, k, v, layout, values)
+            signature = (layer.name, layout, *signature_of(self, layer, (q, k, v), axis, values))
         except CallError as error:
             problem = str(error)
         if problem is not None and (self._wire is None or (self._agreed and not debugging.active())):
@@ -544,72 +479,3 @@ class Plan:
             return
         agree(self.group, (self.digest, repr(signature)), problem)
         self._agreed.add(signature)
-
-    def _signature(
-        self, layer: Layer, tensors: Sequence[Tensor], axis: int, values: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """Properties that must agree on all ranks: shapes without the tokens, and which tensors hold those of a
-        rank."""
-        shapes = [(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in tensors]
-        own: list[Any] = []
-        for name, value in sorted(values.items()):
-            if not isinstance(value, Tensor):
-                own.append((name, value))
-                continue
-            extents = layer.variant.tensor(name).shape if name in {t.name for t in layer.variant.tensors} else ()
-            held = [
-                "whole" if n == self.seqlen or self._one_holds_all else "own"
-                for extent, n in zip(extents, value.shape, strict=False)
-                if extent in OF_TOKENS
-            ]
-            own.append((name, value.dim(), *held))
-        return *shapes, str(tensors[0].dtype), tensors[0].device.type, *own
-
-    def _check(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> int:
-        """The axis of tokens of q, k and v. Raises CallError."""
-        packed = self.cu_seqlens is not None
-        if layout not in ("bshd", "bhsd") or (packed and layout != "bshd"):
-            raise CallError(f"layout must be bshd{'' if packed else ' or bhsd'}, got {layout!r}")
-        axis = 0 if packed else 1 if layout == "bshd" else 2
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(tensor, Tensor):
-                raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-            if tensor.dim() != (3 if packed else 4) or tensor.shape[axis] != self.tokens():
-                shape = "(tokens, heads, head_dim)" if packed else "(batch, tokens, heads, head_dim)"
-                shape = "(batch, heads, tokens, head_dim)" if axis == 2 else shape
-                raise CallError(f"{name} has shape {tuple(tensor.shape)}; allowed: {shape} with {self.tokens()} tokens")
-        heads_at = 1 if axis != 1 else 2
-        reason = against(q.shape[heads_at], k.shape[heads_at], self.ranks) if layer.method == "heads" else None
-        if reason is not None:
-            raise CallError(f"method heads: {reason}")
-        if not q.dtype == k.dtype == v.dtype:
-            raise CallError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-        if q.dtype not in _DTYPES:
-            raise CallError(f"plans do not take {q.dtype}; allowed: {', '.join(map(str, _DTYPES))}")
-        for name, instead in _INSTEAD.items():
-            if name in values:
-                raise CallError(f"plans do not take {name}; allowed: {instead}")
-        if values:
-            refuse_unknown({layer.name: layer.variant}, values)
-        for name, value in values.items():
-            fixed = layer.values.get(name)
-            same = value is fixed or (
-                not isinstance(value, Tensor) and not isinstance(fixed, Tensor) and value == fixed
-            )
-            if name in layer.fixed and not same:
-                raise CallError(
-                    f"'{name}' is read by the mask of {layer.name}, so the plan fixes it; allowed: {name}=… as an "
-                    "argument of another plan"
-                )
-        given = {*layer.values, *values, *layer.defaults}
-        missing = [name for name in layer.passed if name not in given]
-        if missing:
-            raise CallError(f"{layer.name} takes {', '.join(missing)}, which neither the plan nor the call got")
-        return axis
-
-
-def _form(value: Any) -> Any:
-    """Properties that checks compare: shape, dtype and device of a tensor; of anything else the value itself."""
-    if isinstance(value, Tensor):
-        return id(value) if value.dim() == 0 else None, value.shape, value.dtype, value.device
-    return type(value), value

@@ -48,6 +48,11 @@ class Sharding:
         return np.bincount(self.owner, weights=self.sizes, minlength=self.ranks).astype(np.int64)
 
     @cached_property
+    def one_holds_all(self) -> bool:
+        """Whether a rank has all rows, and the others none: then its part of a tensor is the whole."""
+        return int(self.counts.max()) == self.seqlen
+
+    @cached_property
     def offsets(self) -> np.ndarray:
         """Offset of each tile on the rank that holds it."""
         starts: np.ndarray = np.empty(len(self.owner), dtype=np.int64)

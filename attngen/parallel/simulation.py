@@ -15,9 +15,10 @@ import numpy as np
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.parallel.cost import Cost
+from attngen.parallel.layers import Layer
 from attngen.parallel.making import plan
 from attngen.parallel.overlap import local_tiles
-from attngen.parallel.plans import Layer, Plan
+from attngen.parallel.plans import Plan
 
 #: FLOPs of a backward over those of a forward.
 _BACKWARD = 2.5

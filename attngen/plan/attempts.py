@@ -17,7 +17,7 @@ from attngen.plan.allowances import LAST_SPILLS
 from attngen.plan.model import Plan, Refused
 from attngen.plan.planner import plan
 from attngen.plan.schedules import backends, named
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: Allowances of the last compile, if all other choices were slower than they should be.
 _SLOW = ("spill", "serialized_wgmma")

@@ -10,7 +10,7 @@ from attngen.lang.constant_conditions import fold_conditions
 from attngen.plan.model import Plan
 from attngen.plan.planner import plan
 from attngen.plan.schedules import named
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 
 def candidates(spec: KernelSpec) -> Iterator[tuple[KernelSpec, Plan]]:

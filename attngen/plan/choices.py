@@ -12,7 +12,7 @@ from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan.operands import operands_of
 from attngen.plan.traits import bands_of, has_short_bounds_of, reads_data_per_key, reads_data_per_query
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 TILE_SIZES = (16, 32, 64, 128, 256)
 WARPS = (1, 2, 4, 8, 16)

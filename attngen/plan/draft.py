@@ -9,7 +9,7 @@ from attngen.plan import naming
 from attngen.plan.choices import map_axes
 from attngen.plan.model import Argument, Launch, Plan, TileMapAxes, Workspace
 from attngen.plan.operands import operands_of
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: Warps of a classifier block, which makes one word (32 tiles) of a tile map. Each warp takes whole tiles, so that 16
 #: warps keep a multiprocessor busy even if the map has few words.

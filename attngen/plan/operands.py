@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from attngen.arch import Arch
 from attngen.dtypes import PROBABILITY_DTYPE, QUANTIZED_DTYPES, REGISTER_BYTES, DType, dtype
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _WARPGROUP_ROWS_PER_THREAD = 2  # 64 rows x n columns over 128 threads: n / 2 elements of each
 

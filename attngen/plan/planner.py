@@ -26,7 +26,7 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import backends, candidates
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 
 def plan(spec: KernelSpec) -> Plan:

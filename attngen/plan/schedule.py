@@ -10,7 +10,7 @@ from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.plan.model import Plan
 from attngen.plan.pipes import Pipes
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 
 @dataclass(frozen=True, slots=True)

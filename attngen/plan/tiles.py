@@ -9,7 +9,7 @@ from attngen.dtypes import DType
 from attngen.plan.choices import TILE_SIZES
 from attngen.plan.model import Columns
 from attngen.plan.operands import dot_precision
-from attngen.schema.expand import Gradient, KernelSpec
+from attngen.schema.kernel_spec import Gradient, KernelSpec
 
 #: Columns of a block whose elements mma.sync multiplies in parts: 16 keys take 64 registers a thread.
 _SPLIT_COLUMNS = 64

@@ -16,7 +16,7 @@ from attngen.lang.declared import Scalar
 from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate, written
 from attngen.lang.spans import Interval
 from attngen.plan.traits import bands_of
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan

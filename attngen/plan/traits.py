@@ -17,7 +17,7 @@ from attngen.lang.runs import by_position, score_by_position
 from attngen.lang.separate import KEYS, ROWS, asked, costly_values, largest_values, narrow_tensors
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 
 def bands_of(spec: KernelSpec, over: Axis = "kv") -> Bands:

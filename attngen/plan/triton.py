@@ -6,7 +6,7 @@ from attngen.arch import Arch
 from attngen.dtypes import PLAIN_DTYPES
 from attngen.lang.runs import positions
 from attngen.plan.choices import check_head_dims, refuse
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: Labels of the loads in kernel names.
 LABELS = {"descriptor": "tma", "pointer": "ptr"}

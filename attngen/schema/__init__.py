@@ -1,7 +1,9 @@
 """Specs, the YAML files that name the kernels to build: loading, checks, presets, expansion into kernels."""
 
-from attngen.schema.expand import KernelSpec, appends, expand, quantizers, selectors, spec_hash, wideners
+from attngen.schema.expand import expand, spec_hash
 from attngen.schema.export import json_schema
+from attngen.schema.helper_kernels import appends, quantizers, selectors, wideners
+from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.loading import Spec, declare_variant, doubts_of_fields
 from attngen.schema.presets import preset, preset_names
 from attngen.schema.reading import load_spec, load_spec_text

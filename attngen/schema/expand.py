@@ -17,152 +17,25 @@ call runs one of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
 from math import prod
 from typing import Any
 
-from attngen.arch import ARCHES
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, HEAD_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.errors import Gathered, Location, SpecError, suggest
-from attngen.formats import (
-    APPEND,
-    APPEND_VARIANT,
-    INDEX_SCORES,
-    QUANTIZE,
-    QUANTIZE_VARIANT,
-    SCHEMA,
-    TOPK,
-    TOPK_VARIANT,
-    WIDEN,
-    WIDEN_VARIANT,
-)
-from attngen.lang.variant import Variant
+from attngen.formats import INDEX_SCORES, SCHEMA
 from attngen.schema.fields import IN_GROUPS, SPLIT_TILES
+from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
 from attngen.schema.loading import DeclaredVariant, Spec
 from attngen.schema.messages import field_path
-from attngen.schema.models import (
-    BackwardModel,
-    GradientModel,
-    HeadDimModel,
-    KernelModel,
-    TileModel,
-    WarpsModel,
-)
+from attngen.schema.models import BackwardModel, GradientModel, HeadDimModel, KernelModel, TileModel, WarpsModel
 from attngen.schema.presets import declared_preset, preset_names
 from attngen.schema.quoting import show
 
 MAX_KERNELS = 4096
-
-#: dtypes that kernels quantize.
-_UNQUANTIZED = ("bf16", "fp16")
-
-#: Head dims of which kernels quantize whole tiles.
-QUANTIZED_IN_TILES = (64, 128)
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """Warp roles of a warp-specialized kernel: what the spec fixes, None for what the plan chooses."""
-
-    producer: int | None = None
-    consumer: int | None = None
-    schedule: str | None = None
-    overlap: bool | None = None
-    producer_registers: int | None = None
-    consumer_registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """Choices that the spec fixes for one of the two gradient kernels; None leaves a choice to the plan."""
-
-    tile_m: int | None = None
-    tile_n: int | None = None
-    stages: int | None = None
-    num_warps: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """The kernels of a backward: one by tiles of keys, one by tiles of queries."""
-
-    dkdv: Gradient = Gradient()
-    dq: Gradient = Gradient()
-
-
-@dataclass(frozen=True)
-class KernelSpec:
-    """One kernel that a spec asks for. None leaves a choice to the plan. Places in the file are not compared."""
-
-    package: str
-    variant: Variant
-    arch: str
-    head_dim_qk: int
-    head_dim_v: int
-    dtype: str
-    kv_dtype: str | None = None  # of k and v, where another than that of q
-    out_dtype: str | None = None  # of the output, where another than the usual one
-    layout: str = "dense"
-    direction: str = "forward"
-    backend: str | None = None
-    tile_m: int | None = None
-    tile_n: int | None = None
-    stages: int | None = None
-    num_warps: int | None = None
-    roles: Roles | None = None
-    backward: Backward | None = None
-    loads: str | None = None
-    tile_map: str = "auto"
-    alignment: int | None = None  # bytes
-    fast_math: bool = True
-    softmax: str | None = None
-    softmax_scale: float | None = None
-    deterministic: bool = False
-    persistent: bool | None = None
-    order: str | None = None
-    epilogue: str | None = None
-    pack_gqa: bool | None = None
-    transposed_v: bool = False  # keys lie side by side in v
-    grouped_v: bool = False  # in groups of 32, in the order of the lanes of an accumulator
-    v_of_key: bool = False  # v is the first columns of k
-    split_kv: bool = False
-    split_tiles: bool = False  # blocks share the keys of a tile of queries
-    scale_block: int = 0  # tokens that share a scale of quantized q, k and v; 0: all of a head
-    allow: tuple[str, ...] = ()
-    spec_file: str = field(default="", compare=False)  # as headers name it, never absolute
-    location: Location = field(default=Location(""), compare=False)
-    places: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
-
-    def locate(self, name: str) -> Location:
-        """Return the place of the field that decided ``name`` (of this class or of the spec), or of the entry."""
-        name = name.split(".")[0]
-        return self.places.get(_FIELD_OF.get(name, name), self.location)
-
-    @property
-    def fixes_choices(self) -> bool:
-        """Whether the spec chooses a tile, stages or warps itself."""
-        fixed = (self.tile_m, self.tile_n, self.stages, self.num_warps, self.roles)
-        return any(value is not None for value in fixed) or self.backward not in (None, Backward())
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON value of what is built, without places, file names and the formatting of expressions."""
-        data = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
-        variant = self.variant.to_dict()
-        data["variant"] = {name: None if name.endswith("_text") else value for name, value in variant.items()}
-        data["roles"] = asdict(self.roles) if self.roles else None
-        data["backward"] = asdict(self.backward) if self.backward else None
-        data["allow"] = list(self.allow)
-        return data
-
-
-#: Fields of a kernel to fields of the spec, where the names differ.
-_FIELD_OF = {
-    "head_dim_qk": "head_dim", "head_dim_v": "head_dim", "direction": "passes", "tile_m": "tile", "tile_n": "tile",
-    "scale_block": "descale", "num_warps": "warps", "roles": "warps", "pipeline": "stages", "split_tiles": "split_kv",
-}  # fmt: skip
 
 #: Fields that expand, slowest first: kernels of one variant stand together.
 _AXES = (
@@ -170,7 +43,6 @@ _AXES = (
     "stages", "warps", "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
     "epilogue", "pack_gqa", "transposed_v", "split_kv",
 )  # fmt: skip
-
 
 #: Fields that concern the forward only; those of the backward are in ``backward``.
 _FORWARDS = (
@@ -181,7 +53,6 @@ _FORWARDS = (
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
 #: Those of them that one whose blocks share the keys of a tile leaves to the plan, too.
 _UNSPLIT_TILES = ("persistent", "order", "epilogue")
-
 
 #: Fields that say how a kernel is cut for its GPU, which one of the fallback leaves to the plan.
 _CUTS = (
@@ -200,116 +71,6 @@ class _Value:
 def expand(spec: Spec) -> tuple[KernelSpec, ...]:
     """Return the kernels that a spec asks for, in its order, each once; SpecError for a wrong name or list."""
     return tuple(dict.fromkeys(_all(spec)))
-
-
-def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Kernels that append to the caches that kernels read: one for each arch, dtype of new rows and dtype of the cache
-    of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
-
-    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
-    """
-    by_key: dict[tuple[str, str, str | None], KernelSpec] = {}
-    for kernel in kernels:
-        if kernel.layout != "paged" or kernel.direction == INDEX_SCORES:
-            continue
-        quantized = kernel.dtype in QUANTIZED_DTYPES
-        for dtype in _UNQUANTIZED if quantized else (kernel.dtype,):
-            kv_dtype = kernel.dtype if quantized else kernel.kv_dtype
-            key = kernel.arch, dtype, kv_dtype
-            first = by_key.get(key) or KernelSpec(
-                package=kernel.package, variant=Variant(APPEND_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
-                dtype=dtype, kv_dtype=kv_dtype, layout=kernel.layout, direction=APPEND, backend="cuda",
-                spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
-            )  # fmt: skip
-            by_key[key] = replace(
-                first,
-                head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
-                head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
-            )
-    return tuple(by_key.values())
-
-
-def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Return the kernels that quantize the operands of kernels in 8 bits: for each arch of those, one for each dtype
-    that ``attngen.quantize`` reads with a kernel, and one for each head dim that has a kernel of its own there.
-
-    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
-    """
-    by_arch: dict[str, KernelSpec] = {}
-    own: dict[str, set[int]] = {}
-    for kernel in kernels:
-        if kernel.dtype in QUANTIZED_DTYPES and kernel.direction != INDEX_SCORES:
-            first = by_arch.get(kernel.arch) or KernelSpec(
-                package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0,
-                head_dim_v=0, dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
-                location=kernel.location, places=kernel.places,
-            )  # fmt: skip
-            by_arch[kernel.arch] = replace(
-                first,
-                head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
-                head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
-            )
-            if ARCHES[kernel.arch].wgmma and kernel.head_dim_qk == kernel.head_dim_v in QUANTIZED_IN_TILES:
-                own.setdefault(kernel.arch, set()).add(kernel.head_dim_qk)
-    general = [replace(kernel, dtype=dtype) for kernel in by_arch.values() for dtype in _UNQUANTIZED]
-    return tuple(general) + tuple(
-        replace(kernel, head_dim_qk=head_dim, head_dim_v=head_dim, loads="descriptor")
-        for kernel in general
-        for head_dim in sorted(own.get(kernel.arch, ()))
-    )
-
-
-def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """Return the kernels that widen caches in 8 bits, so that many queries in 16 bits take a kernel whose keys have 16,
-    too: one for each arch and dtype of queries of which there are kernels of both kinds.
-
-    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
-    """
-
-    def serves(kernel: KernelSpec) -> tuple[Any, ...]:
-        dims = kernel.head_dim_qk, kernel.head_dim_v
-        return kernel.arch, kernel.variant.name, kernel.dtype, kernel.layout, dims
-
-    ordinary = {
-        serves(kernel) for kernel in kernels
-        if kernel.direction == "forward" and kernel.kv_dtype is None and not kernel.split_kv
-    }  # fmt: skip
-    by_key: dict[tuple[str, str], KernelSpec] = {}
-    for kernel in kernels:
-        if kernel.kv_dtype in (None, *LATENT_ROWS) or kernel.dtype in QUANTIZED_DTYPES or kernel.v_of_key:
-            continue
-        if serves(kernel) not in ordinary:
-            continue
-        first = by_key.get((kernel.arch, kernel.dtype)) or KernelSpec(
-            package=kernel.package, variant=Variant(WIDEN_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
-            dtype=kernel.dtype, kv_dtype=kernel.kv_dtype, direction=WIDEN, backend="cuda",
-            spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
-        )  # fmt: skip
-        by_key[kernel.arch, kernel.dtype] = replace(
-            first,
-            head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
-            head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
-        )
-    return tuple(by_key.values())
-
-
-def selectors(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """The kernels that select the largest scores of rows: one for each arch with kernels that score keys for an index.
-
-    No entry of a spec asks for them.
-    """
-    by_arch: dict[str, KernelSpec] = {}
-    for kernel in kernels:
-        if kernel.direction == INDEX_SCORES:
-            by_arch.setdefault(
-                kernel.arch,
-                KernelSpec(
-                    package=kernel.package, variant=Variant(TOPK_VARIANT), arch=kernel.arch, head_dim_qk=1,
-                    head_dim_v=1, dtype="fp32", direction=TOPK, backend="cuda", spec_file=kernel.spec_file,
-                    location=kernel.location, places=kernel.places,
-                ),
-            )  # fmt: skip
-    return tuple(by_arch.values())
 
 
 def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:

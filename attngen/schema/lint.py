@@ -11,7 +11,8 @@ from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, children, walk
 from attngen.lang.literals import beyond_float32
 from attngen.lang.printing import canonical
 from attngen.lang.usage import decides
-from attngen.schema.expand import KernelSpec, repeats
+from attngen.schema.expand import repeats
+from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.loading import DeclaredVariant, Spec, doubts_of
 from attngen.schema.presets import preset_names
 

@@ -19,8 +19,9 @@ from pydantic import Field, ValidationError
 from attngen import resources
 from attngen.errors import Location, SpecError
 from attngen.schema import tree
-from attngen.schema.expand import Backward, Gradient, KernelSpec, Roles, gradients_of, roles_of
+from attngen.schema.expand import gradients_of, roles_of
 from attngen.schema.fields import Many
+from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
 from attngen.schema.messages import spec_error
 from attngen.schema.models import BackwardModel, Model, TileModel, WarpsModel
 

@@ -15,7 +15,7 @@ from attngen.errors import PlanError
 from attngen.plan import plan
 from attngen.render import render
 from attngen.schema import load_spec, load_spec_text
-from attngen.schema.expand import Backward, Gradient
+from attngen.schema.kernel_spec import Backward, Gradient
 from attngen.tools.build.pipeline import Prepared, prepare
 from tests.fuzz.variants import banded, typed
 
@@ -24,7 +24,6 @@ SEEDS = range(100)
 
 #: Kernels that fuzzing once showed to be wrong.
 REGRESSIONS = Path(__file__).with_name("regressions.yaml")
-
 
 #: All that there are, and those of models more often.
 _HEAD_DIMS = (*HEAD_DIMS, *[64, 128] * 12, 96, 192, 256)

@@ -32,7 +32,8 @@ from attngen.errors import AttngenError, InternalError
 from attngen.formats import HELPERS
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.capacity import capacity_for
-from attngen.runtime.geometry.sizes import MapShape, geometries, map_shapes
+from attngen.runtime.geometry.map_shape import MapShape
+from attngen.runtime.geometry.sizes import geometries, map_shapes
 from attngen.runtime.kernels.module import Kernel, read_kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.store import worker

@@ -18,7 +18,7 @@ from attngen.plan.model import Argument, Columns, Launch, Structure, Workspace
 from attngen.plan.schedule import Schedule
 from attngen.render.header import command, summary
 from attngen.render.views.hopper_forward import argument_lines
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _WARPS = 4
 _SPLIT_SIZE = 48

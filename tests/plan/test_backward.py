@@ -8,7 +8,7 @@ from attngen.errors import PlanError, SpecError
 from attngen.plan import plan
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
-from attngen.schema.expand import Backward, Gradient, KernelSpec
+from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
 from tests.plan.specs import planned
 
 LEARNED = (

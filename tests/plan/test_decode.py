@@ -9,7 +9,7 @@ from attngen.errors import PlanError
 from attngen.plan import Plan, plan
 from attngen.plan.schedules.hopper_decode import HopperDecode
 from attngen.schema import expand, load_spec_text
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 
 def spec(entry: str = "", *, layout: str = "dense", head_dim: str = "128", variants: str = "{}") -> KernelSpec:

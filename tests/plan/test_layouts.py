@@ -13,7 +13,7 @@ from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import candidates, hopper_forward, named, schedules, with_schedule
 from attngen.schema import expand, load_spec_text
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.models import KernelModel
 from tests.plan.specs import planned
 

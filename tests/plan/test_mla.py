@@ -11,7 +11,7 @@ from attngen.plan.schedules.mla_backward import MlaBackward
 from attngen.plan.schedules.mla_pipes import KEYS, ROWS
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 
 def specs(entry: str = "", *, head_dim: str = "{qk: 576, v: 512}", arch: str = "sm90a") -> tuple[KernelSpec, ...]:

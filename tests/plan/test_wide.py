@@ -13,7 +13,7 @@ from attngen.plan import Plan, plan
 from attngen.plan.tiles import gradient_columns
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 BACKWARD = "passes: backward"
 

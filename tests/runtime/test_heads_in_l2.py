@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from attngen.runtime.geometry import sizes
-from attngen.runtime.geometry.sizes import balanced
+from attngen.runtime.geometry import heads_in_l2 as heads_of
+from attngen.runtime.geometry.heads_in_l2 import balanced
 
 
 @pytest.mark.parametrize(
@@ -79,15 +79,16 @@ def test_a_last_group_of_one_head_leaves_blocks_idle() -> None:
         (8192, [64] * 64, 8),  # no mask
         (8192, list(range(16, 0, -1)) * 4, 8),  # chunks
         (32768, [9] * 256, 2),
+        (2048, [3] * 14 + [2, 1], 8),  # a window of 256: 16 tiles of keys fill no GPU in twos
     ],
 )
 def test_tiles_of_equal_and_few_steps_take_as_many_heads_as_blocks_need(
     seqlen: int, steps: list[int], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sizes, "steps_of", lambda launch, call: tuple(steps))
-    monkeypatch.setattr(sizes, "sequences_at_work", lambda call: call.batch)
+    monkeypatch.setattr(heads_of, "steps_of", lambda launch, call: tuple(steps))
+    monkeypatch.setattr(heads_of, "sequences_at_work", lambda call: call.batch)
     launch: Any = SimpleNamespace(
         l2_keys=6 * seqlen, least_heads_in_l2=1, tile_m=128, tile_n=128, tile_map=None, visible=[None]
     )
     call: Any = SimpleNamespace(batch=1, heads=8, kv_heads=8, seqlen_q=seqlen, seqlen_k=seqlen, ragged=False)
-    assert sizes._heads_in_l2(launch, call, 8, by_keys=True) == size
+    assert heads_of.heads_in_l2(launch, call, 8, by_keys=True) == size

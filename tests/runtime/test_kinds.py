@@ -17,7 +17,7 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.calls import dispatch
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import Chain
+from attngen.runtime.launch.chain import Chain
 from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.registry import binding, order
 from attngen.runtime.registry.lookup import package_of_kernels, registry

@@ -19,7 +19,7 @@ from attngen.runtime.calls.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_helper import APPEND
-from attngen.runtime.launch.launches import Chain
+from attngen.runtime.launch.chain import Chain
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
 from tests.runtime.pages import cache, starts_of

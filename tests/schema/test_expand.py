@@ -9,7 +9,8 @@ import pytest
 
 from attngen.errors import SpecError
 from attngen.schema import expand, load_spec, load_spec_text, spec_hash
-from attngen.schema.expand import MAX_KERNELS, KernelSpec, Roles, repeats
+from attngen.schema.expand import MAX_KERNELS, repeats
+from attngen.schema.kernel_spec import KernelSpec, Roles
 
 
 def kernels(entry: str, head: str = "arch: sm90a") -> tuple[KernelSpec, ...]:

@@ -32,7 +32,7 @@ from attngen.plan.schedules import (
     triton_forward,
     widen,
 )
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: In the order in which they are asked: the fastest first (docs/performance.md has the figures).
 _ROWS: list[Schedule] = [

@@ -16,7 +16,7 @@ from attngen.plan.allowances import SPILLS
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: A block copies vectors of 16 bytes, one per thread.
 GRID = "vectors"

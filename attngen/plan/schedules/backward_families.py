@@ -20,7 +20,7 @@ from attngen.plan.traits import (
     scores_keys,
     without_distance_values,
 )
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: Head dims up to this one leave registers beside dK and dV.
 NARROW = 96

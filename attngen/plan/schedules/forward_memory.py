@@ -13,7 +13,7 @@ from attngen.plan.model import Columns
 from attngen.plan.operands import Operands
 from attngen.plan.schedules.forward_pipes import forward_pipes
 from attngen.plan.schedules.structures import HopperForward
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: Bytes of a row that one copy may load, swizzled: the most that divide the rows of all operands. Rows are padded to
 #: a multiple of the fewest.

@@ -6,7 +6,7 @@ from attngen.errors import PlanError
 from attngen.plan.choices import refuse
 from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.traits import bands_of
-from attngen.schema.expand import KernelSpec, Roles
+from attngen.schema.kernel_spec import KernelSpec, Roles
 
 #: Keys of a tile that are tried where those of the table take too many registers, or too much memory.
 FEWER_KEYS = (64, 32, 16)

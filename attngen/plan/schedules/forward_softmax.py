@@ -10,7 +10,7 @@ from attngen.lang.bounded import bounding_maximum, score_bounds
 from attngen.lang.folding import ONE, Logit, cap_scale, fold_logit, split_keys, subtract
 from attngen.lang.powers import powers_of, special_functions
 from attngen.plan.choices import refuse
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _LOG2E = math.log2(math.e)
 

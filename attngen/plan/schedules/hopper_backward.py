@@ -42,14 +42,8 @@ from attngen.plan.schedules.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.plan.schedules.forward_memory import widest_box, widths
 from attngen.plan.schedules.structures import HopperBackward
 from attngen.plan.times import first_seen_most, visible_queries
-from attngen.plan.traits import (
-    bands_of,
-    costly_query_values,
-    distance_values_of_score,
-    is_light,
-    reads_positions,
-)
-from attngen.schema.expand import Backward, KernelSpec
+from attngen.plan.traits import bands_of, costly_query_values, distance_values_of_score, is_light, reads_positions
+from attngen.schema.kernel_spec import Backward, KernelSpec
 
 #: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
 _DTYPES = tuple(name for name in ATTENTION_DTYPES if dtype(name).mma is not None and dtype(name).register_elements == 2)
@@ -529,7 +523,6 @@ _OPERANDS = {
     "k": "K", "v": "V", "other_k": "half of the other block's K", "q": "Q", "dout": "dO", "ds": "dS",
     "other_ds": "dS of the other block", "dq": "dQ", "biases": "biases",
 }  # fmt: skip
-
 
 SCHEDULE = Schedule(
     name="hopper_backward",

@@ -21,7 +21,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.decode_pipes import LOADERS, decode_pipes, decode_pipes_of, memory, multiplied
 from attngen.plan.schedules.forward_memory import BOX_BYTES, widest_box, widths
 from attngen.plan.schedules.hopper_forward import keep_promises
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _DTYPES = (*BESIDE_CACHES, *CACHE_DTYPES)
 _ROWS = 16  # query rows of a warp: M of mma.m16n8k16

@@ -18,21 +18,14 @@ from attngen.plan.model import Argument, Plan, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.pipes import ROW_PADDING
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.schedules.forward_alternatives import alternatives, tunable
+from attngen.plan.schedules.forward_candidates import ROWS, Choice, Form, Probabilities
 from attngen.plan.schedules.forward_memory import operand_widths, widest_box
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.forward_tiles import (
-    ROWS,
-    SOFTMAXES,
-    Choice,
-    Form,
-    Probabilities,
-    alternatives,
-    hopper_tile,
-    tunable,
-)
+from attngen.plan.schedules.forward_tiles import SOFTMAXES, hopper_tile
 from attngen.plan.schedules.structures import HopperForward
 from attngen.plan.times import times_of, visible_keys
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: Columns up to which one head after the other is faster where no mask makes work tiles differ; slower for long
 #: sequences at head dim 256.

@@ -13,10 +13,11 @@ from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.schedules.forward_alternatives import alternatives, tunable
+from attngen.plan.schedules.forward_candidates import Choice, Form, Probabilities
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.forward_tiles import Choice, Form, Probabilities, alternatives, tunable
 from attngen.plan.schedules.hopper_forward import keep_promises, plan_forward
-from attngen.schema.expand import KernelSpec, Roles
+from attngen.schema.kernel_spec import KernelSpec, Roles
 
 #: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the row max is set, and may
 #: grow until a lane's sum, and so each of its terms, could exceed 448. Where many are equal, the new row max leaves a

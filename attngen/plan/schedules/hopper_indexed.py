@@ -25,7 +25,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import hopper_mla
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.indexed_pipes import indexed_pipes
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
 #: The same where loaders convert rows and a launch merges, for which the follower packs partial results: of loaders, of

@@ -36,7 +36,7 @@ from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_decode import HopperDecode
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.mla_pipes import CONSUMERS, KEYS, ROWS, TILES, mla_pipes
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
 #: The same where loaders convert rows from 8 bits, and hold the next ones meanwhile: of loaders, of the scorer, of the

@@ -23,7 +23,7 @@ from attngen.plan.schedules import hopper_mla
 from attngen.plan.schedules.hopper_forward import PROBABILITIES, keep_promises
 from attngen.plan.schedules.hopper_mla import HopperMla, arguments_of_maps, plan_latent
 from attngen.plan.schedules.wide_pipes import BOX_COLUMNS, wide_pipes
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _REGISTERS = 160, 144, 48  # of a thread of the consumers, of the scorer, and of the loaders
 #: Boxes of columns of Q that registers hold at most; one at least is in shared memory. With more of them the scorer has

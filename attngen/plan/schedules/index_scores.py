@@ -27,7 +27,7 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.symbols import argument_name, divisor_name, extent_name, strides
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: A block has some queries of a sequence and a chunk of its keys.
 GRID = "query_chunks"

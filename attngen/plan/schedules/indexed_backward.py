@@ -26,7 +26,7 @@ from attngen.plan.schedules.backward_launches import launch_of, leading_launches
 from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_forward import keep_promises
 from attngen.plan.schedules.mla_pipes import BOX_COLUMNS
-from attngen.schema.expand import Backward, KernelSpec
+from attngen.schema.kernel_spec import Backward, KernelSpec
 
 _ROWS = _KEYS = 64  # heads of a block, keys of a step
 _WARPGROUPS = 3  # each with a third of the columns of dQ and dK

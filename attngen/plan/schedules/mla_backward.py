@@ -34,7 +34,7 @@ from attngen.plan.schedules.indexed_backward import (
 )
 from attngen.plan.schedules.mla_backward_pipes import CONSUMERS, HALF_ROWS, STAGES, dkv_pipes, dq_pipes
 from attngen.plan.schedules.mla_pipes import BOX_COLUMNS
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _ROWS = _KEYS = CHUNK_TILE  # of a tile of P
 _QUARTERS = 4  # of the columns of dQ, each of which is a product

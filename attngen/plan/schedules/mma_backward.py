@@ -29,7 +29,7 @@ from attngen.plan.schedules.forward_memory import BOX_BYTES, widest_box, widths
 from attngen.plan.schedules.structures import MmaBackward
 from attngen.plan.times import first_seen_most, visible_queries
 from attngen.plan.traits import bands_of, gathers, query_loads, reads_positions
-from attngen.schema.expand import Backward, Gradient, KernelSpec
+from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
 
 _DTYPES = ("bf16", "fp16")
 

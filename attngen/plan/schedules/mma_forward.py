@@ -27,7 +27,7 @@ from attngen.plan.schedules.hopper_fp8 import PROBABILITIES as PROBABILITIES_OF_
 from attngen.plan.schedules.structures import MmaForward
 from attngen.plan.times import first_see_most
 from attngen.plan.traits import gathers, key_values, shows_few_keys
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: The softmax of scores that are not bounded: measured to be the fastest.
 _USUAL = "lazy"

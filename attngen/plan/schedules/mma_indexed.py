@@ -16,7 +16,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.decode_pipes import decode_pipes_of
 from attngen.plan.schedules.hopper_decode import split_kv_refusal, split_plan
 from attngen.plan.schedules.hopper_forward import keep_promises
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:

@@ -21,7 +21,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_forward import keep_promises
 from attngen.plan.schedules.indexed_backward import IndexedBackward, refusal_beside_masks, with_launches
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 _ROWS = _KEYS = 16  # heads of a block, keys of a step
 _WARPS = 4

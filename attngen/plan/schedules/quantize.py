@@ -19,7 +19,7 @@ from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: A work item is some rows of a head, which a block of threads holds in registers.
 GRID = "row_tiles"

@@ -21,7 +21,8 @@ from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules import quantize
-from attngen.schema.expand import QUANTIZED_IN_TILES, KernelSpec
+from attngen.schema.helper_kernels import QUANTIZED_IN_TILES
+from attngen.schema.kernel_spec import KernelSpec
 
 #: A work item is a tile: the tokens of one head or of two, which four warps hold in registers.
 GRID = "row_tiles"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attngen.dtypes import CHUNK_BYTES
 from attngen.plan.draft import named
 from attngen.plan.model import Columns, Plan
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 
 def rows_plan(spec: KernelSpec, name: str, schedule: str, *, tile_m: int, tile_n: int, warps: int) -> Plan:

@@ -15,7 +15,7 @@ from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: A block has one row of scores; ``tile_m`` of a launch is the most scores that it selects.
 GRID = "rows"
@@ -71,7 +71,6 @@ _ARGUMENTS = (
     arguments.size("columns"),
     arguments.size("k"),
 )
-
 
 SCHEDULE = Schedule(
     name="topk",

@@ -16,15 +16,7 @@ from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan import arguments, budget, naming
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, WIDE_BACKWARD_SPILLS, Spills, may_wait
-from attngen.plan.choices import (
-    L2_BYTES,
-    STAGES,
-    WARPS,
-    check_sizes,
-    is_beyond_256,
-    iteration_of,
-    refuse,
-)
+from attngen.plan.choices import L2_BYTES, STAGES, WARPS, check_sizes, is_beyond_256, iteration_of, refuse
 from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.operands import Operands, kept_bytes, operands_of
@@ -34,7 +26,7 @@ from attngen.plan.symbols import gradient_pointer
 from attngen.plan.tiles import Tile, completed, depth_sizes, family, gradient_columns, padded_width, widest_block
 from attngen.plan.traits import gathers, is_light
 from attngen.plan.triton import LABELS, alignment_of, loads_of
-from attngen.schema.expand import Backward, Gradient, KernelSpec
+from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
 
 #: The same for the two kernels of a backward: (family, largest head_dim) → tile of "dkdv", tile of "dq".
 _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (

@@ -17,7 +17,7 @@ from attngen.plan.schedule import Schedule, plans_of
 from attngen.plan.tiles import Tile, columns, completed, depth_sizes, family, padded_width, widest_block
 from attngen.plan.traits import gathers
 from attngen.plan.triton import LABELS, alignment_of, loads_of
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: (family, largest head_dim) → tile, first match wins. The rows of "wgmma" were measured on an H200
 #: (docs/performance.md); the others follow from registers and shared memory, and were not benchmarked.

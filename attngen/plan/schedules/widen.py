@@ -16,7 +16,7 @@ from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 #: A block widens K or V of some tokens of a sequence.
 GRID = "tokens"

@@ -24,8 +24,8 @@ from attngen.runtime.registry.binding import find
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Things that stand beside one another in a call, as sequences do and heads."""
+class BatchAxis:
+    """An axis of a call whose entries do not depend on each other: sequences, or heads."""
 
     #: Name of the number of one → the extent of axes that have something for each of them.
     numbers: Mapping[str, str]
@@ -33,8 +33,8 @@ class Beside:
     counts: frozenset[str]
 
 
-SEQUENCES = Beside({"b": "b"}, frozenset({"q_global", "kv_global", "total_q", "total_k"}))
-HEADS = Beside({"h": "h", "hk": "hk"}, frozenset({"heads", "kv_heads"}))
+SEQUENCES = BatchAxis({"b": "b"}, frozenset({"q_global", "kv_global", "total_q", "total_k"}))
+HEADS = BatchAxis({"h": "h", "hk": "hk"}, frozenset({"heads", "kv_heads"}))
 
 _Tensors = tuple[Any, ...]  # those of a call in the order of ``TENSORS``, then the variant's own; None for none
 
@@ -266,7 +266,7 @@ def batch_axes(recorded: Recorded, tensors: _Tensors, dims: Sequence[Any]) -> li
     return None if shared else axes
 
 
-def stand_alone(variant: Variant, them: Beside) -> bool:
+def stand_alone(variant: Variant, them: BatchAxis) -> bool:
     """Whether a variant reads the number of a sequence, or of a head, only to index tensors that have something for
     each of them."""
     shapes = {tensor.name: tensor.shape for tensor in variant.tensors}

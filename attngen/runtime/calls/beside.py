@@ -100,7 +100,7 @@ class Division:
 PAIRED = threading.Lock()
 
 
-class Beside:
+class SideStream:
     """Launches on a second stream beside those of the current one.
 
     What is enqueued before ``switch`` goes to the current stream, and what comes then to the other one, which waits for
@@ -110,7 +110,7 @@ class Beside:
     def __init__(self, device: int) -> None:
         self._streams, self._ready = streams_beside(device), drivers.current().ready(device)
 
-    def __enter__(self) -> Beside:
+    def __enter__(self) -> SideStream:
         streams = self._streams
         if self._ready:
             streams.begin()

@@ -9,8 +9,8 @@ from typing import Any
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.capacity import capacity_for
+from attngen.runtime.geometry.heads_in_l2 import group_of, tiles_of
 from attngen.runtime.geometry.prediction import Prediction
-from attngen.runtime.geometry.sizes import group_of, tiles_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.tile_map import KeptMap
 from attngen.runtime.registry.lookup import Resolved

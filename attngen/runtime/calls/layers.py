@@ -27,13 +27,13 @@ from attngen.runtime.arguments.torch_state import is_compiling, transforms_activ
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls import mixed
 from attngen.runtime.calls.append import append
-from attngen.runtime.calls.beside import PAIRED, Beside, Division, left_to_prompts, streams_beside
+from attngen.runtime.calls.beside import PAIRED, Division, SideStream, left_to_prompts, streams_beside
 from attngen.runtime.calls.entry import run_or_trace
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
 from attngen.runtime.helpers.append_arguments import FIELDS, Append
 from attngen.runtime.helpers.append_helper import APPEND
-from attngen.runtime.launch.launches import Chain, Moves
+from attngen.runtime.launch.chain import Chain, Moves
 from attngen.runtime.launch.prepared import Repeats
 from attngen.runtime.launch.repeatable import Repeatable
 from attngen.runtime.registry.lookup import registry
@@ -261,7 +261,7 @@ class _Launches:
         if not self._check(q, out) or q.shape[0] < rows or out.shape[0] < rows or not driver.ready(device):
             return False
         begin, into, stream = q.data_ptr(), out.data_ptr(), driver.stream(device)
-        parts, beside = self.parts, self._beside
+        parts, streams = self.parts, self._beside
         first = parts[0]
         if (begin | into) % CHUNK_BYTES or stream != first.stream or _seen_whole() or in_graph(stream):
             return False
@@ -269,16 +269,16 @@ class _Launches:
         moved = [moves.get(part.chain) or layer.moved(part.chain) for part in parts]
         if len(parts) == 1:
             first.launch(begin, into, moved[0])
-        elif beside is None:
+        elif streams is None:
             with PAIRED:
                 first.launch(begin, into, moved[0])
                 parts[1].launch(begin, into, moved[1])
         else:
-            beside.begin()
+            streams.begin()
             first.launch(begin, into, moved[0])
-            beside.fork()
+            streams.fork()
             parts[1].launch(begin, into, moved[1])
-            beside.join()
+            streams.join()
         return True
 
 
@@ -371,9 +371,9 @@ class _Renewal:
             for part in range(len(parts)):
                 launch(part)
         else:
-            with Beside(device) as beside:
+            with SideStream(device) as side:
                 launch(0)
-                beside.switch()
+                side.switch()
                 launch(1)
         return _Launches(alike, made, q, out, tokens)
 

@@ -30,9 +30,9 @@ from attngen.runtime.arguments.shapes import length_of
 from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls import pairs
-from attngen.runtime.calls.beside import Beside, heads_axis, left_to_prompts
+from attngen.runtime.calls.beside import SideStream, heads_axis, left_to_prompts
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.geometry.sizes import prompts_of
+from attngen.runtime.geometry.heads_in_l2 import prompts_of
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import registry
 from attngen.runtime.registry.order import FEW_ROWS
@@ -96,9 +96,9 @@ def _attend_apart(run: Callable[[Given], Any], count: int, last: bool, given: Gi
         prompts[_OUT] = run(_given(decodes))
         return run(_given(prompts))
     decodes[_MARGIN] = left_to_prompts(q, q.shape[0], given.k, given.layout, count)
-    with Beside(q.get_device()) as beside:
+    with SideStream(q.get_device()) as side:
         prompts[_OUT] = run(_given(decodes))
-        beside.switch()
+        side.switch()
         return run(_given(prompts))
 
 
@@ -168,10 +168,10 @@ def attend_by_length(run: Callable[[Given], Any], few: int, given: Given) -> Any
             return run(_given(prompts))
         count = batch - prompts_of(q.shape[0], batch, given.max_seqlen_q)
         decodes[_MARGIN] = left_to_prompts(q, q.shape[0], given.k, given.layout, count)
-        with Beside(q.get_device()) if q.is_cuda else nullcontext() as beside:
+        with SideStream(q.get_device()) if q.is_cuda else nullcontext() as side:
             prompts[_OUT] = run(_given(decodes))
-            if beside is not None:
-                beside.switch()
+            if side is not None:
+                side.switch()
             result = run(_given(prompts))
         pairs.note(given, few, _given(decodes), _given(prompts))
         return result

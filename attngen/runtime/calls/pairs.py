@@ -18,8 +18,8 @@ from attngen.runtime.calls.beside import PAIRED, Division
 from attngen.runtime.calls.dispatch import calls_of_kind, seen_key
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
-from attngen.runtime.geometry.sizes import prompts_of
-from attngen.runtime.launch.launches import Sized
+from attngen.runtime.geometry.heads_in_l2 import prompts_of
+from attngen.runtime.launch.chain import Sized
 from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall
 from attngen.runtime.launch.ragged import KEPT_SIZES, RaggedCalls
 

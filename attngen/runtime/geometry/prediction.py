@@ -21,7 +21,7 @@ from typing import Any
 from attngen.lang.host import evaluate, names_in
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.scalars import assumed
-from attngen.runtime.geometry.sizes import group_of, sequences_at_work, tiles_of
+from attngen.runtime.geometry.heads_in_l2 import group_of, sequences_at_work, tiles_of
 from attngen.runtime.geometry.splits import clusters_at_once
 from attngen.runtime.kernels.module import Kernel
 

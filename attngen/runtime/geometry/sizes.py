@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from math import gcd
 
@@ -13,7 +13,7 @@ from attngen.errors import LoadError
 from attngen.lang.divisors import reciprocal
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.listed import EXTRA_K
-from attngen.manifest import CHUNK_KEYS, CHUNK_ROWS, GRID, LISTS, MERGED, SHARES, Argument, TileMapAxes
+from attngen.manifest import CHUNK_KEYS, CHUNK_ROWS, GRID, LISTS, MERGED, SHARES, Argument
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
@@ -30,162 +30,11 @@ from attngen.runtime.geometry.cuts import (
     sequences_of,
     steps_of,
 )
+from attngen.runtime.geometry.heads_in_l2 import group_of, heads_in_l2, tiles_of
+from attngen.runtime.geometry.map_shape import MapShape
 from attngen.runtime.geometry.orders import Order, order_of, steps_of_queries
-from attngen.runtime.geometry.splits import SPLIT_NAMES, Capacity, SplitNumbers, split_sizes
+from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.kernels.module import Kernel, Launch
-
-#: Slots of a tile map for each of its words: ``kSlotsOfWord`` of tile_map.cuh.
-SLOTS_OF_WORD = 16
-
-
-class MapShape:
-    """Shape of a tile map: (batch, heads, rows, 2, words) of int32; batch or heads are 1 where shared.
-
-    A row is a tile of queries and its bits are those of the tiles of keys, or the other way round (``by_keys``). A map
-    with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used, the
-    visible pairs of its tile. Its words end with the ``order`` in which blocks take rows, for each batch entry, and
-    with the number of long rows that each order begins with, at most. Where blocks cut these only if they outlast the
-    others, ``heads_of_block`` says how many of the heads that run side by side there are for each block; else it is 0.
-    ``work`` counts the rows of all heads, those that share a map included.
-    """
-
-    __slots__ = (
-        "batch", "by_keys", "heads", "heads_of_block", "order", "owner", "rows", "slots", "tile_words", "tiles",
-        "words", "work",
-    )  # fmt: skip
-
-    def __init__(self, launch: Launch, axes: TileMapAxes, call: Call) -> None:
-        self.owner = axes.owner
-        # Lengths of its own for each sequence make a map for each sequence, whatever the mask reads.
-        per_batch = axes.batch or call.ragged or call.seqused_k is not None
-        self.batch = call.batch if per_batch else 1
-        self.heads = call.heads if axes.heads else 1
-        q_tiles, kv_tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
-        self.rows, listed = (kv_tiles, q_tiles) if launch.by_keys else (q_tiles, kv_tiles)
-        self.words = -(-listed // 32)
-        self.tiles = self.batch * self.heads * self.rows * listed
-        self.by_keys = launch.by_keys
-        self.order = self.rows * self.batch + 1 if axes.slots else 0
-        self.slots = SLOTS_OF_WORD * self.map_words if axes.slots else 0
-        consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
-        self.tile_words = 128 * consumers * axes.bits
-        self.heads_of_block = 0.0
-        self.work = self.rows * call.batch * (call.kv_heads if launch.by_keys else call.heads)
-
-    @property
-    def keeps_pairs(self) -> bool:
-        """Whether a kept map should get the bits of visible pairs, for which the host waits.
-
-        A single row of tiles, as in a step of decoding, is not worth it: the next step has another number of keys.
-        """
-        return self.tile_words > 0 and self.rows > 1
-
-    @property
-    def row_words(self) -> int:
-        """Words of all rows: the bits of full tiles, then those of partial tiles."""
-        return 2 * self.words * self.rows * self.heads * self.batch
-
-    @property
-    def map_words(self) -> int:
-        """Words of all rows, and of the order."""
-        return self.row_words + self.order
-
-    def tensor_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor, without visible pairs."""
-        if self.slots:
-            return (self.map_words + self.slots,)
-        return (self.batch, self.heads, self.rows, 2, self.words)
-
-    def stride(self, axis: str) -> int:
-        """Stride along b, h or the rows (q or kv) in words; 0 along an axis that is shared."""
-        row = 2 * self.words
-        if axis in ("q", "kv"):
-            return row
-        if axis == "h":
-            return row * self.rows if self.heads > 1 else 0
-        return row * self.rows * self.heads if self.batch > 1 else 0
-
-
-def group_of(call: Call) -> int:
-    """Query heads of one KV head."""
-    return call.heads // max(call.kv_heads, 1)
-
-
-def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = None) -> tuple[int, int]:
-    """Return the tiles of query rows of a unit, and the units: heads, or KV heads with all rows of their group.
-
-    ``seqlen_q`` stands for that of the call, which is the longest one where sequences are packed.
-    """
-    queries = call.seqlen_q if seqlen_q is None else seqlen_q
-    rows, heads = (queries * group_of(call), call.kv_heads) if pack_gqa else (queries, call.heads)
-    return -(-rows // tile_m), call.batch * heads
-
-
-#: KV heads that a backward runs side by side, up to which all such groups are made about equal: measured in
-#: docs/notebook/hopper_backward.md.
-_FEW = 8
-#: Blocks of an H100; and the most steps of a tile of keys over those of the mean one where all have about as many.
-_BLOCKS, _EVEN = 132, 1.25
-
-
-def _is_even(launch: Launch, call: Call) -> bool:
-    """Whether all tiles of keys have about as many steps, as under a window, and few of all."""
-    if not launch.visible or launch.tile_map is not None or not alike(call):
-        return False
-    steps = steps_of(launch, call)
-    most = max(steps, default=0)
-    return 2 * most * launch.tile_m <= call.seqlen_q and most * len(steps) <= _EVEN * sum(steps)
-
-
-def _heads_in_l2(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
-    """Units, of all batches, that run side by side: as many as keep in L2 what their blocks read again.
-
-    Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
-    counted, at least ``least_heads_in_l2`` of them. A few may become half as many more, which L2 has room for; where
-    more of them run side by side, their end matters less than that. If all tiles of keys have about as many steps, and
-    few, no more heads than blocks need, or two: dQ of one group is rounded while the next one runs.
-    """
-    every = sequences_at_work(call) * call.kv_heads
-    if by_keys:
-        kv_heads = max(-(-launch.l2_keys // (call.seqlen_q * group_of(call) + 1)), launch.least_heads_in_l2)
-        if _is_even(launch, call):
-            kv_heads = min(kv_heads, max(_BLOCKS // -(-call.seqlen_k // launch.tile_n), 2))
-        return balanced(kv_heads, every, 3 * kv_heads // 2) if kv_heads <= _FEW else min(kv_heads, every)
-    return _forward_heads_in_l2(launch, every, call.seqlen_k, group_of(call), units)
-
-
-def _forward_heads_in_l2(launch: Launch, every: int, seqlen_k: int, group: int, units: int) -> int:
-    """As above, of a forward pass; ``every``: KV heads of all sequences."""
-    kv_heads = -(-launch.l2_keys // (seqlen_k + 1))
-    kv_heads = balanced(kv_heads, every, kv_heads)
-    return max(min(kv_heads * (1 if launch.pack_gqa else group), units), 1)
-
-
-def prompts_of(total: int, batch: int, longest: int) -> int:
-    """Sequences that are not done after one query, at least one, if all of these are as long as the longest one."""
-    return max(-(-(total - batch) // max(longest - 1, 1)), 1)
-
-
-def sequences_at_work(call: Call) -> int:
-    """Sequences of a call; of those that it leaves out, as many as there probably are."""
-    return prompts_of(call.total_q, call.batch, call.seqlen_q) if call.least_queries else call.batch
-
-
-@lru_cache(1024)
-def balanced(wanted: int, every: int, most: int) -> int:
-    """Units that run side by side, out of ``every`` unit: between 5/8 of the wanted number and ``most``, the largest
-    number that fills the last group best.
-
-    A last group of few units begins its longest tiles when all others are nearly done, and blocks that find none of
-    them wait.
-    """
-    wanted, most = max(min(wanted, every), 1), max(min(most, every), 1)
-    if every % most == 0:
-        return most
-    least = -(-5 * wanted // 8)
-    # of as many groups, those of the smallest size fill the last one best
-    sizes = [max(-(-every // count), least) for count in range(-(-every // most), -(-every // least) + 1)]
-    return max([(((every - 1) % size + 1) / size, size) for size in sizes])[1]
 
 
 def cut_of(launch: Launch, call: Call, heads_in_l2: int, capacity: Capacity) -> Cut:
@@ -461,7 +310,7 @@ def _parts_of_chunk(geometry: Geometry) -> int:
 
 _LATER: Mapping[str, Callable[[Geometry], int]] = {
     "group_bits": lambda g: g.sizes["group"].bit_length() - 1,
-    "heads_in_l2": lambda g: _heads_in_l2(g.launch, g.call, g.units, by_keys=g.launch.by_keys),
+    "heads_in_l2": lambda g: heads_in_l2(g.launch, g.call, g.units, by_keys=g.launch.by_keys),
     "group_reciprocal": lambda g: reciprocal(g.sizes["group"]),
     "page_size": lambda g: g.call.page_size,
     "page_size_reciprocal": lambda g: reciprocal(g.call.page_size),
@@ -515,62 +364,6 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
     "query_words": lambda g: _of_map(g).row_words // 2,
     "key_words": lambda g: _of_map(g).row_words // 2,
 }
-
-
-#: Sizes that ``PlainSizes`` has of any launch, and of those whose blocks take tiles of queries. The places of the
-#: split counters and clusters among those of launches whose blocks share keys.
-_PLAIN = (
-    "batch", "seqlen_q", "seqlen_k", "max_seqlen_q", "max_seqlen_k", "total_q", "total_k", "stride of page_table",
-    "beside",
-)  # fmt: skip
-_OF_TILES = (*_PLAIN, "q_tiles", "heads_in_l2")
-_OF_SPLITS = (*_PLAIN, *SPLIT_NAMES)
-_BLOCKS, _CLUSTER, _COUNTERS = map(SPLIT_NAMES.index, ("split_blocks", "split_cluster", "split_counters"))
-
-
-def plain_names(kernel: Kernel) -> Sequence[str]:
-    """The names of what ``PlainSizes`` computes for a kernel, in order: nothing, if that does not serve it."""
-    (launch, *others) = kernel.launches
-    if others or launch.tile_map or launch.cuts or launch.by_keys or launch.short_early or launch.split:
-        return ()
-    if launch.grid == GRID:
-        names: Sequence[str] = _OF_SPLITS
-    elif launch.grid == "queries" and launch.persistent:
-        names = _OF_TILES
-    else:
-        return ()
-    factors = (factor for workspace in kernel.workspaces for term in workspace.terms for factor in term)
-    return names if set(names).issuperset(factor for factor in factors if isinstance(factor, str)) else ()
-
-
-class PlainSizes:
-    """The sizes of a launch of which there are ``plain_names``, as a ``Geometry`` has them, for calls of one kind:
-    servers change them with each call."""
-
-    __slots__ = ("_group", "_heads", "_kv_heads", "_launch", "_least", "_multiprocessors", "_rows", "_split")
-
-    def __init__(self, launch: Launch, call: Call, capacity: Capacity, multiprocessors: int) -> None:
-        self._launch, self._multiprocessors = launch, multiprocessors
-        self._split = SplitNumbers(launch, call, capacity) if launch.grid == GRID else None
-        self._group, self._kv_heads, self._least = group_of(call), call.kv_heads, call.least_queries
-        #: Rows of a tile of queries, and units of a sequence.
-        self._rows, self._heads = (self._group, call.kv_heads) if launch.pack_gqa else (1, call.heads)
-
-    def __call__(
-        self, batch: int, seqlen_q: int, seqlen_k: int, total_q: int, total_k: int, table_stride: int, beside: int,
-        blocks: int,
-    ) -> tuple[tuple[int, ...], int, int, int]:  # fmt: skip
-        """The sizes in the order of their names, blocks, blocks of a cluster, and split counters. ``blocks``: the most
-        that are asked for, or 0."""
-        plain = batch, seqlen_q, seqlen_k, seqlen_q, seqlen_k, total_q, total_k, table_stride, beside
-        if self._split is not None:
-            split = self._split(batch, seqlen_q, seqlen_k, blocks)
-            return plain + split, split[_BLOCKS], split[_CLUSTER], split[_COUNTERS]
-        q_tiles, units = -(-seqlen_q * self._rows // self._launch.tile_m), batch * self._heads
-        sequences = prompts_of(total_q, batch, seqlen_q) if self._least else batch
-        heads_in_l2 = _forward_heads_in_l2(self._launch, sequences * self._kv_heads, seqlen_k, self._group, units)
-        tiles, most = q_tiles * units, blocks or self._multiprocessors
-        return (*plain, q_tiles, heads_in_l2), tiles if tiles < most else most, 1, 0
 
 
 def geometries(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attngen.runtime.arguments.checked import Call, View, view
 from attngen.runtime.arguments.paging import rows_view
-from attngen.runtime.geometry.sizes import group_of
+from attngen.runtime.geometry.heads_in_l2 import group_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.reference.sinks import add_gradients
 

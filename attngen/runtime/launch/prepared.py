@@ -19,7 +19,8 @@ from attngen.runtime.arguments.scalars import Number, Scalars
 from attngen.runtime.arguments.shapes import default_scale, softmax_scale_of
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import Launches, Sized
+from attngen.runtime.launch.chain import Sized
+from attngen.runtime.launch.launches import Launches
 from attngen.runtime.launch.repeatable import Repeatable
 from attngen.runtime.launch.tile_map import MapMaker
 

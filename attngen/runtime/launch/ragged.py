@@ -15,16 +15,10 @@ from attngen.runtime.arguments.kinds import extents_of, resize, resize_batch, si
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device.driver import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.launches import Sized
+from attngen.runtime.launch.chain import Sized
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.registry.binding import bind_call
-from attngen.runtime.registry.order import (
-    card_of,
-    fastest,
-    first_choices,
-    splits_keys,
-    typical_sizes,
-)
+from attngen.runtime.registry.order import card_of, fastest, first_choices, splits_keys, typical_sizes
 
 #: Sizes that are kept for each kind of call, of about a kilobyte each.
 KEPT_SIZES = 1024

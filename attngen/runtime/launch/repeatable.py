@@ -7,7 +7,7 @@ from typing import Any
 
 from attngen.runtime.arguments.addresses import OUT
 from attngen.runtime.arguments.given import TENSORS
-from attngen.runtime.launch.launches import Chain, Moves, Sized
+from attngen.runtime.launch.chain import Chain, Moves, Sized
 
 _MOVING = _Q, _OUT = TENSORS.index("q"), OUT
 

@@ -34,7 +34,7 @@ from attngen.runtime.arguments import debug
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.scalars import Number
-from attngen.runtime.geometry.sizes import SLOTS_OF_WORD, MapShape
+from attngen.runtime.geometry.map_shape import SLOTS_OF_WORD, MapShape
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Launches
 

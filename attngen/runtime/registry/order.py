@@ -10,8 +10,8 @@ from math import inf
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device.driver import Driver
+from attngen.runtime.geometry.heads_in_l2 import group_of, prompts_of
 from attngen.runtime.geometry.prediction import Card, predict
-from attngen.runtime.geometry.sizes import group_of, prompts_of
 from attngen.runtime.kernels.module import Kernel
 
 #: Rows of queries and heads of one KV head up to which keys are shared among blocks: those of an MMA of one warp, and

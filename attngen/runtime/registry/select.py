@@ -35,8 +35,8 @@ from attngen.runtime.arguments.extra_cache import has_extra_cache
 from attngen.runtime.arguments.scalars import Number
 from attngen.runtime.device import tensormap
 from attngen.runtime.device.driver import Driver
+from attngen.runtime.geometry.heads_in_l2 import group_of, tiles_of
 from attngen.runtime.geometry.prediction import Card, Prediction, predict
-from attngen.runtime.geometry.sizes import group_of, tiles_of
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.order import against_form, card_of, in_order, preferred

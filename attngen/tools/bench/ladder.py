@@ -11,7 +11,7 @@ from attngen.plan import plan as plan_kernel
 from attngen.plan.model import Plan
 from attngen.render import render
 from attngen.schema import KernelSpec
-from attngen.schema.expand import Roles
+from attngen.schema.kernel_spec import Roles
 from attngen.tools.build.pipeline import Prepared
 
 #: Choices of an entry of ``kernels``, including those of ``warps``, at the start of the ladder.

@@ -10,7 +10,7 @@ from attngen.formats import HELPERS
 from attngen.plan import plan
 from attngen.plan.model import Plan
 from attngen.render import render
-from attngen.schema.expand import Backward, Gradient
+from attngen.schema.kernel_spec import Backward, Gradient
 from attngen.tools.build.pipeline import Prepared
 
 #: A kernel planned again only to be verified may be slow.

@@ -21,7 +21,7 @@ from attngen.plan.schedule import Schedule
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.expressions import CUDA, emit_for, scalar_bindings
 from attngen.render.header import summary
-from attngen.schema.expand import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec
 
 WARPS = 4
 

@@ -1,0 +1,139 @@
+"""Specs of the kernels that come with those of attention: append, quantize, widen and select."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from attngen.arch import ARCHES
+from attngen.dtypes import LATENT_ROWS, QUANTIZED_DTYPES
+from attngen.formats import (
+    APPEND,
+    APPEND_VARIANT,
+    INDEX_SCORES,
+    QUANTIZE,
+    QUANTIZE_VARIANT,
+    TOPK,
+    TOPK_VARIANT,
+    WIDEN,
+    WIDEN_VARIANT,
+)
+from attngen.lang.variant import Variant
+from attngen.schema.kernel_spec import KernelSpec
+
+#: dtypes that kernels quantize.
+_UNQUANTIZED = ("bf16", "fp16")
+
+#: Head dims of which kernels quantize whole tiles.
+QUANTIZED_IN_TILES = (64, 128)
+
+
+def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """Kernels that append to the caches that kernels read: one for each arch, dtype of new rows and dtype of the cache
+    of those with pages. A cache of quantized pages gets rows of any dtype that is quantized.
+
+    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
+    """
+    by_key: dict[tuple[str, str, str | None], KernelSpec] = {}
+    for kernel in kernels:
+        if kernel.layout != "paged" or kernel.direction == INDEX_SCORES:
+            continue
+        quantized = kernel.dtype in QUANTIZED_DTYPES
+        for dtype in _UNQUANTIZED if quantized else (kernel.dtype,):
+            kv_dtype = kernel.dtype if quantized else kernel.kv_dtype
+            key = kernel.arch, dtype, kv_dtype
+            first = by_key.get(key) or KernelSpec(
+                package=kernel.package, variant=Variant(APPEND_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
+                dtype=dtype, kv_dtype=kv_dtype, layout=kernel.layout, direction=APPEND, backend="cuda",
+                spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
+            )  # fmt: skip
+            by_key[key] = replace(
+                first,
+                head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
+                head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
+            )
+    return tuple(by_key.values())
+
+
+def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """Return the kernels that quantize the operands of kernels in 8 bits: for each arch of those, one for each dtype
+    that ``attngen.quantize`` reads with a kernel, and one for each head dim that has a kernel of its own there.
+
+    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
+    """
+    by_arch: dict[str, KernelSpec] = {}
+    own: dict[str, set[int]] = {}
+    for kernel in kernels:
+        if kernel.dtype in QUANTIZED_DTYPES and kernel.direction != INDEX_SCORES:
+            first = by_arch.get(kernel.arch) or KernelSpec(
+                package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0,
+                head_dim_v=0, dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
+                location=kernel.location, places=kernel.places,
+            )  # fmt: skip
+            by_arch[kernel.arch] = replace(
+                first,
+                head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
+                head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
+            )
+            if ARCHES[kernel.arch].wgmma and kernel.head_dim_qk == kernel.head_dim_v in QUANTIZED_IN_TILES:
+                own.setdefault(kernel.arch, set()).add(kernel.head_dim_qk)
+    general = [replace(kernel, dtype=dtype) for kernel in by_arch.values() for dtype in _UNQUANTIZED]
+    return tuple(general) + tuple(
+        replace(kernel, head_dim_qk=head_dim, head_dim_v=head_dim, loads="descriptor")
+        for kernel in general
+        for head_dim in sorted(own.get(kernel.arch, ()))
+    )
+
+
+def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """Return the kernels that widen caches in 8 bits, so that many queries in 16 bits take a kernel whose keys have 16,
+    too: one for each arch and dtype of queries of which there are kernels of both kinds.
+
+    No entry of a spec asks for them. Their head dimensions are the largest that they have to serve.
+    """
+
+    def serves(kernel: KernelSpec) -> tuple[Any, ...]:
+        dims = kernel.head_dim_qk, kernel.head_dim_v
+        return kernel.arch, kernel.variant.name, kernel.dtype, kernel.layout, dims
+
+    ordinary = {
+        serves(kernel) for kernel in kernels
+        if kernel.direction == "forward" and kernel.kv_dtype is None and not kernel.split_kv
+    }  # fmt: skip
+    by_key: dict[tuple[str, str], KernelSpec] = {}
+    for kernel in kernels:
+        if kernel.kv_dtype in (None, *LATENT_ROWS) or kernel.dtype in QUANTIZED_DTYPES or kernel.v_of_key:
+            continue
+        if serves(kernel) not in ordinary:
+            continue
+        first = by_key.get((kernel.arch, kernel.dtype)) or KernelSpec(
+            package=kernel.package, variant=Variant(WIDEN_VARIANT), arch=kernel.arch, head_dim_qk=0, head_dim_v=0,
+            dtype=kernel.dtype, kv_dtype=kernel.kv_dtype, direction=WIDEN, backend="cuda",
+            spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
+        )  # fmt: skip
+        by_key[kernel.arch, kernel.dtype] = replace(
+            first,
+            head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
+            head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
+        )
+    return tuple(by_key.values())
+
+
+def selectors(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """The kernels that select the largest scores of rows: one for each arch with kernels that score keys for an index.
+
+    No entry of a spec asks for them.
+    """
+    by_arch: dict[str, KernelSpec] = {}
+    for kernel in kernels:
+        if kernel.direction == INDEX_SCORES:
+            by_arch.setdefault(
+                kernel.arch,
+                KernelSpec(
+                    package=kernel.package, variant=Variant(TOPK_VARIANT), arch=kernel.arch, head_dim_qk=1,
+                    head_dim_v=1, dtype="fp32", direction=TOPK, backend="cuda", spec_file=kernel.spec_file,
+                    location=kernel.location, places=kernel.places,
+                ),
+            )  # fmt: skip
+    return tuple(by_arch.values())
