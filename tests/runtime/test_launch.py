@@ -15,7 +15,7 @@ from attngen.lang.declared import Scalar
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls import dispatch
-from attngen.runtime.launch import launches
+from attngen.runtime.launch import chain
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import (
     FakeDriver,
@@ -356,7 +356,7 @@ def test_tensors_that_move_between_launches_of_one_shape(gpu: FakeDriver, loads:
 
 def test_sets_of_descriptors_are_kept_up_to_a_limit(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: RecentCache[bytes] = RecentCache(4)
-    monkeypatch.setattr(launches, "_DESCRIBED", kept)
+    monkeypatch.setattr(chain, "_DESCRIBED", kept)
     install(kernel(variant(), loads="descriptor"))
     sets = [tensors(batch=1, seqlen_q=8, seqlen_k=8) for _ in range(6)]
     for number in (*range(6), *range(6), 5, 5):
