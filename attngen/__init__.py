@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from attngen.debugging import debug
     from attngen.first_call import jit
     from attngen.runtime.calls.append import append_kv
-    from attngen.runtime.calls.dispatch import explain, tile_map
     from attngen.runtime.calls.entry import attention, attention_paged, attention_varlen, define_operators
     from attngen.runtime.calls.index_scores import index_scores
+    from attngen.runtime.calls.introspection import explain, tile_map
     from attngen.runtime.calls.merge import merge
     from attngen.runtime.calls.quantize import quantize
     from attngen.runtime.calls.topk import topk
@@ -42,7 +42,7 @@ _HOMES = {
     "debug": "attngen.debugging",
     "define_operators": "attngen.runtime.calls.entry",
     "errors": None,
-    "explain": "attngen.runtime.calls.dispatch",
+    "explain": "attngen.runtime.calls.introspection",
     "index_scores": "attngen.runtime.calls.index_scores",
     "integrations": None,
     "jit": "attngen.first_call",
@@ -50,7 +50,7 @@ _HOMES = {
     "merge": "attngen.runtime.calls.merge",
     "parallel": None,
     "quantize": "attngen.runtime.calls.quantize",
-    "tile_map": "attngen.runtime.calls.dispatch",
+    "tile_map": "attngen.runtime.calls.introspection",
     "topk": "attngen.runtime.calls.topk",
     "variant": "attngen.variants",
 }

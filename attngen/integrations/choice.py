@@ -26,8 +26,8 @@ from attngen.runtime.arguments.latent_rows import latent_name, value_columns
 from attngen.runtime.arguments.torch_state import is_traced
 from attngen.runtime.autograd.training import asks_for_determinism
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.calls import dispatch
 from attngen.runtime.calls import entry as calls
+from attngen.runtime.calls import introspection
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry import on_demand
@@ -185,7 +185,7 @@ def reason_against(
     """The reason why a dense call cannot run, as in ``attend``, or None. Launches nothing, and draws nothing."""
     registry.refresh_if_built()
     try:
-        explanation = dispatch.explain(
+        explanation = introspection.explain(
             q, k, v, variant=variant(candidate.variant), softmax_scale=softmax_scale, backend=backend,
             **candidate.own(),
         )  # fmt: skip

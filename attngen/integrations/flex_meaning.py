@@ -22,7 +22,8 @@ from attngen.integrations.flex_facts import Look, looks
 from attngen.integrations.flex_identity import Reading, state_of
 from attngen.integrations.flex_plain import legal, plain
 from attngen.integrations.flex_trace import Trace, refusal, traced
-from attngen.integrations.flex_translate import WORDS, Captured, Translation, Translator, Values
+from attngen.integrations.flex_translate import WORDS, Translator
+from attngen.integrations.flex_values import Captured, Translation, Values
 from attngen.runtime.cache import RecentCache
 
 Mod = Callable[..., Any]

@@ -26,6 +26,7 @@ from attngen.integrations.mask_structure import StructuredMask, structure_of
 from attngen.integrations.model_config import MODEL_DTYPES, made, offline, quiet, sentence, without_interface
 from attngen.integrations.model_inputs import BATCH, TOKENS, inputs_of, of_images, step_of
 from attngen.integrations.model_without_data import without_data
+from attngen.integrations.transformers_masks import takes_masks_of_eager
 from attngen.integrations.transformers_versions import FULL, SLIDING, cache_of
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 
@@ -280,7 +281,7 @@ def _mask(
 
     shape = (batch_size, 1, q_length, kv_length)
     config: type = type(kwargs.get("config"))
-    if attngen_transformers.takes_masks_of_eager(config):
+    if takes_masks_of_eager(config):
         return torch.empty(shape, dtype=kwargs.get("dtype", torch.float32), device="meta")
     build = partial(torch.empty, shape, dtype=torch.bool, device="meta")
     structure = None

@@ -17,8 +17,8 @@ from attngen.formats import VERSION
 #: Modules that a package's own ``__init__`` imports; their imports add the rest.
 ROOTS = (
     "errors", "runtime.arguments.debug", "runtime.calls.append", "runtime.calls.dispatch", "runtime.calls.entry",
-    "runtime.calls.index_scores", "runtime.calls.merge", "runtime.calls.quantize", "runtime.calls.topk",
-    "runtime.launch.tile_map", "runtime.registry.lookup",
+    "runtime.calls.index_scores", "runtime.calls.introspection", "runtime.calls.merge", "runtime.calls.quantize",
+    "runtime.calls.topk", "runtime.launch.tile_map", "runtime.registry.lookup",
 )  # fmt: skip
 
 #: Looks for other packages, which a package itself does not do.

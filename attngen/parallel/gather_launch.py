@@ -11,7 +11,7 @@ import torch
 
 from attngen.errors import LoadError
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.device.driver import Frame
+from attngen.runtime.device.interface import Frame
 
 #: Most sources that the kernel reads.
 SOURCES = 3

@@ -11,14 +11,11 @@ import torch
 import transformers
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_masks_for_generate,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate, create_sliding_window_causal_mask
 
 import attngen.integrations.transformers as attngen_transformers
 from attngen.errors import CallError, NoKernelError
+from attngen.integrations import transformers_masks
 from attngen.integrations.mask_structure import StructuredMask
 from attngen.integrations.transformers_versions import cache_name
 from tests.integrations import families
@@ -269,12 +266,12 @@ def test_a_model_of_which_one_part_looks_its_attention_up_and_another_does_not_i
 
 @pytest.mark.parametrize("config", ["BigBirdPegasusConfig", "Gemma4AudioConfig", "InformerConfig"])
 def test_others_of_the_kind(config: str) -> None:
-    assert attngen_transformers._with_attention_of_its_own(getattr(transformers, config)) is not None
+    assert transformers_masks.with_attention_of_its_own(getattr(transformers, config)) is not None
 
 
 @pytest.mark.parametrize("config", ["AlignConfig", "BridgeTowerConfig", "ClapTextConfig", "LlamaConfig", "T5Config"])
 def test_models_that_look_up_all_of_it_are_served(config: str) -> None:
-    assert attngen_transformers._with_attention_of_its_own(getattr(transformers, config)) is None
+    assert transformers_masks.with_attention_of_its_own(getattr(transformers, config)) is None
 
 
 def test_a_text_decoder_with_attention_of_its_own_is_refused() -> None:
@@ -403,7 +400,7 @@ def test_compressed_keys(tokens: int) -> None:
 def test_who_gets_masks_of_numbers(name: str, takes: bool) -> None:
     config = getattr(transformers, f"{name}Config")
     getattr(transformers, f"{name}ForCausalLM")
-    assert attngen_transformers.takes_masks_of_eager(config) == takes
+    assert transformers_masks.takes_masks_of_eager(config) == takes
 
 
 def test_keys_whose_last_dimension_is_not_contiguous() -> None:

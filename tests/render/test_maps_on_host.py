@@ -21,7 +21,7 @@ from attngen.render.source import headers
 from attngen.resources import root
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.device.driver import Launch
+from attngen.runtime.device.interface import Launch
 from attngen.runtime.geometry.map_shape import MapShape
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.launch.prepared_backward import PreparedBackward

@@ -17,7 +17,7 @@ from attngen.plan import plan
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.autograd import training
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.device.driver import Launch
+from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text

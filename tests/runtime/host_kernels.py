@@ -19,7 +19,7 @@ from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.render.source import headers
 from attngen.resources import root
-from attngen.runtime.device.driver import Launch
+from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
 from attngen.schema import appends, expand, load_spec_text, quantizers, selectors, wideners
 from attngen.tools.build.pipeline import Prepared
@@ -35,7 +35,6 @@ kernels:
   - {variant: causal, dtype: [bf16, fp16], head_dim: [64, {qk: 192, v: 128}], layout: paged, backend: cuda}
 """
 
-
 #: Entry that asks for 8 bits, and so brings the kernels that quantize.
 SPEC_OF_8_BITS = """
 schema: 1
@@ -44,7 +43,6 @@ arch: [sm90a]
 kernels:
   - {variant: causal, dtype: fp8_e4m3, head_dim: [64, 128], backend: cuda}
 """
-
 
 #: Entry that asks for caches in 8 bits and ordinary kernels, and so brings those that widen.
 SPEC_OF_CACHES = """

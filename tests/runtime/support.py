@@ -29,7 +29,7 @@ from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments.checked import Call, Packing
 from attngen.runtime.arguments.paging import Paging, bind_paged
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.device.driver import Launch as KernelLaunch
+from attngen.runtime.device.interface import Launch as KernelLaunch
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.reference.eager import reference
 from attngen.store import Store

@@ -17,7 +17,8 @@ import torch
 from attngen.dtypes import DTYPES
 from attngen.errors import LoadError
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, CudaDriver, Frame
+from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, CudaDriver
+from attngen.runtime.device.interface import Frame
 from attngen.runtime.device.tensormap import TensorMap
 
 

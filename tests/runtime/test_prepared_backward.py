@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import attngen
 from attngen.errors import NoKernelError
 from attngen.runtime.autograd import training
-from attngen.runtime.device.driver import Launch
+from attngen.runtime.device.interface import Launch
 from attngen.runtime.registry.binding import bind_call
 from tests.runtime.gradient_driver import GradientDriver, build, close, leaves, taken_for_a_gpu
 from tests.runtime.support import decode, launch_of
@@ -25,7 +25,6 @@ SINKS = (
     'variants:\n  sunk:\n    mask: "q_pos >= kv"\n    sink: "sinks[h]"\n'
     "    tensors: {sinks: {dtype: float32, shape: [h], grad: true}}\n"
 )
-
 
 SEEN = (
     'variants:\n  seen:\n    mask: "allowed[q_pos, kv]"\n'

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.device.driver import Launch
+from attngen.runtime.device.interface import Launch
 from attngen.schema import load_spec_text
 from attngen.tools.bench.kernels import reason_against
 from attngen.tools.build.pipeline import prepare

@@ -7,54 +7,40 @@ shapes, strides, dtypes and devices find that in a cache, check the scalars, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
-from attngen.errors import CallError, NoKernelError
+from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.listed import INDICES
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
-from attngen.runtime.arguments.checked import ATTENTION_DTYPES, DIRECTIONS, Call
-from attngen.runtime.arguments.dropout import with_state
-from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, kind_settings_of, tensors_of
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.given import TENSORS, Given, keyed_of, kind_settings_of
 from attngen.runtime.arguments.keys import NUMBERS, PLAIN, note_others
 from attngen.runtime.arguments.kinds import INDEX_VECTORS, by_page, free_of, has_kinds, kind_of, resize
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
 from attngen.runtime.autograd import transforms
-from attngen.runtime.autograd.training import asks_for_determinism, attend, carries_tangent, differentiate
+from attngen.runtime.autograd.training import attend, carries_tangent, differentiate
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.calls.explanation import Explanation
+from attngen.runtime.calls.kernel_choice import device_index, kernel_for, request_of, tensor_names, with_random_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers.widen import WidenedCall, keeps_few_rows, mixes_widths, route_of
-from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.expanded import (
-    ExpandedCall,
-    are_one_head,
-    gets_copies,
-    request_without_expanded,
-    what_is_copied,
-    with_copies,
-    with_one_head,
-)
+from attngen.runtime.launch.expanded import ExpandedCall, are_one_head, gets_copies, with_copies, with_one_head
 from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall, Repeats
 from attngen.runtime.launch.ragged import RaggedCalls
-from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
+from attngen.runtime.launch.tile_map import TileMap
 from attngen.runtime.reference.sinks import without_keys
-from attngen.runtime.registry import on_demand
-from attngen.runtime.registry.binding import bind_call, check_form, find, require_reference
+from attngen.runtime.registry.binding import bind_call, find, require_reference
 from attngen.runtime.registry.lookup import Resolved, registry
-from attngen.runtime.registry.order import card_of, preferred
-from attngen.runtime.registry.select import Request, first_that_fits, foreseen, no_kernel, reason_against, select
+from attngen.runtime.registry.select import reason_against
 
 #: Prepared calls by the key of their kind (packed and paged calls), or by the key of everything, sizes included. False
 #: for a kind: its calls are prepared one by one, under the latter.
@@ -273,7 +259,7 @@ def _of_kind(call: Call, addresses: Sequence[int], given: Given, prepared: Any) 
     launch."""
     if isinstance(prepared, ExpandedCall) or not has_kinds(call.variant):
         return False
-    request, driver = _request(call, addresses, given), drivers.current()
+    request, driver = request_of(call, addresses, given), drivers.current()
     candidates = find(given.variant, given.package).kernels
     kernels = [one for one in candidates if reason_against(one, request, driver) is None]
     if not kernels or any(one.needs_tile_map for one in kernels):
@@ -282,9 +268,9 @@ def _of_kind(call: Call, addresses: Sequence[int], given: Given, prepared: Any) 
     if mixed and not keeps_few_rows(request, candidates, driver):
         return False
     kept = given.variant if isinstance(given.variant, Variant) else None
-    names = _tensor_names(given.arguments)
+    names = tensor_names(given.arguments)
     ready = prepared if isinstance(prepared, PreparedCall) else None
-    return RaggedCalls(call, kernels, names, driver, _index(call), kept, prepared=ready, few_rows=mixed)
+    return RaggedCalls(call, kernels, names, driver, device_index(call), kept, prepared=ready, few_rows=mixed)
 
 
 def _without_keys(given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:
@@ -293,73 +279,9 @@ def _without_keys(given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:
     return (out if given.out is None else given.out.copy_(out)), lse
 
 
-def with_random_state(given: Given, *, draws: bool = True) -> Given:
-    """Return a call that names a rate of dropout, with a state of random numbers if need be."""
-    device = given.q.device if isinstance(given.q, Tensor) else torch.device("cpu")
-    named = given.variant
-    variant = named if isinstance(named, Variant) else find(named, given.package).variant
-    return given._replace(arguments=with_state(variant, given.arguments, device, draws=draws))
-
-
 def _learns(arguments: Mapping[str, Any]) -> bool:
     """Whether one of the variant's own tensors asks for a gradient."""
     return any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
-
-
-def _request(call: Call, addresses: Sequence[int], given: Given) -> Request:
-    """The request that selection looks at; ``addresses`` as ``run`` lists them."""
-    names = _tensor_names(given.arguments)
-    known = dict(zip(TENSORS, addresses, strict=False))
-    known |= {f"tensor:{name}": address for name, address in zip(names, addresses[len(FORWARD) :], strict=True)}
-    scalars = {name: call.scalars[name] for name in given.arguments if name in call.scalars}
-    return Request(call, _index(call), known, scalars, given.backend)
-
-
-def _tensor_names(arguments: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in arguments.items() if isinstance(value, Tensor)]
-
-
-def _index(call: Call) -> int:
-    return call.device.index or 0
-
-
-def _choose(resolved: Resolved, request: Request) -> Kernel:
-    """Return the kernel for a call, or raise NoKernelError."""
-    driver = drivers.current()
-    kernel = first_that_fits(resolved.kernels, request, driver)
-    if kernel is None:
-        raise no_kernel(resolved.kernels, request, driver)
-    return kernel
-
-
-def _backward_of(request: Request, given: Given) -> Request:
-    """The request of a call's backward pass."""
-    ordered = given.deterministic or asks_for_determinism() == 2
-    passed = dict(request.call.scalars)
-    return replace(request, given=passed, backend=None, direction="backward", deterministic=ordered)
-
-
-def _kernel_for(resolved: Resolved, request: Request, given: Given, *, learns: bool = False) -> Kernel:
-    """Return the kernel for a call, also one that was built since or is made now, with its backward if the call
-    ``learns``; or raise NoKernelError."""
-    variant, package = given.variant, given.package
-    try:
-        kernel = _choose(resolved, request)
-    except NoKernelError:
-        soon = None
-        if learns and on_demand.maker is not None:
-            later = _backward_of(request, given)
-            soon = later if first_that_fits(resolved.kernels, later, drivers.current()) is None else None
-        if not registry.refresh_if_built() and (package is not None or not on_demand.make(request, soon)):
-            raise
-        try:
-            kernel = _choose(find(variant, package), request)
-        except NoKernelError:  # what was built since is another one
-            if package is not None or not on_demand.make(request):
-                raise
-            kernel = _choose(find(variant, package), request)
-    on_demand.note(request)
-    return kernel
 
 
 def _prepare(
@@ -370,15 +292,15 @@ def _prepare(
     if not call.empty:
         if are_one_head(call):
             return ExpandedCall(with_one_head, given, run)
-        request = _request(call, addresses, given)
+        request = request_of(call, addresses, given)
         if gets_copies(request, resolved.kernels, drivers.current()):
             return ExpandedCall(with_copies, given, run)
-        kernel = _kernel_for(resolved, request, given, learns=learns)
+        kernel = kernel_for(resolved, request, given, learns=learns)
         route = None if learns else route_of(request, resolved.kernels, drivers.current())
         if route is not None:
             return WidenedCall(route, call, given, run, drivers.current())
     kept = given.variant if isinstance(given.variant, Variant) else None
-    return PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call), kept)
+    return PreparedCall(call, kernel, tensor_names(given.arguments), drivers.current(), device_index(call), kept)
 
 
 def _run_reference(call: Call, given: Given) -> Tensor | tuple[Tensor, Tensor]:
@@ -389,193 +311,3 @@ def _run_reference(call: Call, given: Given) -> Tensor | tuple[Tensor, Tensor]:
     if given.out is not None:
         out = given.out.copy_(out)
     return (out, lse) if call.return_lse else out
-
-
-def tile_map(
-    q: Tensor,
-    k: Tensor,
-    *,
-    variant: str | Variant,
-    v: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    seqused_k: Tensor | None = None,
-    layout: str = "bshd",
-    backend: str | None = None,
-    package: str | None = None,
-    **arguments: Any,
-) -> TileMap:
-    """The tiles that a call with these arguments has to visit, to be passed to any number of them.
-
-    It stays valid as long as the mask's tensors and scalars, and the lengths, keep their values; scores, and the
-    contents of q, k and v, do not matter. ``v`` is needed only if its head_dim differs from k's and kernels for several
-    exist. If no map is needed (on the CPU, or by a kernel that bounds its loops otherwise), the result is empty, and
-    may be passed all the same.
-    """
-    check_form(_form(cu_seqlens_q), {
-        "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
-    })  # fmt: skip
-    given = with_random_state(
-        Given(
-            q, k, k if v is None else v, **_any_descales(q, k), seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q),
-            layout=layout, backend=backend, package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
-        ),
-        draws=False,
-    )  # fmt: skip
-    call, resolved = bind_call(given)
-    if not torch_state.on_gpu(q):
-        require_reference(call, backend)
-    if not torch_state.on_gpu(q) or backend == "reference" or call.empty:
-        return TileMap(call.variant.name)
-    if are_one_head(call):
-        given = with_one_head(given)
-        call, resolved = bind_call(given)
-    addresses = _addresses(given)
-    request = request_without_expanded(_request(call, addresses, given), resolved.kernels, drivers.current())
-    call = request.call
-    if v is None:
-        driver = drivers.current()
-        for candidate in preferred(resolved.kernels):
-            call.head_dim_v = candidate.head_dim_v
-            if reason_against(candidate, request, driver) is None:
-                break
-        else:
-            call.head_dim_v = call.head_dim_qk
-    kernel = _kernel_for(resolved, request, given)
-    if not kernel.needs_tile_map:
-        return TileMap(call.variant.name)
-    prepared = PreparedCall(call, kernel, _tensor_names(given.arguments), drivers.current(), _index(call))
-    words = prepared.made_map(addresses, prepared.scalars(given.arguments))
-    return TileMap(call.variant.name, words, kernel.tile_m, kernel.tile_n, call.seqlen_q, call.seqlen_k)
-
-
-def _any_descales(q: Any, k: Any) -> dict[str, Any]:
-    """Return scales for a call whose result does not depend on them; none of what needs none."""
-    quantized = {
-        name for name, given in (("q", q), ("k", k), ("v", k))
-        if isinstance(given, Tensor) and ATTENTION_DTYPES.get(given.dtype) in QUANTIZED_DTYPES
-    }  # fmt: skip
-    device = q.device if isinstance(q, Tensor) else None  # anything else is refused later
-    return {name: torch.ones((), dtype=torch.float32, device=device) for name in DESCALES if name[0] in quantized}
-
-
-def _form(cu_seqlens_q: Any) -> str:
-    """Return the form of a call by what only packed sequences have."""
-    return "dense" if cu_seqlens_q is None else "varlen"
-
-
-def _addresses(given: Given) -> list[int]:
-    """Return the addresses of a call's tensors, as ``run`` lists them."""
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors_of(given)]
-    addresses += [0] * (len(FORWARD) - len(addresses))
-    return addresses + [given.arguments[name].data_ptr() for name in _tensor_names(given.arguments)]
-
-
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    variant: str | Variant = "full",
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    seqused_k: Tensor | None = None,
-    return_lse: bool = False,
-    layout: str = "bshd",
-    backend: str | None = None,
-    package: str | None = None,
-    direction: str = "forward",
-    deterministic: bool = False,
-    tile_map: TileMap | None = None,
-    page_table: Tensor | None = None,
-    page_layout: str = "NHD",
-    num_splits: int | None = None,
-    split_size: int | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    **arguments: Any,
-) -> Explanation:
-    """Say what a call with these arguments would run, and why not something else. Launches nothing. If a tile map is
-    kept for the call, this counts its tiles, for which it waits for the GPU.
-
-    While ``attngen.jit`` is on, a missing kernel is compiled, as by the call.
-
-    With ``cu_seqlens_q`` it explains ``attention_varlen``, with ``page_table`` ``attention_paged``, whose pages are k
-    and v. ``page_layout``, ``num_splits`` and ``split_size`` are for the latter only. A ``tile_map`` changes only what
-    is said of the map.
-
-    ``direction='backward'`` explains what would compute the gradients, given contiguous gradients of the result. Raises
-    what the call would raise, except that a call which no kernel takes is explained, too.
-    """
-    if direction not in DIRECTIONS:
-        raise CallError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    paged = page_table is not None
-    if paged and direction == "backward":
-        raise CallError("attention over pages has no backward")
-    check_form("paged" if paged else _form(cu_seqlens_q), {
-        "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
-        "page_layout": page_layout, "num_splits": num_splits, "split_size": split_size,
-    })  # fmt: skip
-    given = Given(
-        q, k, v, q_descale, k_descale, v_descale,
-        seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
-        tile_map=tile_map, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
-        split_size=split_size,
-        variant=variant, softmax_scale=softmax_scale, return_lse=return_lse, deterministic=deterministic,
-        form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
-        package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},
-    )  # fmt: skip
-    given = in_rows(with_random_state(given, draws=False))
-    call, resolved = bind_call(given)
-    if not torch_state.on_gpu(q) or backend == "reference":
-        require_reference(call, backend)
-        reason = "backend='reference' asks for it" if backend == "reference" else f"q is on {call.device}"
-        return Explanation(call, resolved, "reference", reason, direction=direction)
-    if call.empty:
-        return Explanation(call, resolved, "nothing", "there is no query or no key", direction=direction)
-    expanded = ""
-    if are_one_head(call):
-        given = with_one_head(given)
-        call, resolved = bind_call(given)
-        expanded = "k and v are expanded along their heads: kernels get them as one KV head"
-    request = _request(call, _addresses(given), given)
-    if direction == "backward":
-        request = _backward_of(request, given)
-    copied = request_without_expanded(request, resolved.kernels, drivers.current())
-    if copied is not request:
-        request, call, expanded = copied, copied.call, what_is_copied(call)
-    selection = select(resolved.kernels, request, drivers.current())
-    if selection.kernel is None and package is None and on_demand.maker is not None:
-        try:
-            if on_demand.make(request):
-                resolved = find(variant, package)
-                selection = select(resolved.kernels, request, drivers.current())
-        except NoKernelError as failure:
-            return Explanation(call, resolved, "no kernel", str(failure), selection, direction)
-    if selection.kernel is None:
-        error = no_kernel(resolved.kernels, request, drivers.current())
-        return Explanation(call, resolved, "no kernel", str(error), selection, direction)
-    driver, widened = drivers.current(), None
-    route = route_of(request, resolved.kernels, driver)
-    if route is not None:
-        widened, selection, request = route.kernel, route.selection, replace(request, call=route.call)
-    kernel = selection.kernel
-    kept, tiles = None, ""
-    if kernel is not None and kernel.needs_tile_map:
-        if tile_map is None or direction == "backward":
-            kept = kept_map(kernel, request.call, given)
-        tiles = "" if kept else where_from(request.call, given, direction)
-    return Explanation(
-        call, resolved, "kernel", "the first that takes the call", selection, direction,
-        foreseen(resolved.kernels, request, driver, card_of(driver, request.device)), widened, expanded,
-        kept, tiles,
-    )  # fmt: skip

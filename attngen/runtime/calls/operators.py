@@ -30,6 +30,7 @@ from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.autograd import training
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
 from attngen.runtime.calls import at_trace, dispatch, flops, paged_operators
+from attngen.runtime.calls.kernel_choice import with_random_state
 from attngen.runtime.calls.paged_operators import INTO
 from attngen.runtime.calls.sharding import Sharded, refuse, refuse_mixed, register, register_waiting
 from attngen.runtime.calls.signature import TAGS, Signature, arguments_of, first_own, parameters_of
@@ -389,7 +390,7 @@ def watched(given: Given) -> Any:
     """Run a call as an operator, or as it is where an operator would do less: transforms of torch.func, tangents, and
     gradients that only the reference has. Raises what an eager call would."""
     if DROPOUT_P.name in given.arguments:
-        given = dispatch.with_random_state(given)
+        given = with_random_state(given)
     bound, resolved = bind_call(in_rows(given))
     if torch_state.transforms_active() or torch_state.is_tracing() or _does_more(given, resolved.variant):
         return dispatch.run(given)

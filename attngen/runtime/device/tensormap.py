@@ -13,7 +13,8 @@ from struct import Struct
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.device.driver import Driver, with_fields
+from attngen.runtime.device.driver import with_fields
+from attngen.runtime.device.interface import Driver
 
 #: Limits of cuTensorMapEncodeTiled (CUDA driver API, "Tensor Map Object Management").
 ADDRESS_ALIGNMENT = 16

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attngen.manifest import GRID, SHARES
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.prediction import Card, may_share, shares
 from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Kernel, Launch

@@ -15,7 +15,7 @@ from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.listed import EXTRA_K
 from attngen.manifest import CHUNK_KEYS, CHUNK_ROWS, GRID, LISTS, MERGED, SHARES, Argument
 from attngen.runtime.arguments.checked import Call, View
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.device.tensormap import usable_strides, windowed
 from attngen.runtime.geometry.cuts import (
     NONE,

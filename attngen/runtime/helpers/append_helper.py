@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.helpers import append_torch
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, check, refuse_gradients
 from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare

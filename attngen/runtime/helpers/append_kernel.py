@@ -12,7 +12,7 @@ from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import APPEND, APPEND_VARIANT
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, contiguous_view
 from attngen.runtime.arguments.latent_rows import latent_name
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.helpers.append_arguments import FIELDS, Append, Sizes, scales_of
 from attngen.runtime.helpers.launches import Grid, HelperLaunches, Key, Operands, Resized
 from attngen.runtime.helpers.operands import (

@@ -13,7 +13,7 @@ from attngen.lang.divisors import divisors, reciprocal
 from attngen.manifest import Argument
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import tensormap
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.helpers import index_scores
 from attngen.runtime.helpers.index_scores import FIELDS, Bound, IndexScores, scores_shape
@@ -30,7 +30,6 @@ _FEW_RESIDENT = 4
 
 #: Time of a query in a block with few queries, in units of that in one with many: its products are narrow.
 _FEW_COST = 1.5
-
 
 #: Copies by TMA begin at multiples of so many bytes in shared memory (PTX ISA, "cp.async.bulk.tensor").
 _COPY_ALIGNMENT = 128

@@ -11,7 +11,7 @@ from typing import Any
 
 from attngen.errors import LoadError
 from attngen.manifest import Argument
-from attngen.runtime.device.driver import Driver, Frame, Launch
+from attngen.runtime.device.interface import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.kernels.module import Entry, Kernel
 from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES, NUMBERS, Packer, lay_out

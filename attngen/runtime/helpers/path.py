@@ -17,7 +17,7 @@ from attngen.runtime.arguments.seen import SeenTensors
 from attngen.runtime.autograd.transforms import refuse
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.helpers.records import Fields
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import registry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.helpers import quantize_torch
 from attngen.runtime.helpers.path import Helper
 from attngen.runtime.helpers.quantize_arguments import FIELDS, Quantize, Sizes, check

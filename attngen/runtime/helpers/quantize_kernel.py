@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import QUANTIZE, QUANTIZE_VARIANT
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.helpers import quantize_tiles
 from attngen.runtime.helpers.launches import Grid, Operands

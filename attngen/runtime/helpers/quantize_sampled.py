@@ -15,7 +15,7 @@ from torch import Tensor
 from attngen.dtypes import V_GROUP
 from attngen.formats import QUANTIZE as DIRECTION
 from attngen.formats import QUANTIZE_VARIANT
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
 from attngen.runtime.helpers.path import Helper, first_that_takes, kernels_of
 from attngen.runtime.helpers.quantize_arguments import Quantize, Sizes, check, in_rows

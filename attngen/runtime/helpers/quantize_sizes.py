@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
 from attngen.runtime.helpers.operands import rotary_strides
 from attngen.runtime.helpers.quantize_arguments import FIELDS, Quantize, Sizes, in_rows, random_signs, transform_size

@@ -15,7 +15,7 @@ from torch import Tensor
 from attngen.dtypes import CHUNK_BYTES
 from attngen.manifest import Argument
 from attngen.runtime.device import tensormap
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.helpers.launches import Grid, Operands

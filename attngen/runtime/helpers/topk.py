@@ -11,7 +11,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.formats import TOPK, TOPK_VARIANT
 from attngen.runtime.arguments.checked import refuse_unreadable
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands
 from attngen.runtime.helpers.operands import MOST
 from attngen.runtime.helpers.path import Helper, first_that_takes, kernels_of

@@ -19,7 +19,7 @@ from attngen.formats import WIDEN, WIDEN_VARIANT
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, contiguous_view
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.device.counters import in_graph
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.prediction import pairs_of_tiles, predict
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.helpers.launches import Grid, HelperLaunches, Operands, Resized

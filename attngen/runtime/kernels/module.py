@@ -17,7 +17,8 @@ from attngen.formats import VERSION
 from attngen.lang.variant import Variant
 from attngen.manifest import SHARES, Argument, KernelFields, LaunchEntry, LaunchFields, parse_manifest
 from attngen.records import shared
-from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN, Driver
+from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.folder import read_manifest
 from attngen.runtime.kernels.packing import Layout, Packer, lay_out
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from attngen.errors import LoadError
 from attngen.manifest import KINDS, STRUCTS, TYPE_BYTES, Argument
-from attngen.runtime.device.driver import MAX_PARAMETER_BYTES
+from attngen.runtime.device.interface import MAX_PARAMETER_BYTES
 
 #: Bytes and alignment of a TMA descriptor, passed by value.
 DESCRIPTOR_BYTES, DESCRIPTOR_ALIGNMENT = STRUCTS["descriptor"]
@@ -70,7 +70,6 @@ def lay_out(arguments: Iterable[Argument]) -> Layout:
 
 #: Manifest type → its code in ``struct``.
 _CODES = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
-
 
 #: Kinds of parameters that are numbers of a call's shapes and strides.
 NUMBERS = ("stride", "extent", "size", "present", "descriptor_shape", "descriptor_stride")

@@ -10,7 +10,7 @@ from typing import Any
 
 from attngen.runtime.arguments.checked import FOLLOWS, Call
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.device.driver import Driver, Frame, Launch
+from attngen.runtime.device.interface import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.geometry.sizes import Geometry
 from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES

@@ -18,7 +18,7 @@ from attngen.lang.biases import biases
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, View, contiguous_view
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.device.tensormap import STRIDE_ALIGNMENT
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry import on_demand

@@ -20,7 +20,7 @@ from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.arguments.kinds import resize_tensors
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import counters
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.map_shape import MapShape
 from attngen.runtime.geometry.plain_sizes import PlainSizes, plain_names

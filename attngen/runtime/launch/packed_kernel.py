@@ -11,7 +11,7 @@ from attngen.errors import LoadError
 from attngen.lang.divisors import division, divisors
 from attngen.manifest import Argument
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.device.tensormap import TensorMap, of_own_tensor
 from attngen.runtime.geometry.heads_in_l2 import group_of
 from attngen.runtime.geometry.sizes import Geometry

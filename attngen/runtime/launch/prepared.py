@@ -17,7 +17,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.scalars import Number, Scalars
 from attngen.runtime.arguments.shapes import default_scale, softmax_scale_of
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.chain import Sized
 from attngen.runtime.launch.launches import Launches

@@ -17,7 +17,7 @@ from attngen.runtime.arguments.checked import Call, View, contiguous_view
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.scalars import Scalars
 from attngen.runtime.arguments.shapes import default_scale, softmax_scale_of
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.gradients import differentiable, gradient_shapes, present_gradients, stored_gradients
 from attngen.runtime.launch.launches import Launches, laid_out

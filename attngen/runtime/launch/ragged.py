@@ -13,7 +13,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.kinds import extents_of, resize, resize_batch, sizes_of
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.chain import Sized
 from attngen.runtime.launch.prepared import PreparedCall

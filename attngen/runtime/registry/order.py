@@ -9,7 +9,7 @@ from math import inf
 
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.heads_in_l2 import group_of, prompts_of
 from attngen.runtime.geometry.prediction import Card, predict
 from attngen.runtime.kernels.module import Kernel

@@ -34,7 +34,7 @@ from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.arguments.extra_cache import has_extra_cache
 from attngen.runtime.arguments.scalars import Number
 from attngen.runtime.device import tensormap
-from attngen.runtime.device.driver import Driver
+from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.heads_in_l2 import group_of, tiles_of
 from attngen.runtime.geometry.prediction import Card, Prediction, predict
 from attngen.runtime.kernels.module import Kernel

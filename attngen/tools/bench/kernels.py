@@ -16,8 +16,8 @@ from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import TORCH_DTYPES
 from attngen.runtime.arguments.latent_rows import cache_of
-from attngen.runtime.calls.dispatch import explain, tile_map
 from attngen.runtime.calls.entry import attention
+from attngen.runtime.calls.introspection import explain, tile_map
 from attngen.runtime.kernels.module import Kernel, read_kernel
 from attngen.runtime.registry.lookup import Package, registry
 from attngen.store.store import Store

@@ -22,8 +22,8 @@ from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.checked import Call, out_dtype_of
 from attngen.runtime.arguments.dropout import draw, kept, rate_of
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.calls import dispatch
 from attngen.runtime.calls import entry as calls
+from attngen.runtime.calls import introspection
 from attngen.runtime.launch.gradients import differentiable
 from attngen.runtime.reference.eager import OneSequence, attend_rows, names_of, scores_of
 from attngen.tools.explain.heat_map import HeatMap
@@ -223,7 +223,7 @@ def _who(call: Call, given: Given, variant: Any, options: dict[str, Any]) -> tup
         text = f"the reference in {_short(given.q.dtype)} beside float64, since {why}"
         return _Ran(text.replace("since as", "as"), False), TILE, TILE
     keywords = {name: value for name, value in options.items() if name not in ("tile_map", "dropout_p")}
-    explanation = dispatch.explain(given.q, given.k, given.v, variant=variant, **keywords)
+    explanation = introspection.explain(given.q, given.k, given.v, variant=variant, **keywords)
     kernel = explanation.kernel
     if kernel is None:
         return _Ran(f"{explanation.runs}: {explanation.reason.splitlines()[0]}", True), TILE, TILE

@@ -15,8 +15,8 @@ from torch.nn.attention import flex_attention as of_torch
 
 from attngen import variant
 from attngen.integrations import flex_attention as front_end
-from attngen.runtime.calls.dispatch import explain
 from attngen.runtime.calls.entry import attention
+from attngen.runtime.calls.introspection import explain
 from attngen.tools.bench.cases import DIRECTIONS
 from attngen.tools.bench.masks.cases.forms import Forms, Mod, Size
 from attngen.tools.bench.masks.report import CAUSAL, CONSTANTS, FLEX, FRONT_END, SCALARS, TILE, UNLEARNED, Cell

@@ -12,8 +12,8 @@ import torch
 
 from attngen.errors import CallError
 from attngen.formats import APPEND, APPEND_VARIANT, WIDEN
-from attngen.runtime.calls.dispatch import explain
 from attngen.runtime.calls.entry import attention, attention_paged
+from attngen.runtime.calls.introspection import explain
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 from attngen.tools.bench.check import TOLERANCE

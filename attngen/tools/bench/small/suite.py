@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from attngen.errors import CallError
-from attngen.runtime.calls.dispatch import explain
+from attngen.runtime.calls.introspection import explain
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec, preset
 from attngen.tools.bench.cases import BenchCase
