@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import click
 
-from attngen.errors import AttngenError, CallError, DiskFullError, NoKernelError, SettingError, SpecError
+from attngen.errors import AttngenError, CallError, DiskFullError, NoKernelError, SettingError, SpecError, suggest
 from attngen.files import FULL, cause
 
 #: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
@@ -59,6 +59,14 @@ class LazyGroup(click.Group):
         command = import_module(f"attngen.commands.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does it; for an unknown command with the nearest one."""
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"No such command '{args[0]}'{suggest(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

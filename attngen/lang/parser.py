@@ -347,7 +347,7 @@ class _Lowering:
         if tensor is None:
             if name in self.scope.known():
                 raise self.snippet.at(node.value, f"'{name}' is not a tensor and cannot be indexed")
-            hint = suggest(name, self.scope.tensors)
+            hint = suggest(name, self.scope.tensors) or "; declare its dtype and shape under 'tensors'"
             raise self.snippet.at(node.value, f"unknown tensor '{name}'{hint}")
         parts = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
         if not tensor.shape:

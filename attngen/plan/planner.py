@@ -179,16 +179,14 @@ def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
             "do not have; allowed: dense, varlen",
         )
     if spec.layout not in schedule.layouts:
-        form = f"{schedule.backend} {'split-KV ' * spec.split_kv}{spec.direction}s"
-        raise refuse(
-            spec, "layout", f"{form} have no kernel with '{spec.layout}'; allowed: {', '.join(schedule.layouts)}"
-        )
+        form = f"{schedule.backend} {'split-KV ' * spec.split_kv}{spec.direction} kernels"
+        raise refuse(spec, "layout", f"{form} do not take '{spec.layout}'; allowed: {', '.join(schedule.layouts)}")
 
 
 def _together(refusals: Sequence[PlanError], names: Sequence[str] = ()) -> PlanError:
     """One error for several refusals; each begins with its name, if there are names."""
     first = refusals[0]
-    if len(refusals) == 1:
+    if len({error.message for error in refusals}) == 1:
         return first
     lines = (f"{name}: {error.message}" for name, error in zip(names, refusals, strict=True)) if names else (
         error.message for error in refusals

@@ -110,6 +110,8 @@ def read_spec_text(text: str, file: str) -> Draft:
 def _read(path: Path, asked: Location) -> bytes:
     """Return the content of a file, at most one byte more than a spec may hold."""
     try:
+        if path.is_dir():
+            raise SpecError(f"'{path}' is a folder; name a YAML file in it", location=asked)
         if not path.is_file():
             raise SpecError(f"there is no file '{path}'", location=asked)
         with path.open("rb") as stream:

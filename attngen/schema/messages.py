@@ -61,12 +61,23 @@ _LENGTHS = {"string_too_short": ("min_length", "at least"), "string_too_long": (
 
 def spec_error(error: ValidationError, tree: Node, model: type[BaseModel]) -> SpecError:
     """SpecError with all complaints of ``error``, in the order of the file."""
-    errors = [_one(detail, tree, model) for detail in error.errors(include_url=False)[:_MOST_ERRORS]]
+    details = error.errors(include_url=False)
+    errors = [_one(each, tree, model) for each in details[:_MOST_ERRORS] if not _is_misspelt(each, details)]
     # in the order of the file, not of the models' fields
     errors.sort(key=lambda e: e.location.line if e.location else 0)
     combined = together(errors)
     assert isinstance(combined, SpecError)
     return combined
+
+
+def _is_misspelt(missing: Any, details: Sequence[Any]) -> bool:
+    """Whether a field is missing since it stands there under a name for which it is suggested."""
+    return missing["type"] == "missing" and any(
+        each["type"] == "extra_forbidden"
+        and each["loc"][:-1] == missing["loc"][:-1]
+        and suggest(str(each["loc"][-1]), [str(missing["loc"][-1])])
+        for each in details
+    )
 
 
 def _one(detail: Any, tree: Node, model: type[BaseModel]) -> SpecError:

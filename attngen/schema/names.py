@@ -51,7 +51,9 @@ def _check(name: object, pattern: str, what: str) -> str:
             raise ValueError(f"found {show(name)}, which holds {character!a} ({label}); {what}")
     # fullmatch: `$` alone would let a final newline through
     if not re.fullmatch(pattern, name):
-        raise ValueError(f"found {show(name)}; {what}")
+        near = re.sub(r"\W", "_", name).lower()
+        hint = f"; did you mean '{near}'?" if re.fullmatch(pattern, near) else ""
+        raise ValueError(f"found {show(name)}{hint}; {what}")
     return name
 
 

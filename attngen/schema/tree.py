@@ -100,7 +100,7 @@ def parse(content: bytes, file: str) -> Node:
         mark = error.problem_mark or error.context_mark
         place = Location(file, mark.line + 1, mark.column + 1) if mark else Location(file)
         problem = " ".join(filter(None, (error.context, error.problem)))
-        raise SpecError(f"not valid YAML: {problem}", location=place) from error
+        raise SpecError(f"not valid YAML: {problem}{_remedy(problem)}", location=place) from error
     except yaml.reader.ReaderError as error:
         # NUL and other control characters: YAML refuses them anywhere.
         line = text[: error.position].count("\n") + 1
@@ -110,6 +110,15 @@ def parse(content: bytes, file: str) -> Node:
     except (yaml.YAMLError, ValueError, OverflowError, IndexError) as error:
         # PyYAML turns escapes such as "\UFFFFFFFF" and version numbers of any length into Python values unchecked.
         raise SpecError(f"not valid YAML: {error}", location=Location(file)) from error
+
+
+def _remedy(problem: str) -> str:
+    """Remedy of a mistake that specs often have, or the empty string."""
+    if "'\\t'" in problem:
+        return "; indent with spaces"
+    if "mapping values are not allowed" in problem:
+        return '; put an expression in quotes, as in mask: "q_pos >= kv"'
+    return ""
 
 
 def of_values(value: Any, path: tuple[str, ...] = ()) -> Node:

@@ -58,7 +58,7 @@ def test_version(runner):
 def test_unknown_command(runner):
     result = runner.invoke(cli.group, ["biuld"])
     assert result.exit_code == 2
-    assert "No such command 'biuld'" in result.output
+    assert "No such command 'biuld'; did you mean 'build'?" in result.output
 
 
 @pytest.mark.parametrize(("error", "code"), [(SpecError("bad", field="x"), 2), (CompileError("broken"), 1)])

@@ -70,10 +70,10 @@ def test_arguments_of_a_paged_kernel() -> None:
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"backend": "triton"}, "triton forwards"),
+        ({"backend": "triton"}, "triton forward kernels"),
     ],
 )
 def test_kernels_that_read_no_pages_refuse_them(fields: dict[str, str], what: str) -> None:
-    with pytest.raises(PlanError, match=f"{what} have no kernel with 'paged'; allowed: dense, varlen") as caught:
+    with pytest.raises(PlanError, match=f"{what} do not take 'paged'; allowed: dense, varlen") as caught:
         planned(head_dim=64, layout="paged", **fields)
     assert caught.value.field == "layout"

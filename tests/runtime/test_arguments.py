@@ -100,10 +100,10 @@ GOOD: dict[str, Any] = {"table": TABLE, "limit": 5, "radius": 2}
     [
         (
             {"tabel": TABLE},
-            "bias: unknown argument 'tabel'; did you mean 'table'?; it takes limit: int64, 0 to seqlen_k; ",
+            "bias: unknown argument 'tabel'; did you mean 'table'?; 'bias' takes limit: int64, 0 to seqlen_k; ",
         ),
-        ({"table": None}, "bias: missing 'table'; it takes limit: int64, 0 to seqlen_k; loud: bool = False; "),
-        ({"radius": None, "limit": None}, "bias: missing 'limit', 'radius'; it takes"),
+        ({"table": None}, "bias: missing 'table'; 'bias' takes limit: int64, 0 to seqlen_k; loud: bool = False; "),
+        ({"radius": None, "limit": None}, "bias: missing 'limit', 'radius'; 'bias' takes"),
         ({"table": 3}, "bias: tensor 'table' must be a torch.Tensor, got int"),
         ({"table": TABLE.half()}, "bias: tensor 'table' must have dtype torch.float32, got torch.float16"),
         ({"table": TABLE.to("meta")}, "bias: tensor 'table' is on meta, but q is on cpu"),

@@ -152,7 +152,7 @@ def test_gradients_of_the_reference(variant: Variant) -> None:
     [
         ({"variant": preset("causal"), "dropout_p": 0.1}, "causal: dropout_p is 0.1, but the variant drops nothing: "
          "its spec lacks 'dropout: true'"),
-        ({"variant": DROPPED}, "dropped: missing 'dropout_p'; it takes dropout_p: fp32, 0.0 to "),
+        ({"variant": DROPPED}, "dropped: missing 'dropout_p'; 'dropped' takes dropout_p: float32, 0.0 to "),
         ({"variant": DROPPED, "dropout_p": 1.0}, "'dropout_p' must lie within 0.0 .. 0.9999999"),
         ({"variant": DROPPED, "dropout_p": -0.1}, "'dropout_p' must lie within"),
         ({"variant": DROPPED, "dropout_p": 0.1, "rng_state": torch.zeros(2)}, "'rng_state' must have dtype torch.int6"),

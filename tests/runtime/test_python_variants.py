@@ -80,7 +80,7 @@ def test_errors_have_the_words_of_those_of_a_spec(fields: dict[str, Any]) -> Non
         ({"score": float("nan")}, "score: found nan; a number must be finite"),
         ({"scalars": {"w": {"type": "int32", "const": 2**70}}}, "scalars.w.const: found 1180591620717411303424; an"),
         ({"scalars": {1: {}}}, "scalars: found 1; a field's name must be text"),
-        ({"name": "Mine"}, "name: found 'Mine'; allowed"),
+        ({"name": "Mine"}, "name: found 'Mine'; did you mean 'mine'?; allowed"),
         ({"name": "a__b"}, "name: found 'a__b'"),
         ({"tensors": {"w": {"dtype": "int32", "shape": [torch.zeros(1)]}}}, "tensors.w.shape"),
         ({"mask": np.ones((2, 2), dtype=bool)}, "mask: found"),

@@ -128,7 +128,7 @@ def test_package_comes_from_the_file_name(tmp_path):
         (HEAD + "kernel: []", ":3: kernel: unknown field; did you mean 'kernels'?; allowed: schema, package"),
         (HEAD + "kernels: {}", ":3: kernels: found a mapping; allowed: a list"),
         (HEAD + "variants: []", ":3: variants: found a list; allowed: a mapping"),
-        (HEAD + "package: MyKernels", ":3: package: found 'MyKernels'; allowed: at most 48 of a-z"),
+        (HEAD + "package: MyKernels", ":3: package: found 'MyKernels'; did you mean 'mykernels'?; allowed: at most 48 of a-z"),
         (HEAD + "package: class", ":3: package: found 'class'; allowed: no Python keyword"),
         (IN_VARIANT + "maks: 'q >= kv'", ":5: variants.a.maks: unknown field; did you mean 'mask'?"),
         (IN_VARIANT + "mask: [1]", ":5: variants.a.mask: found a list; allowed: an expression, true"),
@@ -168,13 +168,14 @@ def test_mistakes_are_told(text, says):
 def test_every_mistake_of_a_file_is_told():
     message = refuse(IN_KERNELS + "{variant: causal, head_dm: 64}\n  - {variant: 3, head_dim: 64, dtype: fp8_}\n")
     lines = message.splitlines()
-    assert [line.split(": ")[0] for line in lines] == ["spec.yaml:4", "spec.yaml:4", "spec.yaml:5", "spec.yaml:5"]
+    assert [line.split(": ")[0] for line in lines] == ["spec.yaml:4", "spec.yaml:5", "spec.yaml:5"]
+    assert "head_dm: unknown field; did you mean 'head_dim'?" in lines[0]  # and not that it is missing as well
 
 
 def test_missing_and_unreadable_files(tmp_path):
     with pytest.raises(SpecError, match="there is no file"):
         load_spec(tmp_path / "none.yaml")
-    with pytest.raises(SpecError, match="there is no file"):
+    with pytest.raises(SpecError, match="is a folder; name a YAML file in it"):
         load_spec(tmp_path)
     with pytest.raises(SpecError):
         load_spec("bad\0name.yaml")

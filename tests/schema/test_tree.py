@@ -156,3 +156,11 @@ def test_the_parser_in_c_gives_the_same(path: Path, monkeypatch: pytest.MonkeyPa
                 except SpecError as error:
                     outcomes.append(str(error))
         assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"), [("a:\n\tb: 1", "indent with spaces"), ("mask: q: 1", 'in quotes, as in mask: "q_pos >= kv"')]
+)
+def test_frequent_mistakes_have_a_remedy(text: str, remedy: str) -> None:
+    with pytest.raises(SpecError, match=remedy):
+        parse(text)

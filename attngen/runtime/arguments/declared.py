@@ -23,7 +23,12 @@ _CALL_KEYWORDS = (
 
 #: Keywords of SDPA and flash-attn, and of the dense call in a packed one, and what to write instead.
 _ELSEWHERE = {
+    "alibi_slopes": "say variant='alibi', slope=...",
     "attn_mask": "a mask of bools goes to variant='allowed'",
+    "dropout": "say dropout_p=..., with a variant that has 'dropout: true'",
+    "key_padding_mask": "seqused_k counts the keys of each sequence",
+    "mask": "say variant=attngen.variant(mask=...)",
+    "softcap": "say variant='softcap', cap=...",
     "causal": "say variant='causal'",
     "is_causal": "say variant='causal', or 'causal_top_left' to align at the first key",
     "enable_gqa": "leave it out: k and v may have fewer heads",
@@ -31,7 +36,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), "attention_varlen takes it"),
     **dict.fromkeys(("page_table", "num_decodes", "num_splits", "split_size", "out"), "attention_paged takes it"),
     "scale": "did you mean 'softmax_scale'?",
-    "window_size": "say variant='sliding_window'",
+    "window_size": "say variant='sliding_window', window=...",
+    **dict.fromkeys(("block_mask", "mask_mod", "score_mod"), "attngen.integrations.flex_attention takes it"),
 }
 
 
@@ -76,9 +82,14 @@ def hint_for(unknown: str, declared: Sequence[str]) -> str:
 
 def _declaration(variant: Variant) -> str:
     """The arguments of a variant in one line."""
-    parts = [f"{s.name}: {s.dtype}{_span(s.min, s.max)}{_otherwise(s)}" for s in variant.scalars]
-    parts += [f"{t.name}: {t.dtype} [{', '.join(map(str, t.shape))}]" for t in variant.tensors]
-    return f"it takes {'; '.join(parts)}" if parts else "it takes no arguments of its own"
+    parts = [f"{s.name}: {_type(s.dtype)}{_span(s.min, s.max)}{_otherwise(s)}" for s in variant.scalars]
+    parts += [f"{t.name}: {_type(t.dtype)} [{', '.join(map(str, t.shape))}]" for t in variant.tensors]
+    return f"'{variant.name}' takes {'; '.join(parts) or 'no arguments of its own'}"
+
+
+def _type(dtype: str) -> str:
+    """A dtype by its name in torch, which is that of specs."""
+    return dtype_row(dtype).torch
 
 
 def _span(low: Bound, high: Bound) -> str:

@@ -242,7 +242,8 @@ def index_vector(name: str, value: Any, device: torch.device) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.dtype != torch.int32 or value.dim() != 1:
-        raise CallError(f"{name} must be an int32 vector, got {value.dtype} of shape {tuple(value.shape)}")
+        convert = f"; pass {name}.int()" if value.dtype == torch.int64 and value.dim() == 1 else ""
+        raise CallError(f"{name} must be an int32 vector, got {value.dtype} of shape {tuple(value.shape)}{convert}")
     if value.device != device:
         raise CallError(f"{name} is on {value.device}, but q is on {device}")
     if value.numel() > 1 and value.stride(0) != 1:

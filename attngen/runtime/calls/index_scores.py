@@ -26,28 +26,36 @@ def index_scores(
     package: str | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """Index scores of all keys for each query, float32: the sum over heads of ``weights`` * relu(q · k).
-
-    q is (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, head_dim): all heads share the keys. ``weights``
-    (batch, seqlen_q, heads) are float32, of any sign. The result is (batch, seqlen_q, seqlen_k), with −inf where the
-    mask of the variant hides a key, so that ``topk`` never selects it. Of the variant only the mask counts: one with a
-    score, a sink or dropout is refused, and so is a mask that differs from head to head. ``arguments`` are its scalars
-    and tensors.
-
-    With ``page_table`` (batch, max_pages) int32, keys are those of a cache, (pages, page_size, head_dim), and
-    ``seqused_k`` (batch,) int32, which dense keys may have, too, counts those of each sequence. The result then has
-    max_pages * page_size columns.
-
-    q and k have one dtype: float8_e4m3fn, bfloat16 or float16. ``k_scale`` (batch, seqlen_k), or (pages, page_size),
-    float32 and positive, multiplies the scores of a key. A scale of a query and a head belongs into ``weights``, as
-    relu(s x) = s relu(x). Strides of the last axis of q and k are 1; others are multiples of 16 bytes, so that a cache
-    may have scales behind the keys of each page.
-
-    Source: DeepSeek-V3.2, "lightning indexer".
+    """Score all keys for each query, to select few of them: the sum over heads of weights * relu(q · k), under a mask.
 
     It does not wait for the GPU, and may be captured in a graph. An entry ``passes: index_scores`` of a spec brings
     kernels for Hopper, with head_dim 64 or 128 and up to 128 heads; other calls are some operations of torch. There is
-    no derivative. Raises CallError for what does not fit, and NoKernelError for an unknown variant.
+    no derivative.
+
+    Source: DeepSeek-V3.2, "lightning indexer".
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float8_e4m3fn, bfloat16 or float16.
+        k: (batch, seqlen_k, head_dim) in the dtype of q: all heads share the keys. With ``page_table`` a cache, (pages,
+            page_size, head_dim). Strides of the last axis of q and k are 1; others are multiples of 16 bytes, so that a
+            cache may have scales behind the keys of each page.
+        weights: (batch, seqlen_q, heads) float32, of any sign. A scale of a query and a head belongs here, as relu(s x)
+            = s relu(x).
+        variant: Name of a variant, or a result of ``attngen.variant``, of which only the mask counts. One with a score,
+            a sink or dropout is refused, and so is a mask that differs from head to head.
+        k_scale: (batch, seqlen_k), or (pages, page_size), float32 and positive: multiplies the scores of a key.
+        seqused_k: (batch,) int32, the number of keys of each sequence that count; pages need it.
+        page_table: (batch, max_pages) int32, the pages of each sequence in the order of its keys.
+        package: Look for kernels in this package only.
+        **arguments: Scalars and tensors of the variant.
+
+    Returns:
+        (batch, seqlen_q, seqlen_k) float32, with pages (batch, seqlen_q, max_pages * page_size); -inf where the mask
+        hides a key, so that ``topk`` never selects it.
+
+    Raises:
+        CallError: Arguments are wrong or do not fit each other.
+        NoKernelError: The variant is not known.
     """
     tensors = (q, k, weights, k_scale)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):

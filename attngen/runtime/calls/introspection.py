@@ -53,12 +53,33 @@ def tile_map(
     package: str | None = None,
     **arguments: Any,
 ) -> TileMap:
-    """The tiles that a call with these arguments has to visit, to be passed to any number of them.
+    """Compute the tile map of a call once, to pass it to any number of calls (``tile_map=``).
 
     It stays valid as long as the mask's tensors and scalars, and the lengths, keep their values; scores, and the
-    contents of q, k and v, do not matter. ``v`` is needed only if its head_dim differs from k's and kernels for several
-    exist. If no map is needed (on the CPU, or by a kernel that bounds its loops otherwise), the result is empty, and
-    may be passed all the same.
+    contents of q, k and v, do not matter. If no map is needed (on the CPU, or by a kernel that bounds its loops
+    otherwise), the result is empty, and may be passed all the same.
+
+    Args:
+        q: As for ``attention``, or packed, (total_q, heads, head_dim), with ``cu_seqlens_q``.
+        k: As for ``attention``, or packed, (total_k, kv_heads, head_dim).
+        variant: Name of a variant, or a result of ``attngen.variant``.
+        v: Needed only if its head_dim differs from k's and kernels for several exist.
+        cu_seqlens_q: (batch + 1,) int32, offsets of packed queries.
+        cu_seqlens_k: (batch + 1,) int32, offsets of packed keys.
+        max_seqlen_q: Length of the longest sequence of queries, where they are packed.
+        max_seqlen_k: The same of keys.
+        seqused_k: (batch,) int32, the number of keys of each sequence that count.
+        layout: ``'bshd'``, or ``'bhsd'`` for (batch, heads, seqlen, head_dim).
+        backend: ``'cuda'`` or ``'triton'`` for kernels of that kind only, or ``'reference'``.
+        package: Look for kernels in this package only.
+        **arguments: Scalars and tensors of the variant.
+
+    Returns:
+        A ``TileMap``: for each tile of queries which tiles of keys are empty, partial or full.
+
+    Raises:
+        CallError: Arguments are wrong or contradict each other.
+        NoKernelError: No kernel takes the call.
     """
     check_form(_form(cu_seqlens_q), {
         "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
@@ -150,17 +171,47 @@ def explain(
     out_dtype: torch.dtype | None = None,
     **arguments: Any,
 ) -> Explanation:
-    """Say what a call with these arguments would run, and why not something else. Launches nothing. If a tile map is
-    kept for the call, this counts its tiles, for which it waits for the GPU.
+    """Explain a call: the kernel that it would run, and the reason against each other one. Launches nothing.
 
-    While ``attngen.jit`` is on, a missing kernel is compiled, as by the call.
+    While ``attngen.jit`` is on, a missing kernel is compiled, as by the call. If a tile map is kept for the call, its
+    tiles are counted, for which this waits for the GPU.
 
-    With ``cu_seqlens_q`` it explains ``attention_varlen``, with ``page_table`` ``attention_paged``, whose pages are k
-    and v. ``page_layout``, ``num_splits`` and ``split_size`` are for the latter only. A ``tile_map`` changes only what
-    is said of the map.
+    Args:
+        q: As for the call: of ``attention_varlen`` with ``cu_seqlens_q``, of ``attention_paged`` with ``page_table``,
+            else of ``attention``.
+        k: The same; of ``attention_paged`` the pages of keys.
+        v: The same.
+        variant: Name of a variant, or a result of ``attngen.variant``.
+        cu_seqlens_q: (batch + 1,) int32, offsets of packed queries.
+        cu_seqlens_k: (batch + 1,) int32, offsets of packed keys.
+        max_seqlen_q: Length of the longest sequence of queries, where they are packed.
+        max_seqlen_k: The same of keys.
+        softmax_scale: Factor of q kᵀ; 1/√head_dim by default.
+        seqused_k: (batch,) int32, the number of keys of each sequence that count.
+        return_lse: Whether the call returns the log-sum-exp.
+        layout: ``'bshd'``, or ``'bhsd'`` for (batch, heads, seqlen, head_dim).
+        backend: ``'cuda'`` or ``'triton'`` for kernels of that kind only, or ``'reference'``.
+        package: Look for kernels in this package only.
+        direction: ``'forward'``, or ``'backward'`` for what would compute the gradients, given contiguous gradients of
+            the result.
+        deterministic: As for the call.
+        tile_map: A result of ``attngen.tile_map``; changes only what is said of the map.
+        page_table: (batch, max_pages) int32.
+        page_layout: ``'NHD'`` or ``'HND'``, for ``attention_paged``.
+        num_splits: As for ``attention_paged``.
+        split_size: As for ``attention_paged``.
+        q_descale: Scale of an 8-bit q.
+        k_descale: Scale of an 8-bit k.
+        v_descale: Scale of an 8-bit v.
+        out_dtype: As for ``attention``.
+        **arguments: Scalars and tensors of the variant.
 
-    ``direction='backward'`` explains what would compute the gradients, given contiguous gradients of the result. Raises
-    what the call would raise, except that a call which no kernel takes is explained, too.
+    Returns:
+        An ``Explanation``, which prints itself. A call that no kernel takes is explained, too.
+
+    Raises:
+        CallError: What the call would raise: arguments are wrong or contradict each other.
+        NoKernelError: The variant is not known.
     """
     if direction not in DIRECTIONS:
         raise CallError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")

@@ -20,18 +20,25 @@ from attngen.runtime.arguments.checked import ATTENTION_DTYPES, LAYOUTS
 def merge(
     outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], *, layout: str = "bshd"
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp over the keys of all parts, from the results over each part.
+    """Merge results of one query over disjoint sets of keys into the result over all of them.
 
-    ``outs`` are any number of outputs of one shape, dtype and device, as calls of ``attngen`` return them, or a tensor
-    with one more axis in front: (batch, seqlen, heads, head_dim), (batch, heads, seqlen, head_dim) with
-    ``layout='bhsd'``, or packed (total, heads, head_dim). ``lses`` are their natural log-sum-exps: (batch, heads,
-    seqlen), or (heads, total). All arithmetic is float32, or float64 if an input is; the output has the dtype of
-    ``outs``, the log-sum-exp the dtype of the arithmetic. Shapes may broadcast along the batch, as for a prefix that
-    all sequences share.
+    Any number of parts, in any order. A log-sum-exp of -inf means that the row saw no key of the part: the part adds
+    nothing, whatever its output holds. Both results are differentiable. A sink must be part of at most one of the
+    parts.
 
-    A log-sum-exp of -inf means that the row saw no key of the part: the part adds nothing, whatever its output holds. A
-    row without any key gives 0 and -inf. Both results are differentiable. A sink must be part of at most one of the
-    parts. Raises CallError.
+    Args:
+        outs: Outputs of one shape, dtype and device: (batch, seqlen, heads, head_dim), or packed (total, heads,
+            head_dim). A sequence of tensors, or one tensor with one more axis in front. Shapes may broadcast along the
+            batch, as for a prefix that all sequences share.
+        lses: Their natural log-sum-exps, as many: (batch, heads, seqlen), or (heads, total); float32 or float64.
+        layout: ``'bshd'`` as above, or ``'bhsd'`` for outputs (batch, heads, seqlen, head_dim).
+
+    Returns:
+        The output, in the dtype of ``outs``, and its log-sum-exp, float32, or float64 if an input is. All
+        arithmetic has that dtype. A row without any key gives 0 and -inf.
+
+    Raises:
+        CallError: Arguments are wrong or do not fit each other.
     """
     parts, logs = _listed("outs", outs), _listed("lses", lses)
     _check(parts, logs, layout)

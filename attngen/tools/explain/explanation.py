@@ -325,7 +325,9 @@ def explain_spec(
     exact = [plan for plan in plans if plan.name == kernel]
     plans = exact or plans
     if not plans:
-        raise CallError(f"{spec} has no kernel '{kernel}'{suggest(str(kernel), [plan.name for plan in known])}")
+        names = [plan.name for plan in known]
+        hint = suggest(str(kernel), names) or "".join(f"; its first: {name}" for name in names[:1])
+        raise CallError(f"{spec} has no kernel '{kernel}'{hint}")
     plans = [plan for plan in plans if plan.direction not in HELPERS]
     values = _values(plans, given or {})
     measured = _Measured(
