@@ -80,7 +80,7 @@ except attngen_small.errors.NoKernelError as error:
 def test_an_installed_package_runs_next_to_torch_alone(site: Path) -> None:
     assert run(ALONE, site).splitlines() == [
         "causal (forward, dense, fp32, head_dim 64): runs reference, since q is on cpu",
-        "own: unknown argument 'stp'; did you mean 'step'?; it takes step: int32, at least 1; loud: bool = False",
+        "own: unknown argument 'stp'; did you mean 'step'?; 'own' takes step: int32, at least 1; loud: bool = False",
         "no kernel of variant 'casual' is built; did you mean 'causal'?",
     ]
 
