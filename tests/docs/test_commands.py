@@ -76,7 +76,7 @@ class Shown:
 def _in_blocks() -> Iterator[Shown]:
     for path in DOCUMENTS:
         for block in blocks(path, "bash"):
-            for line in block.text.splitlines():
+            for line in (line for line in block.text.splitlines() if not line.startswith("#")):
                 yield from (Shown(path, part.strip()) for part in line.split("&&") if part.strip())
 
 

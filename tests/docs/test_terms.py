@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 #: Replaced words, as a pattern, and the term that has their place.
 REPLACED = {
     r"\banew\b": "again",
+    r"\bfixed reference\b": "row max",
+    r"\bsections? of heads\b": "heads in L2",
     r"\bbehind (the|its|their) (end|last)\b": "after",
     r"\bone behind the other\b": "one after the other",
     r"\bsums of dQ\b(?! in global)": "dQ accumulator",

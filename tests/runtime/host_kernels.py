@@ -7,20 +7,29 @@ import ctypes
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
 from attngen.dtypes import dtype as dtype_row
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.render.source import headers
 from attngen.resources import root
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.cache import RecentCache
+from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import appends, expand, load_spec_text, quantizers, selectors, wideners
 from attngen.tools.build.pipeline import Prepared
 
@@ -232,3 +241,28 @@ def as_kernels(planned: Sequence[Plan]) -> list[Kernel]:
     """Return kernels of plans."""
     none = {"registers": 0, "spills": 0, "shared_memory": 0, "cubin_bytes": 0, "compile_seconds": 0.0}
     return [Kernel({**one.to_dict(), "resources": none}, bytes, origin=one.name) for one in planned]
+
+
+@contextmanager
+def on_host(
+    monkeypatch: pytest.MonkeyPatch, kernels: Sequence[Kernel], prepared: RecentCache[Any], *, unchecked: Any = None
+) -> Iterator[HostDriver]:
+    """A device whose memory is the host's, with these kernels; skips without a compiler.
+
+    ``prepared``: the calls that their helper keeps. ``unchecked``: the module whose ``check_contents`` looks at what
+    tensors hold, which nobody does on a GPU.
+    """
+    if COMPILER is None:
+        pytest.skip("needs g++")
+    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
+    if unchecked is not None:
+        monkeypatch.setattr(unchecked, "check_contents", lambda call, more: None)
+    registry.clear()
+    registry.add(package_of_kernels(kernels, "here"))
+    prepared.clear()
+    torch.manual_seed(3)
+    driver = HostDriver()
+    with drivers.use(driver):
+        yield driver
+    prepared.clear()
+    registry.clear()

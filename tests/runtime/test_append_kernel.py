@@ -16,30 +16,18 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.arguments import torch_state
-from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import append_helper, append_torch
 from attngen.runtime.helpers.append_arguments import check
-from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.runtime.registry.lookup import registry
 from tests.runtime.appended import BATCH, DTYPES, PAGE_SIZE, PAGES, PLACES, POSITIONS, UNSUITED, a_call, both, some
-from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
+from tests.runtime.host_kernels import HostDriver, kernels, on_host
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's. What tensors hold is not checked, as on a GPU."""
-    if COMPILER is None:
-        pytest.skip("needs g++")
-    driver = HostDriver()
-    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
-    monkeypatch.setattr(append_torch, "check_contents", lambda call, sizes: None)
-    registry.clear()
-    registry.add(package_of_kernels(kernels(), "here"))
-    append_helper.APPEND.prepared.clear()
-    with drivers.use(driver):
+    with on_host(monkeypatch, kernels(), append_helper.APPEND.prepared, unchecked=append_torch) as driver:
         yield driver
-    append_helper.APPEND.prepared.clear()
-    registry.clear()
 
 
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])

@@ -10,34 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import attngen
-from attngen.runtime.arguments import torch_state
-from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import index_scores
 from attngen.runtime.helpers.index_scores import IndexScores
 from attngen.runtime.helpers.index_scores_kernel import SCORES
-from attngen.runtime.registry.lookup import package_of_kernels, registry
-from tests.runtime.host_kernels import COMPILER, HostDriver, kernels_for_indices
+from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's."""
-    if COMPILER is None:
-        pytest.skip("needs g++")
-    driver = HostDriver()
-    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
-    monkeypatch.setattr(index_scores, "check_contents", lambda call, bound: None)
-    registry.clear()
-    registry.add(package_of_kernels(kernels_for_indices(), "here"))
-    SCORES.prepared.clear()
-    torch.manual_seed(7)
-    with drivers.use(driver):
+    with on_host(monkeypatch, kernels_for_indices(), SCORES.prepared, unchecked=index_scores) as driver:
         yield driver
-    SCORES.prepared.clear()
-    registry.clear()
 
 
 def operands(

@@ -12,35 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.arguments import torch_state
-from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import quantize_helper, quantize_torch
 from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
-from attngen.runtime.registry.lookup import package_of_kernels, registry
-from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
+from tests.runtime.host_kernels import HostDriver, on_host, quantizing_kernels
 from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, both, less_their_mean
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's. What tensors hold is not checked, as on a GPU."""
-    if COMPILER is None:
-        pytest.skip("needs g++")
-    driver = HostDriver()
-    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
-    monkeypatch.setattr(quantize_torch, "check_contents", lambda call, sizes: None)
-    registry.clear()
-    registry.add(package_of_kernels(quantizing_kernels(), "here"))
-    quantize_helper.QUANTIZE.prepared.clear()
-    torch.manual_seed(3)
-    with drivers.use(driver):
+    prepared = quantize_helper.QUANTIZE.prepared
+    with on_host(monkeypatch, quantizing_kernels(), prepared, unchecked=quantize_torch) as driver:
         yield driver
-    quantize_helper.QUANTIZE.prepared.clear()
-    registry.clear()
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])

@@ -12,19 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import attngen
-from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers import quantize_helper, quantize_tiles, quantize_torch
 from attngen.runtime.helpers.quantize_arguments import Quantize, Sizes, check
 from attngen.runtime.helpers.quantize_kernel import prepare_on
 from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
-from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.tools.verify.gpu import try_pinned
 from tests.runtime import quantized_by_sample as sample
-from tests.runtime.host_kernels import COMPILER, HostDriver, quantizing_kernels
+from tests.runtime.host_kernels import COMPILER, HostDriver, on_host, quantizing_kernels
 from tests.runtime.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -36,18 +33,10 @@ DIMS = [128, pytest.param(64, marks=pytest.mark.exhaustive)]
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's, with kernels of tiles and in general."""
-    driver = HostDriver()
-    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
-    monkeypatch.setattr(quantize_torch, "check_contents", lambda call, sizes: None)
-    registry.clear()
-    registry.add(package_of_kernels([*quantizing_kernels(), *quantizing_kernels(tiles=True)], "here"))
-    quantize_helper.QUANTIZE.prepared.clear()
     monkeypatch.setattr(quantize_tiles, "LEAST_TURNS", dict.fromkeys(quantize_tiles.LEAST_TURNS, 0))
-    torch.manual_seed(8)
-    with drivers.use(driver):
+    both_kinds = [*quantizing_kernels(), *quantizing_kernels(tiles=True)]
+    with on_host(monkeypatch, both_kinds, quantize_helper.QUANTIZE.prepared, unchecked=quantize_torch) as driver:
         yield driver
-    quantize_helper.QUANTIZE.prepared.clear()
-    registry.clear()
 
 
 def both(host: HostDriver, given: dict[str, Any], *launches: str) -> None:

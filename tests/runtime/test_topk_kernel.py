@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.arguments import torch_state
-from attngen.runtime.device import driver as drivers
 from attngen.runtime.helpers.topk import SELECTION, Topk, check, select
-from attngen.runtime.registry.lookup import package_of_kernels, registry
-from tests.runtime.host_kernels import COMPILER, HostDriver, kernels_for_indices
+from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
 
 #: Scores that a block loads at once.
 CHUNK = 4096
@@ -22,18 +19,8 @@ CHUNK = 4096
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's."""
-    if COMPILER is None:
-        pytest.skip("needs g++")
-    driver = HostDriver()
-    monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
-    registry.clear()
-    registry.add(package_of_kernels(kernels_for_indices(), "here"))
-    SELECTION.prepared.clear()
-    torch.manual_seed(5)
-    with drivers.use(driver):
+    with on_host(monkeypatch, kernels_for_indices(), SELECTION.prepared) as driver:
         yield driver
-    SELECTION.prepared.clear()
-    registry.clear()
 
 
 def both(host: HostDriver, scores: Tensor, k: int, lengths: Tensor | None = None) -> None:

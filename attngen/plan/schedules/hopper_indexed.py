@@ -15,7 +15,6 @@ from attngen.errors import PlanError
 from attngen.lang.listed import LISTS
 from attngen.lang.variant import Variant
 from attngen.manifest import Argument
-from attngen.plan import arguments
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
@@ -60,34 +59,8 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 
 def _arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the kernel: those of ``hopper_mla``, but with the address of k, and with ``query_rows``."""
-    ragged = plan.ragged_queries
-    return (
-        arguments.pointer(plan, "q"),
-        arguments.pointer(plan, "k"),
-        arguments.pointer(plan, "out"),
-        arguments.row_pointer("lse"),
-        *arguments.key_scales(plan),
-        Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
-        *hopper_mla.begun_arguments(plan),
-        Argument("counters_ptr", "pointer", "*u32", of="split_counters", divisibility=4),
-        *arguments.lengths(plan),
-        *arguments.tensor_pointers(plan.variant),
-        *hopper_mla.strides_of_q_and_k(plan),
-        *arguments.strides_of(plan, ("out",), promised=False),
-        *arguments.tensor_shapes(plan.variant),
-        *map(arguments.size, ("batch", "heads", "kv_heads", "group", "query_rows", "row_bits", "row_units")),
-        *map(arguments.size, ("split_tiles", "max_splits")),
-        *arguments.reciprocals("batch", "query_rows", "row_units", "split_tiles"),
-        arguments.size("max_seqlen_q" if ragged else "seqlen_q", "seqlen_q"),
-        arguments.size("max_seqlen_k", "seqlen_k"),
-        *map(arguments.size, ("total_q", "total_k")),
-        *arguments.page_sizes(plan),
-        *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
-        *(arguments.reciprocals("extra_page_size") if _has_extra(plan.variant) else ()),
-        arguments.scale(),
-        *arguments.scalar_arguments(plan),
-        *arguments.presence(plan, ("lse", "seqused_k")),
-    )
+    more = ("extra_page_size",) if _has_extra(plan.variant) else ()
+    return hopper_mla.arguments_of_maps(plan, "", addressed=True, rows="query_rows", more_reciprocals=more)
 
 
 def _merges(variant: Variant, row: LatentRow | None) -> bool:

@@ -180,10 +180,21 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     return arguments_of_maps(plan, "k", addressed=_prefetches(plan))
 
 
-def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tuple[Argument, ...]:
-    """Arguments of a kernel that loads the ``mapped`` operands by tensor maps. ``addressed``: it has the address of k,
-    too."""
+def arguments_of_maps(
+    plan: Plan,
+    mapped: str,
+    *,
+    addressed: bool = False,
+    rows: str = "group",
+    more_reciprocals: tuple[str, ...] = (),
+) -> tuple[Argument, ...]:
+    """Arguments of a kernel that loads the ``mapped`` operands by tensor maps.
+
+    ``addressed``: it has the address of k, too. ``rows``: the size that tells the rows of a query.
+    ``more_reciprocals``: sizes by which it divides in addition.
+    """
     ragged = plan.ragged_queries
+    query_rows = () if rows == "group" else (rows,)
     return (
         arguments.pointer(plan, "q"),
         *(arguments.tensor_map(plan, name, plan.tile_n, BOX_BYTES[0]) for name in mapped),
@@ -199,14 +210,15 @@ def arguments_of_maps(plan: Plan, mapped: str, *, addressed: bool = False) -> tu
         *strides_of_q_and_k(plan, keys=addressed),
         *arguments.strides_of(plan, ("out",), promised=False),
         *arguments.tensor_shapes(plan.variant),
-        *map(arguments.size, ("batch", "heads", "kv_heads", "group", "row_bits", "row_units")),
+        *map(arguments.size, ("batch", "heads", "kv_heads", "group", *query_rows, "row_bits", "row_units")),
         *map(arguments.size, ("split_tiles", "max_splits")),
-        *arguments.reciprocals("batch", "group", "row_units", "split_tiles"),
+        *arguments.reciprocals("batch", rows, "row_units", "split_tiles"),
         arguments.size("max_seqlen_q" if ragged else "seqlen_q", "seqlen_q"),
         arguments.size("max_seqlen_k", "seqlen_k"),
         *map(arguments.size, ("total_q", "total_k")),
         *arguments.page_sizes(plan),
         *(arguments.reciprocals("page_size") if plan.key_access == "paged" else ()),
+        *(arguments.reciprocals(*more_reciprocals) if more_reciprocals else ()),
         arguments.scale(),
         *arguments.scalar_arguments(plan),
         *arguments.presence(plan, ("lse", "seqused_k")),

@@ -51,22 +51,50 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     structure = IndexedBackward(
         consumers=_WARPGROUPS, shared=tuple(_regions(qk, v, element.bytes)), box_bytes=BOX_BYTES[0]
     )
-    planned = drafted(
+    planned = drafted_for_heads(
         packed,
+        structure,
         label="indexed",
-        width=f"w{4 * _WARPGROUPS}",
+        schedule="indexed_backward",
+        main="dqkv",
+        warps=4 * _WARPGROUPS,
+        tile_m=_ROWS,
+        tile_n=_KEYS,
+        stages=1,
+    )
+    return with_launches(planned, structure, max_spills=MLA_SPILLS.bytes, products=_products(qk, v, element.mma_k))
+
+
+def drafted_for_heads(
+    packed: KernelSpec,
+    structure: Structure,
+    *,
+    label: str,
+    schedule: str,
+    main: str,
+    warps: int,
+    tile_m: int,
+    tile_n: int,
+    stages: int,
+) -> Plan:
+    """Plan of a backward whose rows are heads of one query, without its launches."""
+    qk, v = packed.head_dim_qk, packed.head_dim_v
+    return drafted(
+        packed,
+        label=label,
+        width=f"w{warps}",
         tile_map=False,
         alignment=16,
         columns_qk=(Columns(0, qk, qk),),
         columns_v=(Columns(0, v, v),),
         backend="cuda",
-        schedule="indexed_backward",
+        schedule=schedule,
         loads="pointer",
         q_operand="shared",
-        tile_m=_ROWS,
-        tile_n=_KEYS,
-        stages=1,
-        num_warps=4 * _WARPGROUPS,
+        tile_m=tile_m,
+        tile_n=tile_n,
+        stages=stages,
+        num_warps=warps,
         max_registers=None,
         iteration="ranges" if iteration_of(packed) == "ranges" else "classified",
         mask_code="branch",
@@ -74,10 +102,9 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         l2_bytes=L2_BYTES,
         structure=structure,
         pack_gqa=True,
-        main="dqkv",
+        main=main,
         sum_columns=qk,
     )
-    return with_launches(planned, structure, max_spills=MLA_SPILLS.bytes, products=_products(qk, v, element.mma_k))
 
 
 def with_launches(planned: Plan, structure: IndexedBackward, **of_products: Any) -> Plan:

@@ -17,9 +17,9 @@ from attngen.errors import PlanError
 from attngen.manifest import CHUNK_KEYS, CHUNK_ROWS
 from attngen.plan import arguments
 from attngen.plan.allowances import MLA_SPILLS
-from attngen.plan.choices import L2_BYTES, iteration_of, refuse
-from attngen.plan.draft import drafted, row_workspaces
-from attngen.plan.model import Argument, Columns, Plan, Region, Role, Structure, Workspace
+from attngen.plan.choices import refuse
+from attngen.plan.draft import row_workspaces
+from attngen.plan.model import Argument, Plan, Region, Role, Structure, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.pipes import Pipes
 from attngen.plan.schedule import Schedule
@@ -27,6 +27,7 @@ from attngen.plan.schedules.backward_launches import launch_of, leading_launches
 from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_forward import keep_promises
 from attngen.plan.schedules.indexed_backward import (
+    drafted_for_heads,
     postprocess_arguments,
     preprocess_arguments,
     refusal_beside_masks,
@@ -92,31 +93,16 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         dkv_roles=of_dkv.roles,
     )
     warps = sum(role.warps for role in pipes.roles)
-    planned = drafted(
+    planned = drafted_for_heads(
         packed,
+        structure,
         label="mla",
-        width=f"w{warps}",
-        tile_map=False,
-        alignment=16,
-        columns_qk=(Columns(0, qk, qk),),
-        columns_v=(Columns(0, v, v),),
-        backend="cuda",
         schedule="mla_backward",
-        loads="pointer",
-        q_operand="shared",
+        main="dq",
+        warps=warps,
         tile_m=_ROWS,
         tile_n=_KEYS,
         stages=1,
-        num_warps=warps,
-        max_registers=None,
-        iteration="ranges" if iteration_of(packed) == "ranges" else "classified",
-        mask_code="branch",
-        softmax="exact_max",
-        l2_bytes=L2_BYTES,
-        structure=structure,
-        pack_gqa=True,
-        main="dq",
-        sum_columns=qk,
     )
     depth = element.mma_k
     of_dq = (qk + v) // depth + _QUARTERS * _KEYS // depth

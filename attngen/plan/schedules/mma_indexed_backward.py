@@ -13,14 +13,18 @@ from attngen.arch import Arch
 from attngen.dtypes import KEY_VALUE_DTYPES
 from attngen.errors import PlanError
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import L2_BYTES, iteration_of, refuse
-from attngen.plan.draft import drafted
-from attngen.plan.model import Columns, Plan, Region
+from attngen.plan.choices import refuse
+from attngen.plan.model import Plan, Region
 from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.forward_memory import BOX_BYTES
 from attngen.plan.schedules.hopper_forward import keep_promises
-from attngen.plan.schedules.indexed_backward import IndexedBackward, refusal_beside_masks, with_launches
+from attngen.plan.schedules.indexed_backward import (
+    IndexedBackward,
+    drafted_for_heads,
+    refusal_beside_masks,
+    with_launches,
+)
 from attngen.schema.kernel_spec import KernelSpec
 
 _ROWS = _KEYS = 16  # heads of a block, keys of a step
@@ -45,31 +49,16 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refuse(spec, "head_dim", f"Shared memory {_end(options[-1][1])} B exceeds {room} B on {arch.name}")
     stages, regions = next((one for one in fits if _HALF * (_end(one[1]) + 1024) <= room + 1024), fits[0])
     structure = IndexedBackward(consumers=_WARPS, shared=regions, box_bytes=BOX_BYTES[0])
-    planned = drafted(
+    planned = drafted_for_heads(
         packed,
+        structure,
         label="mmaindexed",
-        width=f"w{_WARPS}",
-        tile_map=False,
-        alignment=16,
-        columns_qk=(Columns(0, qk, qk),),
-        columns_v=(Columns(0, v, v),),
-        backend="cuda",
         schedule="mma_indexed_backward",
-        loads="pointer",
-        q_operand="shared",
+        main="dqkv",
+        warps=_WARPS,
         tile_m=_ROWS,
         tile_n=_KEYS,
         stages=stages,
-        num_warps=_WARPS,
-        max_registers=None,
-        iteration="ranges" if iteration_of(packed) == "ranges" else "classified",
-        mask_code="branch",
-        softmax="exact_max",
-        l2_bytes=L2_BYTES,
-        structure=structure,
-        pack_gqa=True,
-        main="dqkv",
-        sum_columns=qk,
     )
     return with_launches(planned, structure, max_spills=SPILLS.bytes)
 
