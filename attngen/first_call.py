@@ -112,8 +112,9 @@ class _Maker:
         Raises NoKernelError, with the reason, for a kernel that cannot be compiled, and ToolchainError if that is the
         compiler's fault: nothing else answers the call then.
         """
+        from attngen.arch import arch_of
         from attngen.runtime.device import driver as drivers
-        from attngen.runtime.registry.select import arch_of, describe, no_spec_adds
+        from attngen.runtime.registry.no_kernel import describe, no_spec_adds
 
         capability = drivers.current().capability(request.device)
         if no_spec_adds(request, capability) is not None or arch_of(capability) is None:
@@ -197,8 +198,9 @@ class _Maker:
 
     def used(self, request: Request) -> None:
         """Remember the kernel that a request used; see ``on_demand.Maker``."""
+        from attngen.arch import arch_of
         from attngen.runtime.device import driver as drivers
-        from attngen.runtime.registry.select import arch_of, yaml_lines
+        from attngen.runtime.registry.no_kernel import yaml_lines
 
         capability = drivers.current().capability(request.device)
         if arch_of(capability) is not None:
@@ -241,7 +243,7 @@ class _Maker:
 
 def _asked(request: Request, capability: int) -> KernelSpec:
     """Return the kernel that the error of the missing one says to add to a spec."""
-    from attngen.runtime.registry.select import yaml_lines
+    from attngen.runtime.registry.no_kernel import yaml_lines
     from attngen.schema import expand, load_spec_text
 
     variant = request.call.variant

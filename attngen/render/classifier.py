@@ -13,7 +13,8 @@ from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Code, Statement, declared, depending, joined, leaf, reads, written
 from attngen.lang.statistics import Statistic, one_sided, separated
 from attngen.plan.model import Launch, Plan
-from attngen.render.cuda_math import element_bindings, row_values
+from attngen.render.cuda_masking import row_values
+from attngen.render.cuda_math import element_bindings
 from attngen.render.cuda_statements import int_constant, number_queries
 from attngen.render.cuda_tiles import TileBounds
 from attngen.render.expressions import CUDA, Along, emit_for, facts_of, is_wide, tensor_bindings

@@ -28,15 +28,12 @@ from attngen.plan.model import Plan
 from attngen.plan.own_gradients import derivative
 from attngen.plan.symbols import pointer_name
 from attngen.render.biases import bias_bindings, go_beyond_queries, lookup_bindings, with_biases, with_lookups
+from attngen.render.cuda_masking import bit_of, hide, masking, row_values
 from attngen.render.cuda_math import (
     ScoreValue,
     Steps,
-    bit_of,
     distance_score_values,
     held_entries,
-    hide,
-    masking,
-    row_values,
     score_lines,
     score_values,
     with_score_values,
@@ -54,13 +51,7 @@ from attngen.render.cuda_statements import (
 )
 from attngen.render.cuda_tiles import TileBounds, with_corners
 from attngen.render.distance_values import DistanceValues, distance_values_of, taking_distance_values
-from attngen.render.expressions import (
-    CUDA,
-    QUERIES,
-    emit_for,
-    scalar_bindings,
-    start_bindings,
-)
+from attngen.render.expressions import CUDA, QUERIES, emit_for, scalar_bindings, start_bindings
 from attngen.render.key_values import HELD, fields_of, taken
 from attngen.render.tensor_gradients import weighted, weighted_slope, weights
 

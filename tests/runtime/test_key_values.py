@@ -14,7 +14,8 @@ from attngen.errors import CallError, NoKernelError
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.runtime.registry.select import Request, no_spec_adds, yaml_lines
+from attngen.runtime.registry.no_kernel import no_spec_adds, yaml_lines
+from attngen.runtime.registry.select import Request
 from tests.runtime.pages import cache
 from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
 

@@ -32,7 +32,8 @@ from attngen.runtime.reference.sinks import add_gradients
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call, find
 from attngen.runtime.registry.lookup import Resolved, registry
-from attngen.runtime.registry.select import Request, first_that_fits, no_kernel
+from attngen.runtime.registry.no_kernel import no_kernel
+from attngen.runtime.registry.select import Request, first_that_fits
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 

@@ -22,7 +22,8 @@ from attngen.runtime.launch.expanded import are_one_head, need_copies, with_copi
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call
 from attngen.runtime.registry.lookup import registry
-from attngen.runtime.registry.select import Request, describe, first_that_fits
+from attngen.runtime.registry.no_kernel import describe
+from attngen.runtime.registry.select import Request, first_that_fits
 
 #: Requests that could not be met.
 _FAILED: RecentCache[bool] = RecentCache(256)

@@ -14,7 +14,8 @@ from attngen.runtime.geometry.prediction import Prediction
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.tile_map import KeptMap
 from attngen.runtime.registry.lookup import Resolved
-from attngen.runtime.registry.select import Selection, describe
+from attngen.runtime.registry.no_kernel import describe
+from attngen.runtime.registry.select import Selection
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,9 @@ from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import bind_call, check_form, find, require_reference
+from attngen.runtime.registry.no_kernel import no_kernel
 from attngen.runtime.registry.order import card_of, preferred
-from attngen.runtime.registry.select import foreseen, no_kernel, reason_against, select
+from attngen.runtime.registry.select import foreseen, reason_against, select
 
 
 def tile_map(

@@ -21,7 +21,8 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import Resolved, registry
-from attngen.runtime.registry.select import Request, first_that_fits, no_kernel
+from attngen.runtime.registry.no_kernel import no_kernel
+from attngen.runtime.registry.select import Request, first_that_fits
 
 
 def with_random_state(given: Given, *, draws: bool = True) -> Given:
