@@ -56,8 +56,8 @@ def command(
     as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
     Where a mask reads tensors, or scalars without a default, it depends on their values; assumed ones are printed.
     """
-    from attngen.tools.explain.explanation import explain_spec
     from attngen.tools.explain.helpers import explain_helpers
+    from attngen.tools.explain.of_spec import explain_spec
 
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
     values = _pairs(given, "--scalar", "NAME=VALUE")
@@ -108,10 +108,8 @@ def _pairs(items: Sequence[str], option: str, form: str) -> dict[str, str]:
 
 _COLUMNS = ("kernel", "tile", "stages", "shared B", "loop", "seqlen", "full tiles", "partial tiles", "efficiency")
 
-
 #: Only where some kernel has floors.
 _FLOORS = ("step clk", "bound by")
-
 
 #: Reason why the tiles that a call visits are not counted.
 _NO_TILES = "a call lists the keys of each query"

@@ -14,7 +14,7 @@ from attngen.integrations import choice
 from attngen.runtime.arguments.torch_state import is_traced, transforms_active, watching
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.launch.tile_map import in_graph_pool
+from attngen.runtime.launch.map_cache import in_graph_pool
 
 #: Device, number and value of the elements; None for the integers from 0 on.
 Key = tuple[int, int, int | None]

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen.errors import CallError
+from attngen.runtime.launch.map_cache import KEPT, kept_maps
 from attngen.runtime.launch.pinned import PinnedGradients, prepared_shapes
-from attngen.runtime.launch.tile_map import _KEPT, kept_maps
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from attngen.tools.bench.memory import workspace, workspace_bound
@@ -371,7 +371,7 @@ def test_memory_beside_inputs_and_gradients(name: str, kv_heads: int) -> None:
     given = make_inputs(kernel.variant, case, "dense", element, "cuda", 0)
     call = given.bind(kernel.variant)
     maps = 4 * sum(math.prod(shape) for shape in prepared_shapes(kernel, call)[1].values())
-    _KEPT.clear()
+    KEPT.clear()
     leaves = [t.detach().requires_grad_() for t in (given.q, given.k, given.v)]
     out = attention(*leaves, variant=kernel.variant_name, **given.arguments)
     above = torch.randn_like(out)

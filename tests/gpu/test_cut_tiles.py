@@ -18,8 +18,8 @@ from attngen.runtime.geometry.cuts import NONE, Cut
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch import tile_map
 from attngen.runtime.launch.gradients import GradientBuffers
+from attngen.runtime.launch.map_cache import KEPT, kept_maps
 from attngen.runtime.launch.pinned import PinnedGradients
-from attngen.runtime.launch.tile_map import _KEPT, kept_maps
 from attngen.runtime.registry.lookup import package_of_kernels
 from attngen.schema import load_spec_text
 from attngen.tools.build.pipeline import Prepared, prepare
@@ -164,7 +164,7 @@ def test_long_rows_of_maps_are_cut(
     shapes = ((batch, seqlen, 4, head_dim), *[(batch, seqlen, kv_heads, head_dim)] * 2)
     q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16().requires_grad_() for shape in shapes)
     above = torch.randn(shapes[0], device="cuda", generator=generator).bfloat16()
-    _KEPT.clear()
+    KEPT.clear()
     for _ in range(3):  # the second use of a map completes it
         out = attention(q, k, v, variant="allowed", allowed=allowed)
         cut = torch.autograd.grad(out, (q, k, v), above)
@@ -179,7 +179,7 @@ def test_long_rows_of_maps_are_cut(
     for one, other in zip(cut, expected, strict=True):
         assert float((one.double() - other.transpose(1, 2)).norm() / other.norm()) < 6e-3
     monkeypatch.setattr(tile_map, "_LONG", 1e9)
-    _KEPT.clear()
+    KEPT.clear()
     for _ in range(3):
         whole = torch.autograd.grad(attention(q, k, v, variant="allowed", allowed=allowed), (q, k, v), above)
     close(cut, whole)
@@ -206,7 +206,7 @@ def test_long_query_tiles_of_maps_are_cut(name: str, seqlen: int, batch: int, kv
     seen = allowed | (at[:, None] < first)
     shapes = ((batch, seqlen, 4, head_dim), *[(batch, seqlen, kv_heads, head_dim)] * 2)
     q, k, v = (torch.randn(shape, device="cuda", generator=generator).bfloat16() for shape in shapes)
-    _KEPT.clear()
+    KEPT.clear()
     how: dict[str, Any] = {"package": FORWARD, "backend": "cuda", "return_lse": True}
     runs = [attngen.attention(q, k, v, variant="listed_queries", allowed=allowed, first=first, **how) for _ in range(6)]
     (entry,) = (entry for (sizes, *_), entry in kept_maps().items() if sizes[1] == "forward")

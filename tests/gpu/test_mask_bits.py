@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.launch.tile_map import kept_maps
+from attngen.runtime.launch.map_cache import kept_maps
 from attngen.schema import load_spec
 from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import only_known, package_of_spec

@@ -21,7 +21,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from attngen.store.key import key_of
-from attngen.tools.explain.explanation import explain_spec
+from attngen.tools.explain.of_spec import explain_spec
 from tests.outside.split_keys import SCHEDULE
 from tests.runtime.support import FakeDriver, decode, launch_of
 

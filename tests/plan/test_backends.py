@@ -10,7 +10,7 @@ from attngen.plan import plan
 from attngen.plan.schedules import backends
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, load_spec_text, preset_names
-from attngen.tools.explain.explanation import explain_spec
+from attngen.tools.explain.of_spec import explain_spec
 from tests.plan.specs import planned
 
 
@@ -121,7 +121,6 @@ OWN = """variants:
       t: {{dtype: float32, shape: [h], grad: {grad}}}
       p: {{dtype: float32, shape: [seqlen_k]}}
 """
-
 
 BOTH_READ: dict[str, object] = {
     "variant": "own",

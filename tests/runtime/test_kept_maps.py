@@ -22,8 +22,9 @@ from attngen.errors import CallError
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.launch import tile_map
-from attngen.runtime.launch.tile_map import MapMaker, kept_maps, same_words
+from attngen.runtime.launch import map_cache, tile_map
+from attngen.runtime.launch.map_cache import kept_maps, same_words
+from attngen.runtime.launch.tile_map import MapMaker
 from tests.map_oracle import check_order
 from tests.runtime.support import variant
 
@@ -33,7 +34,6 @@ SEEN = variant(
     "seen", "seen[q, kv] > least", tensors=[Declared("seen", "int32", ("rows", "tiles"))],
     scalars=[Scalar("least", "int32")],
 )  # fmt: skip
-
 
 DIAGONAL = variant("diagonal", "(q - kv) % 7 <= least", scalars=[Scalar("least", "int32")])
 
@@ -135,9 +135,9 @@ class Calls:
 
 @pytest.fixture
 def calls() -> Iterator[Calls]:
-    tile_map._KEPT.clear()
+    map_cache.KEPT.clear()
     yield Calls()
-    tile_map._KEPT.clear()
+    map_cache.KEPT.clear()
 
 
 def content(seed: int) -> torch.Tensor:
@@ -233,7 +233,7 @@ def test_pairs_beyond_the_limit_are_left_out(calls: Calls, monkeypatch: pytest.M
 
 
 def test_the_oldest_maps_are_dropped(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_map, "_KEPT_MAPS", 2)
+    monkeypatch.setattr(map_cache, "_KEPT_MAPS", 2)
     tensors = [content(10 + n) for n in range(3)]
     for seen in (*tensors[:2], tensors[0], tensors[2]):
         calls(seen)
@@ -248,7 +248,7 @@ def test_the_state_and_origin_of_a_kept_map(calls: Calls) -> None:
     given = Given(seen, seen, seen, arguments={"seen": seen, "least": 1})
     calls.call.scalars = {"least": 1}
 
-    def known() -> tile_map.KeptMap | None:
+    def known() -> map_cache.KeptMap | None:
         return tile_map.kept_map(calls.kernel, calls.call, given)  # type: ignore[arg-type]
 
     assert tile_map.where_from(calls.call, given, "forward") == "a tile map that the first call makes"  # type: ignore[arg-type]
@@ -264,7 +264,7 @@ def test_the_state_and_origin_of_a_kept_map(calls: Calls) -> None:
     for has_bits in (False, True):
         calls(seen, least=1)
         partial = int((seen > 1).sum())
-        assert known() == tile_map.KeptMap(ROWS * TILES, 0, partial, has_bits, 0.0)
+        assert known() == map_cache.KeptMap(ROWS * TILES, 0, partial, has_bits, 0.0)
     visits = f"visits {partial} of {ROWS * TILES} tiles, {partial} of them partial, their pairs as bits"
     assert str(known()) == f"{visits}; by a tile map, made in 0.00 ms, kept"
     seen[0, 0] = 5
@@ -294,7 +294,7 @@ def test_a_map_of_positions_serves_all_streams_and_captures(calls: Calls, monkey
     assert of_positions(seen) is words
     capturing[0] = True
     assert of_positions(seen) is words
-    monkeypatch.setattr(tile_map, "_KEPT_MAPS", 0)
+    monkeypatch.setattr(map_cache, "_KEPT_MAPS", 0)
     capturing[0] = False
     for least in range(1, 4):
         of_positions(seen, least=least)
@@ -304,7 +304,7 @@ def test_a_map_of_positions_serves_all_streams_and_captures(calls: Calls, monkey
 
 def test_a_map_that_streams_share_outlives_what_they_enqueued(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[torch.Tensor] = []
-    monkeypatch.setattr(tile_map, "_hold_for_current_stream", held.append)
+    monkeypatch.setattr(map_cache, "hold_for_current_stream", held.append)
     stream = [7]
     of_positions = Calls(DIAGONAL)
     monkeypatch.setattr(of_positions.launches, "stream", lambda: stream[0])
@@ -322,8 +322,8 @@ def test_warm_up_runs_of_a_graph_keep_no_map(calls: Calls, monkeypatch: pytest.M
     trees = SimpleNamespace(get_manager=lambda _, create_if_none_exists: SimpleNamespace(stream=stream))
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)  # type: ignore[arg-type]
     device = torch.device("cuda", 0)
-    assert tile_map.in_graph_pool(device, 7)
-    assert not tile_map.in_graph_pool(device, 8)
+    assert map_cache.in_graph_pool(device, 7)
+    assert not map_cache.in_graph_pool(device, 8)
     monkeypatch.setattr(tile_map, "in_graph_pool", lambda *_: True)
     seen = content(20)
     assert calls(seen) is not calls(seen)
@@ -350,7 +350,7 @@ def test_the_last_map_is_taken_while_nothing_changes(
     own, seen, looked = Calls(read), content(19), []
     words = [own(seen) for _ in range(3)][-1]
     for name in ("get", "lasting"):
-        monkeypatch.setattr(tile_map._KEPT, name, partial(_counted, looked, getattr(tile_map._KEPT, name)))
+        monkeypatch.setattr(map_cache.KEPT, name, partial(_counted, looked, getattr(map_cache.KEPT, name)))
     assert own(seen) is words
     assert not looked
     assert own(seen, least=1) is not words
@@ -360,7 +360,7 @@ def test_the_last_map_is_taken_while_nothing_changes(
     seen += 1
     assert (own(seen) is words) == (read is DIAGONAL)
     assert bool(looked) == (read is SEEN)
-    tile_map._KEPT.clear()
+    map_cache.KEPT.clear()
     assert own(seen) is not words
 
 
@@ -428,7 +428,7 @@ def test_slots_of_the_order_are_not_compared() -> None:
 
 def test_maps_may_be_dropped_while_others_are_counted() -> None:
     """The garbage collector frees a tensor, and so drops its map, at any time."""
-    kept = tile_map._KeptMaps()
+    kept = map_cache._KeptMaps()
 
     class Freeing:
         words = None

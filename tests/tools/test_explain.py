@@ -18,7 +18,7 @@ from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text, preset_names
 from attngen.tools.cases import Case
 from attngen.tools.explain.efficiency import efficiency, scalars_of
-from attngen.tools.explain.explanation import explain_spec
+from attngen.tools.explain.of_spec import explain_spec
 from attngen.tools.explain.visits import visits
 from attngen.tools.values import arguments_of
 

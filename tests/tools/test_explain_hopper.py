@@ -17,8 +17,8 @@ from attngen.plan import Plan, plan
 from attngen.plan.floors import MEMORY_PER_CLOCK, RATES, floor
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
-from attngen.tools.explain.explanation import explain_spec
 from attngen.tools.explain.hopper_forward import HopperExplanation
+from attngen.tools.explain.of_spec import explain_spec
 from attngen.tools.explain.pipes import barriers
 from attngen.tools.explain.schedule import explanation_of
 from attngen.tools.explain.visits import visits
@@ -214,7 +214,6 @@ CHOICES = [
     ("sliding_window", 256, "    dtype: fp8_e4m3\n    descale: 128\n"),
     ("causal", 64, "    warps: {overlap: false}\n    epilogue: direct\n    order: natural\n"),
 ]
-
 
 BACKWARDS = [
     ("causal", 128, "    passes: backward\n"),

@@ -17,7 +17,7 @@ from attngen.errors import CallError
 from attngen.plan import plan
 from attngen.render import render
 from attngen.schema import expand, load_spec
-from attngen.tools.explain.explanation import explain_spec
+from attngen.tools.explain.of_spec import explain_spec
 from attngen.tools.explain.page import page
 
 SPEC = """

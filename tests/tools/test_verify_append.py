@@ -12,8 +12,8 @@ from attngen.runtime.device.interface import Launch
 from attngen.schema import load_spec_text
 from attngen.tools.bench.kernels import reason_against
 from attngen.tools.build.pipeline import prepare
-from attngen.tools.explain.explanation import explain_spec
 from attngen.tools.explain.helpers import explain_helpers
+from attngen.tools.explain.of_spec import explain_spec
 from attngen.tools.verify.gpu import try_pinned
 from attngen.tools.verify.interpreted import try_interpreted
 from attngen.tools.verify.verdict import Verdict

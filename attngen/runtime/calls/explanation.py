@@ -12,7 +12,7 @@ from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.heads_in_l2 import group_of, tiles_of
 from attngen.runtime.geometry.prediction import Prediction
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.launch.tile_map import KeptMap
+from attngen.runtime.launch.map_cache import KeptMap
 from attngen.runtime.registry.lookup import Resolved
 from attngen.runtime.registry.no_kernel import describe
 from attngen.runtime.registry.select import Selection
