@@ -111,10 +111,10 @@ def _sentence(detail: Any) -> str:
         return "missing"
     if kind == "literal_error":
         allowed = re.findall(r"'([^']*)'", context["expected"])
-        nearest = _nearest(value, allowed) if isinstance(value, str) else ""
+        nearest = _nearest(str(value).removeprefix("torch."), allowed)
         return f"found {show(value)}{nearest}; allowed: {', '.join(allowed)}"
     if kind in _FORMS:
-        return f"found {show(value)}; allowed: {_FORMS[kind]}"
+        return f"found {show(value)}; allowed: {_FORMS[kind]}{_example(detail['loc'])}"
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         return f"found {show(value)}; allowed: {words} {context[key]}"
@@ -124,6 +124,14 @@ def _sentence(detail: Any) -> str:
         key, words = _LENGTHS[kind]
         return f"found {show(value)}; allowed: {words} {context[key]} character{'' if context[key] == 1 else 's'}"
     return f"found {show(value)}, which is not allowed here"
+
+
+def _example(path: Sequence[str | int]) -> str:
+    """Example of a declaration of a scalar or a tensor, for one that is no mapping; or the empty string."""
+    declared = path[-2] if len(path) > 1 else None
+    return {"scalars": ", such as {type: int32}", "tensors": ", such as {dtype: int32, shape: [h]}"}.get(
+        str(declared), ""
+    )
 
 
 def _nearest(value: str, allowed: Sequence[str]) -> str:

@@ -142,7 +142,7 @@ def test_variants_whose_logits_may_be_shifted(score: str | None, sink: str | Non
 
 def test_wrong_calls() -> None:
     q, k, v = made()
-    with pytest.raises(CallError, match="quantize must be one of 'fp8', or None, got 'fp4'"):
+    with pytest.raises(CallError, match="quantize must be 'fp8', or None, got 'fp4'"):
         attngen.attention(q, k, v, quantize="fp4")
     with pytest.raises(CallError, match=r"q is torch.float32 with 4 axes"):
         attngen.attention(q.float(), k, v, quantize="fp8")

@@ -100,3 +100,15 @@ def test_a_mapping_of_dtypes_is_told_which_fields_say_the_same(dtype: str, told:
         load_spec_text(text)
     assert told in str(raised.value)
     assert ":6: kernels[0].dtype" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ("scalars: {w: 3}", r"scalars\.w: found 3; allowed: a mapping, such as {type: int32}"),
+        ("tensors: {d: int32}", r"tensors\.d: found 'int32'; allowed: a mapping, such as {dtype: int32, shape: \[h\]}"),
+    ],
+)
+def test_declarations_that_are_no_mapping_get_an_example(declared: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        load_spec_text(f"schema: 1\nvariants: {{a: {{mask: true, {declared}}}}}")

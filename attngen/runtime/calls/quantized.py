@@ -92,7 +92,7 @@ def _mean_of_used(k: Tensor, seqused_k: Tensor, layout: str) -> Tensor:
 def _check(form: str, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> None:
     if form not in FORMATS:
         given = suggest(form, FORMATS) if isinstance(form, str) else ""
-        raise CallError(f"quantize must be one of {', '.join(map(repr, FORMATS))}, or None, got {form!r}{given}")
+        raise CallError(f"quantize must be {' or '.join(map(repr, FORMATS))}, or None, got {form!r}{given}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.dtype not in _SIXTEEN or tensor.dim() != 4:
             got = f"{tensor.dtype} with {tensor.dim()} axes" if isinstance(tensor, Tensor) else type(tensor).__name__
