@@ -25,6 +25,8 @@ from attngen.lang.biases import MOST_HELD
 
 #: Functions whose results are never negative, and those that are not where their argument is not.
 _POSITIVE = frozenset({"abs", "exp", "exp2", "sigmoid", "sqrt", "rsqrt", "square", "hypot", "cosh", "acos"})
+#: Operations whose result is at least 1 if their operands are.
+_OF_POSITIVE = frozenset({"add", "mul", "maximum", "minimum", "bitwise_left_shift", "_to_copy"})
 _SIGN_OF_ARGUMENT = frozenset({
     "_to_copy", "clone", "alias", "to", "real", "floor", "ceil", "trunc", "fix", "round", "log1p", "expm1", "erf",
     "atan", "tanh", "sign", "pow", "sinh", "asinh",
@@ -237,16 +239,33 @@ class Translator:
 
     def _divisor(self, step: Step, operand: Any) -> str:
         """Return a divisor, which must be known not to be 0."""
-        source = self._sources.get(operand) if isinstance(operand, Step) else None
-        if isinstance(operand, Made) and operand.element is not None:
-            source = operand.element[0]
-        if isinstance(source, Given) and self._values.fact(source.slot, "positive"):
-            self._captured(source).least = 1
-        if isinstance(source, Made) and source.tensor is not None and Look(source.tensor).positive:
-            self._captured(source).least = 1
         if isinstance(operand, int | float) and operand == 0:
             raise self._refuse(step, "it divides by 0")
-        return self._of(operand)
+        text = self._of(operand)
+        self._declare_positive(operand)
+        return text
+
+    def _declare_positive(self, operand: Any) -> None:
+        """Declare of the tensors that a divisor is computed from which of them hold numbers of at least 1 only.
+
+        What is asked about tensors does not depend on the answers.
+        """
+        if isinstance(operand, Step) and operand not in self._sources:
+            for each in operand.args if operand.name in _OF_POSITIVE else ():
+                self._declare_positive(each)
+            return
+        source = self._sources.get(operand) if isinstance(operand, Step) else operand
+        if isinstance(source, Made) and source.element is not None:
+            source = source.element[0]
+        if isinstance(source, Given):
+            key: Any = source.slot
+            positive = source.slot not in self._values.fixed and self._values.fact(source.slot, "positive")
+        elif isinstance(source, Made) and source.tensor is not None:
+            key, positive = id(source), Look(source.tensor).positive
+        else:
+            return
+        if positive and key in self._into.tensors:
+            self._into.tensors[key].least = 1
 
     def _aten_div(self, step: Step) -> str:
         x, y = self._of(step.args[0]), self._divisor(step, step.args[1])

@@ -271,6 +271,22 @@ def test_samples_that_are_0_divide_nothing() -> None:
         ours.create_block_mask(never, None, None, 8, 8, "cpu")
 
 
+def test_divisors_are_computed_from_numbers_of_at_least_1() -> None:
+    steps, two = torch.tensor([1, 2, 3, 4], dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q // (steps[h] * two[0])) == (kv // (torch.maximum(steps[h], two[b]) + two[1]))
+
+    def never(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q % (steps[h] * zero[0]) == 0
+
+    zero = torch.zeros(2, dtype=torch.int32)
+    made = ours.create_block_mask(mask, None, HEADS, 16, 16, "cpu")
+    assert torch.equal(made.visible(), theirs.create_mask(mask, None, HEADS, 16, 16, "cpu"))
+    with pytest.raises(CallError, match="divisor"):
+        ours.create_block_mask(never, None, HEADS, 16, 16, "cpu")
+
+
 def test_calls_that_disagree_are_refused() -> None:
     q, k, v = qkv(kv_heads=2)
     with pytest.raises(CallError, match="enable_gqa=True lets them differ"):
