@@ -154,13 +154,6 @@ LEFT_TO_OTHERS = (
         _BACKWARD, 0, frozenset({"varying_derivative", "dropout"}), f"scores {_VARYING} have no dropout in cuda", None
     ),
     LeftToOthers(
-        _BACKWARD,
-        ALL_OF_DQ,
-        frozenset({"varying_derivative", "positions_or_comparisons"}),
-        f"{_WIDE} a score {_VARYING} beside tensors that are read by position or a mask of several comparisons",
-        None,
-    ),
-    LeftToOthers(
         _BACKWARD, ALL_OF_DQ, frozenset({"both_read", "ordered"}), f"{_WIDE} a fixed order {_BOTH_READ}", None
     ),
     LeftToOthers(_BACKWARD, ALL_OF_DQ, frozenset({"both_read", "dropout"}), f"{_WIDE} dropout {_BOTH_READ}", None),

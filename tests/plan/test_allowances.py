@@ -64,8 +64,6 @@ SCORES = {
 def spec_of(traits: frozenset[str], head_dim: int) -> str:
     """Return a spec with just these traits, as far as they can be had alone."""
     mask = "q_pos >= kv"
-    if "positions_or_comparisons" in traits:
-        mask = "q_pos >= kv and q_pos - kv < 64"
     if "both_read" in traits:
         mask = "doc[b, q_pos] == doc[b, kv]"
     score = SCORES[traits & {"varying_derivative", "both_read"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from attngen.lang.biases import MOST_HELD, without_biases
-from attngen.lang.ir import Op, names, walk
+from attngen.lang.ir import names
 from attngen.lang.simplify import TRUE
 from attngen.lang.variant import Variant
 from attngen.plan.choices import iteration_of
@@ -88,13 +88,11 @@ def query_values_of(spec: KernelSpec, variant: Variant, brought: Brought, *, bit
 def traits_of(spec: KernelSpec) -> frozenset[str]:
     """Traits of a spec that the table of refusals names: those that take registers beside accumulators."""
     variant = spec.variant
-    several = any(isinstance(node, Op) and node.op in ("and", "or") for node in walk(variant.mask))
     of_score = replace(variant, mask=TRUE)
     holds_by_trait = {
         "dropout": variant.dropout,
         "ordered": spec.deterministic,
         "varying_derivative": varies(spec),
-        "positions_or_comparisons": several or reads_positions(variant),
         "both_read": reads_data_per_key(variant) and reads_positions(of_score),
     }
     return frozenset(name for name, holds in holds_by_trait.items() if holds)
