@@ -91,10 +91,10 @@ def _size(operand: Any, known: Mapping[Step, int]) -> int | None:
 
 
 def _element(tensor: Any, indices: Sequence[Any]) -> int | None:
-    """Return the bits of an element of a captured tensor at indices that are integers."""
+    """Return the bits of an element of a captured tensor at indices that are integers or numbers."""
     if type(tensor) is not Given or tensor.requires_grad or not 0 < len(indices) == len(tensor.shape) <= _AXES:
         return None
-    integers = all(type(i) is Step and i.dtype in (torch.int32, torch.int64) for i in indices)
+    integers = all(type(i) is int or (type(i) is Step and i.dtype in (torch.int32, torch.int64)) for i in indices)
     return _LEAVES.get(tensor.dtype) if integers else None
 
 

@@ -213,10 +213,19 @@ class _Recorder(TorchDispatchMode):
         return None if dtype is None else self._written(name, f"aten.{name}", tuple(operands), dtype)
 
     def gather(self, tensor: Tensor, indices: Sequence[Any]) -> Tensor | None:
-        """Return an element of a captured tensor at indices that are steps; None of any other."""
-        source, places = self.known.get(id(tensor)), [self.known.get(id(index)) for index in indices]
-        if type(source) is not Given or any(type(p) is not Step or p.dtype not in _AN_INDEX for p in places):
+        """Return an element of a captured tensor at indices that are steps or numbers; None of any other."""
+        source = self.known.get(id(tensor))
+        if type(source) is not Given:
             return None
+        places: list[Any] = []
+        for index, size in zip(indices, source.shape, strict=True):
+            if type(index) is int and -size <= index < size:
+                places.append(index if index >= 0 else index + size)
+                continue
+            place = self.known.get(id(index))
+            if type(place) is not Step or place.dtype not in _AN_INDEX:
+                return None
+            places.append(place)
         return self._written("index", "aten.index.Tensor", (source, places), source.dtype)
 
     def _written(self, name: str, overload: str, args: tuple[Any, ...], dtype: torch.dtype) -> Tensor:

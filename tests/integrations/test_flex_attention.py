@@ -287,6 +287,16 @@ def test_divisors_are_computed_from_numbers_of_at_least_1() -> None:
         ours.create_block_mask(never, None, HEADS, 16, 16, "cpu")
 
 
+def test_rows_by_number_beside_indices() -> None:
+    chosen = torch.randint(0, 4, (3, 4), dtype=torch.int32)
+
+    def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (chosen[0, q // 4] == kv // 4) | (chosen[-1, q // 4] == kv // 4) | (chosen[1][q // 4] == kv // 4)
+
+    made = ours.create_block_mask(mask, None, None, 16, 16, "cpu")
+    assert torch.equal(made.visible(), theirs.create_mask(mask, None, None, 16, 16, "cpu"))
+
+
 def test_calls_that_disagree_are_refused() -> None:
     q, k, v = qkv(kv_heads=2)
     with pytest.raises(CallError, match="enable_gqa=True lets them differ"):
