@@ -267,6 +267,15 @@ class Translator:
         if positive and key in self._into.tensors:
             self._into.tensors[key].least = 1
 
+    def _aten_sub(self, step: Step) -> str:
+        """A difference; of elements that are never negative it stays within int32."""
+        if step.dtype == torch.int32 and not step.kwargs:
+            for operand in step.args[:2]:
+                source = self._sources.get(operand) if isinstance(operand, Step) else None
+                if isinstance(source, Given) and source.dtype == torch.int32:
+                    self._natural(source)
+        return _infix("-")(self, step)
+
     def _aten_div(self, step: Step) -> str:
         x, y = self._of(step.args[0]), self._divisor(step, step.args[1])
         mode = step.kwargs.get("rounding_mode")

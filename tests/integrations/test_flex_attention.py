@@ -287,6 +287,22 @@ def test_divisors_are_computed_from_numbers_of_at_least_1() -> None:
         ours.create_block_mask(never, None, HEADS, 16, 16, "cpu")
 
 
+def test_differences_of_elements_that_are_never_negative_need_no_int64() -> None:
+    later = torch.arange(16, dtype=torch.int32) ** 2
+    signed = later - 5
+
+    def of(times: Tensor) -> str:
+        def mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return (times[q] - times[kv]).abs() < 9
+
+        made = ours.create_block_mask(mask, None, None, 16, 16, "cpu")
+        assert torch.equal(made.visible(), theirs.create_mask(mask, None, None, 16, 16, "cpu"))
+        return str(ours.meaning(mask, None, torch.device("cpu")).variant.fields["tensors"])
+
+    assert "'min': 0" in of(later)
+    assert "min" not in of(signed)
+
+
 def test_rows_by_number_beside_indices() -> None:
     chosen = torch.randint(0, 4, (3, 4), dtype=torch.int32)
 
