@@ -52,6 +52,8 @@ TABLE = (
 
 #: Tokens of the long sequence by which ``first_see_most`` compares first and last queries.
 _LONG = 16384
+#: The same where a kernel that is ready for longer ones loses nothing: a window of a few thousand keys is a short one.
+_LONGEST = 2**17
 
 #: Keys of a tile, and the factor from which on queries count as many more.
 _TILE, _MANY = 128, 4
@@ -190,7 +192,7 @@ def last_see_most(spec: KernelSpec) -> bool:
 def first_seen_most(spec: KernelSpec) -> bool:
     """Whether many more queries of a long sequence see its first keys than see those in its middle; False if bounds do
     not decide. Scalars are assumed as above, but small ones: a window beside a few first keys."""
-    names: dict[str, Any] = {"seqlen_q": _LONG, "seqlen_k": _LONG, "kv_lo": [0, _LONG // 2]}
+    names: dict[str, Any] = {"seqlen_q": _LONGEST, "seqlen_k": _LONGEST, "kv_lo": [0, _LONGEST // 2]}
     names |= {scalar.name: _assumed(scalar, KEYS_OF_SMALL) for scalar in spec.variant.scalars}
     names["kv_hi"] = [at + _TILE - 1 for at in names["kv_lo"]]
     first, middle = 0, 0
@@ -198,7 +200,8 @@ def first_seen_most(spec: KernelSpec) -> bool:
         lo, hi = (evaluate(written(end), names, 2) for end in (interval.lo, interval.hi))
         if (lo is None and interval.lo is not None) or (hi is None and interval.hi is not None):
             return False
-        seen = [max(min(to, _LONG) - max(at, 0), 0) for at, to in zip(lo or [0, 0], hi or [_LONG] * 2, strict=True)]
+        ends = zip(lo or [0, 0], hi or [_LONGEST] * 2, strict=True)
+        seen = [max(min(to, _LONGEST) - max(at, 0), 0) for at, to in ends]
         first, middle = first + seen[0], middle + seen[1]
     return first > _MANY * middle
 
