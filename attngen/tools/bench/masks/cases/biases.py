@@ -174,3 +174,55 @@ def _(size: Size) -> Forms:
         declared={"total": floats("h", "seqlen_k")},
         tensors={"total": total},
     )
+
+
+@case("FIRE")
+def _(size: Size) -> Forms:
+    """FIRE: a small network of the logarithm of the distance, relative to that of the position."""
+    inner, shift, outer = size.normal(4), size.normal(4).flip(0), size.normal(size.heads, 4)
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        x = torch.log1p(0.1 * (q - kv).clamp(min=0)) / torch.log1p(0.1 * q.clamp(min=64))
+        for i in range(4):
+            s = s + outer[h, i] * torch.relu(inner[i] * x + shift[i])
+        return s
+
+    return Forms(
+        causal,
+        score_mod,
+        mask="q >= kv",
+        score="s + unit(0) + unit(1) + unit(2) + unit(3)",
+        let={
+            "x": "log1p(0.1 * max(q - kv, 0)) / log1p(0.1 * max(q, 64))",
+            "y(i)": "inner[i] * x + shift[i]",
+            "unit(i)": "outer[h, i] * (0.0 if y(i) <= 0.0 else y(i))",
+        },
+        declared={"inner": floats(4), "shift": floats(4), "outer": floats("h", 4)},
+        tensors={"inner": inner, "shift": shift, "outer": outer},
+    )
+
+
+@case("time and positions")
+def _(size: Size) -> Forms:
+    """HSTU: buckets of the logarithm of the time between two events, and a bias of their distance."""
+    times = (size.uniform(size.seqlen).sort().values * 1e5).int()
+    of_time, of_distance = size.normal(128), size.normal(size.seqlen)
+
+    def score_mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        apart = (times[q] - times[kv]).abs().clamp(min=1)
+        bucket = (torch.log(apart) / 0.301 + 0.001).int().clamp(0, 127)
+        return torch.nn.functional.silu(s + of_time[bucket] + of_distance[(q - kv).clamp(min=0)])
+
+    return Forms(
+        causal,
+        score_mod,
+        mask="q >= kv",
+        score="silu(s + of_time[bucket] + of_distance[max(q - kv, 0)])",
+        let={"bucket": "clamp(int(log(max(abs(times[q] - times[kv]), 1)) / 0.301 + 0.001), 0, 127)"},
+        declared={
+            "times": ints("seqlen_k", range={"min": 0}),
+            "of_time": floats(128),
+            "of_distance": floats("seqlen_k"),
+        },
+        tensors={"times": times, "of_time": of_time, "of_distance": of_distance},
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attngen.tools.bench.masks.cases.forms import Forms, Mod, Register, Size, floats
+from attngen.tools.bench.masks.cases.forms import Forms, Mod, Register, Size, floats, ints
 
 case = Register()
 
@@ -120,3 +120,37 @@ def _(size: Size) -> Forms:
 @case("checkerboard of pairs")
 def _(size: Size) -> Forms:
     return Forms(lambda b, h, q, kv: ((q ^ kv) & 1) == 0, mask="(q ^ kv) & 1 == 0")
+
+
+@case("decomposed relative positions")
+def _(size: Size) -> Forms:
+    """SAM: a bias for each query and row of keys, and one for each query and column."""
+    width, height = _image(size)
+    rows, columns = size.normal(size.heads, size.seqlen, height + 1), size.normal(size.heads, size.seqlen, width)
+    return Forms(
+        None,
+        lambda s, b, h, q, kv: s + rows[h, q, kv // width] + columns[h, q, kv % width],
+        score="s + rows[h, q, kv // width] + columns[h, q, kv % width]",
+        sizes={"width": width},
+        declared={
+            "rows": floats("h", "seqlen_q", "rows_of_keys"),
+            "columns": floats("h", "seqlen_q", "columns_of_keys"),
+        },
+        tensors={"rows": rows, "columns": columns},
+    )
+
+
+@case("regions by bits")
+def _(size: Size) -> Forms:
+    """Regional prompts: regions that overlap, as bits of each token."""
+    at = size.positions()
+    bits = (1 << (at // size.fraction(8)).clamp(max=7)) | torch.where(
+        at % size.fraction(16) < size.fraction(64), 256, 0
+    )
+    bits = bits.int()
+    return Forms(
+        lambda b, h, q, kv: (bits[q] & bits[kv]) != 0,
+        mask="bits[q] & bits[kv] != 0",
+        declared={"bits": ints("seqlen_k")},
+        tensors={"bits": bits},
+    )

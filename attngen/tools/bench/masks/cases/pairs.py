@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attngen.tools.bench.masks.cases.forms import MAX_PAIR_SEQLEN, PAIR, Forms, Register, Size, bools, floats
+from attngen.tools.bench.masks.cases.forms import MAX_PAIR_SEQLEN, PAIR, Forms, Register, Size, bools, floats, ints
 
 case = Register()
 
@@ -60,4 +60,16 @@ def _(size: Size) -> Forms:
             "table": floats("h", 5),
         },
         tensors={"distance": distance, "table": table},
+    )
+
+
+@case("order of a permutation")
+def _(size: Size) -> Forms:
+    """XLNet: a token sees those before it in a random order."""
+    rank = torch.randperm(size.seqlen, generator=torch.Generator().manual_seed(size.seed)).int().to(size.device)
+    return Forms(
+        lambda b, h, q, kv: rank[kv] <= rank[q],
+        mask="rank[kv] <= rank[q]",
+        declared={"rank": ints("seqlen_k")},
+        tensors={"rank": rank},
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from attngen.tools.bench.masks.cases.forms import Forms, Register, Size, bools, floats
 
 case = Register()
@@ -119,4 +121,20 @@ def _(size: Size) -> Forms:
         sizes={"window": window},
         declared={"weight": floats("seqlen_k")},
         tensors={"weight": weight},
+    )
+
+
+@case("blocks of each query")
+def _(size: Size) -> Forms:
+    """MoBA: the best blocks of each query and head, and its own."""
+    block = size.fraction(16)
+    blocks = -(-size.seqlen // block)
+    best = size.uniform(size.heads, size.seqlen, blocks).topk(min(3, blocks)).indices
+    seen = torch.zeros(size.heads, size.seqlen, blocks, dtype=torch.bool, device=size.device).scatter_(2, best, True)
+    return Forms(
+        lambda b, h, q, kv: (q >= kv) & (seen[h, q, kv // block] | (q // block == kv // block)),
+        mask="q >= kv and (seen[h, q, kv // block] or q // block == kv // block)",
+        sizes={"block": block},
+        declared={"seen": bools("h", "seqlen_q", "blocks")},
+        tensors={"seen": seen},
     )

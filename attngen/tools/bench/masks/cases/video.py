@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from attngen.tools.bench.masks.cases.forms import Forms, Register, Size
+from attngen.tools.bench.masks.cases.forms import Forms, Register, Size, bools, ints
 
 case = Register()
 
@@ -111,3 +111,40 @@ def _(size: Size) -> Forms:
         mask="abs(q % frame - kv % frame) << min(abs(q // frame - kv // frame), 12) <= frame",
         sizes={"frame": frame},
     )
+
+
+@case("frames, clean and noised")
+def _(size: Size) -> Forms:
+    """Self-Forcing: clean frames see those up to their own, a noised one the clean ones before it, and itself."""
+    half, frame = size.seqlen // 2, size.fraction(24)
+    at = size.positions()
+    noised, number = at >= half, at % half // frame
+    past = torch.where(noised, number * frame, ((number + 1) * frame).clamp(max=half)).int()
+    first = torch.where(noised, half + number * frame, 0).int()
+    end = torch.where(noised, (half + (number + 1) * frame).clamp(max=size.seqlen), 0).int()
+    return Forms(
+        lambda b, h, q, kv: (kv < past[q]) | ((kv >= first[q]) & (kv < end[q])),
+        mask="kv < past[q] or kv >= first[q] and kv < end[q]",
+        declared={"past": ints("seqlen_q"), "first": ints("seqlen_q"), "end": ints("seqlen_q")},
+        tensors={"past": past, "first": first, "end": end},
+    )
+
+
+@case("spatial and temporal heads")
+def _(size: Size) -> Forms:
+    """Sparse VideoGen: heads that see near frames, and heads that see near places; all see the first frame."""
+    frame, reach = size.fraction(16), size.fraction(256)
+    temporal = torch.arange(size.heads, device=size.device) % 2 == 1
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        places = (q % frame - kv % frame).abs() <= reach
+        return torch.where(temporal[h], places, (q // frame - kv // frame).abs() <= 1) | (kv < frame)
+
+    return Forms(
+        mask_mod,
+        mask="kv < frame or (abs(q % frame - kv % frame) <= reach if temporal[h] "
+             "else abs(q // frame - kv // frame) <= 1)",
+        sizes={"frame": frame, "reach": reach},
+        declared={"temporal": bools("h")},
+        tensors={"temporal": temporal},
+    )  # fmt: skip
