@@ -111,7 +111,7 @@ WIDE_BACKWARD_SPILLS = Spills(
 #: a step loads the spilled values once or twice, and Triton runs the products at half the speed.
 LAST_SPILLS = Spills(
     "CUDA backward kernels whose only alternative is another backend",
-    128,
+    328,
     "spilled values of a step are few",
     Evidence("docs/notebook/building.md", "1.30 to 4.76 times as fast as Triton"),
 )
