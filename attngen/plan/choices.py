@@ -11,7 +11,7 @@ from attngen.lang.bands import Axis
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan.operands import operands_of
-from attngen.plan.traits import bands_of, has_short_bounds_of, reads_data_per_key, reads_data_per_query
+from attngen.plan.traits import bands_of, has_short_bounds_of, reads_data, reads_data_per_key, reads_data_per_query
 from attngen.schema.kernel_spec import KernelSpec
 
 TILE_SIZES = (16, 32, 64, 128, 256)
@@ -24,6 +24,10 @@ L2_BYTES = 32 * 2**20
 #: The same where all work items take equally long and need no balancing: small enough that heads run one after the
 #: other. Side by side, all blocks would read new heads from memory at the same moment.
 ONE_HEAD = 4096
+
+#: Intervals of keys up to which loops over ranges are faster than a tile map, whose partial tiles have bits and
+#: whose rows go by their length.
+_FEW_INTERVALS = 3
 
 
 def refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
@@ -70,8 +74,8 @@ def iteration_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) 
     """Choose the KV iteration of a kernel: ranges from bands, classification in the kernel, or a tile map.
 
     ``by_bits``: the kernel can read the mask of a partial tile as bits of a tile map. If the keys of a dense sequence
-    form no ranges, that is faster than evaluating the mask, and a map of positions and scalars alone is made only once.
-    The backward then takes a map wherever the forward does.
+    form no ranges, or more than ``_FEW_INTERVALS``, that is faster than evaluating the mask, and a map of positions and
+    scalars alone is made only once. The backward then takes a map wherever the forward does.
     """
     if spec.tile_map == "always":
         return "tile_map"
@@ -81,8 +85,10 @@ def iteration_of(spec: KernelSpec, over: Axis = "kv", *, by_bits: bool = False) 
     lasts = mapped and by_bits and spec.layout == "dense" and spec.pack_gqa is not True
     if lasts and over == "q" and iteration_of(spec, by_bits=True) == "tile_map":
         return "tile_map"
-    if bands_of(spec, over).exact:
-        return "ranges"
+    bands = bands_of(spec, over)
+    if bands.exact:
+        many = over == "kv" and len(bands.visible) > _FEW_INTERVALS and not reads_data(spec.variant)
+        return "tile_map" if lasts and many else "ranges"
     if mapped and (lasts or reads_data_per_key(spec.variant) or not has_short_bounds_of(spec)):
         return "tile_map"
     return "classified"

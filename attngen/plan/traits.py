@@ -30,6 +30,11 @@ def _bands(variant: Variant, over: Axis, heads: Heads) -> Bands:
     return bands(variant.mask, Facts.of(variant), over=over, heads=heads)
 
 
+def reads_data(variant: Variant) -> bool:
+    """Whether the mask reads a tensor."""
+    return any(isinstance(node, Load) for node in walk(variant.mask))
+
+
 def reads_data_per_key(variant: Variant) -> bool:
     """Whether the mask reads a tensor at an index that depends on the key: no interval rule can bound that."""
     return any(names(index) & KEYS for node in walk(variant.mask) if isinstance(node, Load) for index in node.indices)

@@ -33,6 +33,22 @@ def test_a_tile_map_is_used_or_avoided_as_the_spec_says() -> None:
     assert not never.has_launch("classify")
 
 
+def test_rows_that_see_many_intervals_take_a_tile_map() -> None:
+    three = "kv < 4 or kv >= 512 and kv < 520 or q - kv < 1024 and q >= kv"
+    four = f"{three} or kv >= 3000 and kv < 3004"
+    by_tensor = f"({four}) and kv < lengths[b]"
+    lengths = "    tensors: {lengths: {dtype: int32, shape: [b]}}\n"
+    for mask, tensors, iteration in (
+        (three, "", "ranges"),
+        (four, "", "tile_map"),
+        (by_tensor, lengths, "ranges"),  # a map of tensors is made again when they change
+    ):
+        declared = f'variants:\n  own:\n    mask: "{mask}"\n{tensors}'
+        assert planned("own", declared=declared, backend="cuda").iteration == iteration, mask
+        assert planned("own", declared=declared, backend="cuda", tile_map="never").iteration == "ranges"
+        assert planned("own", declared=declared, backend="cuda", layout="varlen").iteration == "ranges"
+
+
 @pytest.mark.parametrize(
     ("mask", "batch", "heads"),
     [
