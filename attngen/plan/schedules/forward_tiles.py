@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
@@ -103,25 +104,15 @@ def hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form) -> Hop
 
 def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: Candidate) -> HopperTile | PlanError:
     """Return the tile of a candidate, or the error that excludes it. Raises PlanError for what excludes all of them."""
-    choice, tile_n, tiled = candidate.choice, candidate.tile_n, candidate.bias_bytes
+    choice, tile_n = candidate.choice, candidate.tile_n
     operands = operands_of(spec)
     size = operands.bytes_of("q", "k", "v", "p")
     qk, v = (columns.width for columns in operand_widths(spec, operands))
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = ROWS * consumers
-    step = key_step(operands, form.transposes, spec.transposed_v and not spec.grouped_v)
-    if spec.scale_block > 1 and spec.scale_block % tile_n:
-        return refuse(
-            spec,
-            "tile.n",
-            f"keys of a tile share a scale, and {tile_n} do not divide {spec.scale_block}; nearest: {spec.scale_block}",
-        )
-    if tile_n % step or not step <= tile_n <= 256:
-        nearest = min(max(round(tile_n / step) * step, step), 256)
-        return refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
-    if tiled and tile_n % (least := bias_keys(spec, tiled)):
-        return refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {least} columns")
+    if refused := _key_refusal(spec, form, candidate):
+        return refused
     form.check(spec, roles, iteration)
     schedule = roles.schedule or (choice.schedule if consumers > 1 else "cooperative")
     if schedule == "pingpong" and consumers == 1:
@@ -130,34 +121,12 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     registers = registers_of(spec, roles, consumers, tile_n, v, choice.registers if as_chosen else None)
     if refused := register_refusal(spec, registers, consumers, tile_n, v):
         return refused
-    warp_roles = forward_roles(
-        consumers,
-        *registers,
-        value_loader=is_paged(spec) and not form.transposes,
-        transposes=form.transposes and not spec.transposed_v,
-    )
+    transposes = form.transposes and not spec.transposed_v
+    value_loader = is_paged(spec) and not form.transposes  # pages take many small copies
+    warp_roles = forward_roles(consumers, *registers, value_loader=value_loader, transposes=transposes)
     usual = _MANY_STAGES if spec.split_tiles else (choice.stages if as_chosen else 2,)
     if spec.stages and not 2 <= spec.stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{spec.stages} is not allowed; allowed: 2 to 8")
-    box = widest_box(qk * size, v * size)
-    numbers = form.numbers[spec.dtype]
-    softmax, constant = softmax_of(spec, numbers.exponents)
-    end_aligned = tile_n % END_ALIGNMENT == 0 and _can_be_end_aligned(spec, iteration)
-    terms = () if tiled or candidate.by_distance else terms_of(spec, constant, qk + v)
-    capped = (
-        not terms
-        and max(qk, v) <= form.capped_columns
-        and softmax in ("first_max", "bounded")
-        and not spec.scale_block
-        and not tiled
-        and is_soft_capped(spec)
-    )
-    # where tiles end with the last visible key, the rows of all consumers see some key of nearly every tile; not so
-    # tiles of many keys
-    # under a window, whose far end differs from query to query
-    together = end_aligned and (not form.transposes or tile_n <= ROWS or searches(spec))
-    ranges = iteration == "ranges" and spec.variant.mask != TRUE and not together
-    skips = ranges and tile_n < tile_m - ROWS
     staged = spec.epilogue != "direct" and not spec.split_tiles
     values = key_values(
         spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math,
@@ -165,24 +134,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     )  # fmt: skip
     if is_paged(spec):
         values = NO_KEY_VALUES
-    from_first = ranges and spec.order != "natural" and first_see_most(spec)
-    short_early = iteration == "ranges" and consumers >= FEW_TILES and _takes_short_early(spec)
-    if iteration == "tile_map":
-        longest = may_see_all_keys(spec.variant) and spec.variant.score is None  # with some scores, parts would spill
-    else:
-        longest = from_first and not skips and not short_early and first_see_many_more(spec)
-    # in 8 bits, work tiles that take equally long are cut if they end unevenly
-    alike = spec.variant.mask == TRUE and spec.variant.score is None and not spec.scale_block
-    relative = softmax == "first_max" and not spec.scale_block and takes_row_max(spec)
-    # rows of a tile map begin with a partial tile, in which some see few keys
-    by_count = end_aligned or (iteration == "tile_map" and not relative and max(qk, v) <= _COUNTED_COLUMNS)
-    # row maxima of the tile where a score by distance is largest seldom are recomputed in later ones
-    nearest_first = (
-        candidate.by_distance > 0
-        and softmax == "first_max"
-        and computes_distance_values(spec.variant, fast_math=spec.fast_math)
-        and (iteration == "tile_map" or (iteration == "ranges" and not skips and _sees_both_sides(spec)))
-    )
+    softmax = _softmax(spec, iteration, form, candidate, widest=max(qk, v), columns=qk + v)
+    fragments = 4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3
     draft = HopperForward(
         consumers=consumers,
         warp_roles=warp_roles,
@@ -195,48 +148,25 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         and max(qk, v) <= _MASKED_TURN_COLUMNS,
         overlap=roles.overlap is not False,
         persistent=spec.persistent is not False and not spec.split_tiles,
-        longest_first=spec.order != "natural",
-        from_first=from_first,
-        short_early=short_early,
         staged=staged,
         boxes_out=staged and not (LAYOUTS[spec.layout].ragged_queries and spec.pack_gqa is True),
-        skips=skips,
-        whole_first=ranges and not (skips or nearest_first or numbers.lane_sum_log2) and _may_begin_whole(spec),
-        nearest_first=nearest_first,
         q_stages=1,
-        box_bytes=box,
+        box_bytes=widest_box(qk * size, v * size),
         out_columns=v,
         lookahead=6 if searches(spec) else 2,
-        value_loader=is_paged(spec) and not form.transposes,  # pages take many small copies
+        value_loader=value_loader,
         key_values=len(values.loads),  # others if there is room
         distance_values=candidate.by_distance,
         v_by_columns=form.transposes,
-        transposes=form.transposes and not spec.transposed_v,
-        recompute_above=numbers.recompute_above,
-        recompute_growth="4.0f",
-        raise_above=numbers.raise_above,
-        peak=numbers.peak,
-        lane_sum_log2=numbers.lane_sum_log2,
-        ahead=min(4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3, tile_n // _FRAGMENT_KEYS)
-        if form.transposes and not spec.transposed_v
-        else 0,
-        softmax=softmax,
-        recompute_below="1.0f"
-        if numbers.lane_sum_log2 and softmax == "first_max" and end_aligned and max(qk, v) <= _REMEMBERED_COLUMNS
-        else "",
-        fixed_max="0.0f" if constant is None else f"{constant:.1f}f",
-        capped=capped,
-        terms=terms,
-        fused=softmax == "bounded" and not capped,
-        end_alignment=END_ALIGNMENT if end_aligned else 0,
-        recompute_by_count=by_count and softmax == "first_max" and not capped and not numbers.lane_sum_log2,
-        relative=relative,
+        transposes=transposes,
+        ahead=min(fragments, tile_n // _FRAGMENT_KEYS) if transposes else 0,
         shared=(),
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
-        biases=len(biases(spec.variant, tiled)),
-        bias_bytes=tiled,
-        bias_stages=BIAS_STAGES[-1] if tiled else 0,
-        cuts=(alike if form.transposes else longest and softmax != "bounded") and _can_be_cut(spec, max(qk, v)),
+        biases=len(biases(spec.variant, candidate.bias_bytes)),
+        bias_bytes=candidate.bias_bytes,
+        bias_stages=BIAS_STAGES[-1] if candidate.bias_bytes else 0,
+        **softmax,
+        **_order(spec, iteration, form, candidate, consumers, softmax=softmax["softmax"], widest=max(qk, v)),
     )
 
     for stages in (spec.stages,) if spec.stages else usual:
@@ -248,6 +178,113 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         if fits(with_most, arch):
             return HopperTile(tile_m, tile_n, stages, with_most)
     return memory_refusal(spec, arch, with_most, stages)
+
+
+def _key_refusal(spec: KernelSpec, form: Form, candidate: Candidate) -> PlanError | None:
+    """Reason against the keys of a candidate's tile, or None."""
+    tile_n, tiled = candidate.tile_n, candidate.bias_bytes
+    step = key_step(operands_of(spec), form.transposes, spec.transposed_v and not spec.grouped_v)
+    if spec.scale_block > 1 and spec.scale_block % tile_n:
+        return refuse(
+            spec,
+            "tile.n",
+            f"keys of a tile share a scale, and {tile_n} do not divide {spec.scale_block}; nearest: {spec.scale_block}",
+        )
+    if tile_n % step or not step <= tile_n <= 256:
+        nearest = min(max(round(tile_n / step) * step, step), 256)
+        return refuse(spec, "tile.n", f"{tile_n} is not a multiple of {step} from {step} to 256; nearest: {nearest}")
+    if tiled and tile_n % (least := bias_keys(spec, tiled)):
+        return refuse(spec, "tile.n", f"{tile_n} keys are no whole copies of a bias, of {least} columns")
+    return None
+
+
+def _is_end_aligned(spec: KernelSpec, iteration: str, tile_n: int) -> bool:
+    """Whether tiles of so many keys end with the last visible key."""
+    return tile_n % END_ALIGNMENT == 0 and _can_be_end_aligned(spec, iteration)
+
+
+def _softmax(
+    spec: KernelSpec, iteration: str, form: Form, candidate: Candidate, *, widest: int, columns: int
+) -> dict[str, Any]:
+    """Fields of ``HopperForward`` about the row max and P: how it is kept, and what a logit costs. ``widest``: columns
+    of the wider one of K and V; ``columns``: those of both."""
+    numbers, tiled = form.numbers[spec.dtype], candidate.bias_bytes
+    softmax, constant = softmax_of(spec, numbers.exponents)
+    end_aligned = _is_end_aligned(spec, iteration, candidate.tile_n)
+    terms = () if tiled or candidate.by_distance else terms_of(spec, constant, columns)
+    capped = (
+        not terms
+        and widest <= form.capped_columns
+        and softmax in ("first_max", "bounded")
+        and not spec.scale_block
+        and not tiled
+        and is_soft_capped(spec)
+    )
+    relative = softmax == "first_max" and not spec.scale_block and takes_row_max(spec)
+    # rows of a tile map begin with a partial tile, in which some see few keys
+    by_count = end_aligned or (iteration == "tile_map" and not relative and widest <= _COUNTED_COLUMNS)
+    remembers = numbers.lane_sum_log2 and softmax == "first_max" and end_aligned and widest <= _REMEMBERED_COLUMNS
+    return {
+        "softmax": softmax,
+        "fixed_max": "0.0f" if constant is None else f"{constant:.1f}f",
+        "recompute_above": numbers.recompute_above,
+        "recompute_growth": "4.0f",
+        "recompute_below": "1.0f" if remembers else "",
+        "recompute_by_count": by_count and softmax == "first_max" and not capped and not numbers.lane_sum_log2,
+        "raise_above": numbers.raise_above,
+        "peak": numbers.peak,
+        "lane_sum_log2": numbers.lane_sum_log2,
+        "terms": terms,
+        "capped": capped,
+        "fused": softmax == "bounded" and not capped,
+        "relative": relative,
+    }
+
+
+def _order(
+    spec: KernelSpec,
+    iteration: str,
+    form: Form,
+    candidate: Candidate,
+    consumers: int,
+    *,
+    softmax: str,
+    widest: int,
+) -> dict[str, Any]:
+    """Fields of ``HopperForward`` about the order of work tiles, and of the tiles of keys of each."""
+    tile_n = candidate.tile_n
+    end_aligned = _is_end_aligned(spec, iteration, tile_n)
+    # where tiles end with the last visible key, the rows of all consumers see some key of nearly every tile; not so
+    # tiles of many keys under a window, whose far end differs from query to query
+    together = end_aligned and (not form.transposes or tile_n <= ROWS or searches(spec))
+    ranges = iteration == "ranges" and spec.variant.mask != TRUE and not together
+    skips = ranges and tile_n < ROWS * (consumers - 1)
+    from_first = ranges and spec.order != "natural" and first_see_most(spec)
+    short_early = iteration == "ranges" and consumers >= FEW_TILES and _takes_short_early(spec)
+    if iteration == "tile_map":
+        longest = may_see_all_keys(spec.variant) and spec.variant.score is None  # with some scores, parts would spill
+    else:
+        longest = from_first and not skips and not short_early and first_see_many_more(spec)
+    # in 8 bits, work tiles that take equally long are cut if they end unevenly
+    alike = spec.variant.mask == TRUE and spec.variant.score is None and not spec.scale_block
+    # row maxima of the tile where a score by distance is largest seldom are recomputed in later ones
+    nearest_first = (
+        candidate.by_distance > 0
+        and softmax == "first_max"
+        and computes_distance_values(spec.variant, fast_math=spec.fast_math)
+        and (iteration == "tile_map" or (iteration == "ranges" and not skips and _sees_both_sides(spec)))
+    )
+    begins_whole = not (skips or nearest_first or form.numbers[spec.dtype].lane_sum_log2)
+    return {
+        "longest_first": spec.order != "natural",
+        "from_first": from_first,
+        "short_early": short_early,
+        "skips": skips,
+        "whole_first": ranges and begins_whole and _may_begin_whole(spec),
+        "nearest_first": nearest_first,
+        "end_alignment": END_ALIGNMENT if end_aligned else 0,
+        "cuts": (alike if form.transposes else longest and softmax != "bounded") and _can_be_cut(spec, widest),
+    }
 
 
 def _with_most(
