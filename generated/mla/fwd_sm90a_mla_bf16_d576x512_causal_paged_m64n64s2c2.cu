@@ -1217,6 +1217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           for (int i = threadIdx.x; i < (kept.end - kept.first) * Partial::kFloats / 4; i += 128 * kConsumers) {
             reinterpret_cast<float4*>(part_of(shared.own) + kept.first * Partial::kFloats)[i] = reinterpret_cast<const float4*>(kept.place_of(kept.first))[i];
           }
+          sync_consumers();  // the word lies in a row that may have been copied
           if (threadIdx.x == 0) left_by(part_of(shared.own)) = 1;
         }
         int share = -1;  // of another block
