@@ -129,6 +129,11 @@ class LatentRow:
         return 8 if self.scales_after_rows else 4 * self.scales
 
     @property
+    def scales_in_row(self) -> bool:
+        """Whether the scales of a row lie in it."""
+        return not (self.scales_after_rows or self.scales_beside)
+
+    @property
     def bytes(self) -> int:
         """Bytes of a token: the last extent of a cache."""
         return self.latents + self.scale_bytes + 2 * self.rotary

@@ -85,12 +85,18 @@ def own_of(variant: str, entries: Tensor, heads: int) -> dict[str, Tensor]:
 
 def dense(
     variant: str, *, batch: int = 2, queries: int = 3, keys: int = 700, topk: int = 200, heads: int = 16,
-    wrong: float = 0.2,
+    wrong: float = 0.2, scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """Compare a dense call over 656 bytes a token. Rows that no list names are NaN."""
+    """Compare a dense call over 656 bytes a token. Rows that no list names are NaN. Scales are multiplied by ``scale``,
+    a power of two, and Q divided, so that logits stay; then outputs are."""
     torch.manual_seed(heads + topk)
     cache, columns = large_cache("fp8_mla_656", batch, keys)
     q = torch.randn(batch, queries, heads, 576).bfloat16()
+    if scale != 1.0:
+        scales = cache[..., 512:528].contiguous().view(torch.float32) * scale
+        cache[..., 512:528] = scales.view(torch.uint8)
+        columns[..., :512] *= scale
+        q[..., :512] /= scale
     block = 16 if variant == "blocks" else 1
     own = own_of(variant, lists(batch, queries, topk, -(-keys // block), wrong=wrong), heads)
     named = torch.zeros(batch, keys + block, dtype=torch.bool)
@@ -104,8 +110,14 @@ def dense(
     exact = torch.where(named[..., None, None], columns, 0.0)
     wanted = attngen.attention(q.double(), exact, exact[..., :512], backend="reference", **call, **own)
     on_card = cache.cuda()
-    actual = attngen.attention(q.cuda(), on_card, on_card, package=PACKAGE, **call, **on_gpu(own))
-    close(actual, wanted)
+    out, lse = attngen.attention(q.cuda(), on_card, on_card, package=PACKAGE, **call, **on_gpu(own))
+    close((out / scale, lse), (wanted[0] / scale, wanted[1]))
+
+
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**-17, 2.0**-8, 2.0**7, 2.0**30])
+@pytest.mark.parametrize(("queries", "heads"), [(3, 16), (150, 128)])
+def test_scales_that_need_another_exponent(queries: int, heads: int, scale: float) -> None:
+    dense("listed", batch=1, queries=queries, heads=heads, keys=1000, topk=300, scale=scale)
 
 
 @pytest.mark.parametrize("heads", [1, 16, 64, 65, 128, 200])

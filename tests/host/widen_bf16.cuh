@@ -18,6 +18,4 @@ inline void load_boxes(uint4 (&to)[4], const void* from) {
   for (int i = 0; i < 4; ++i) std::memcpy(&to[i], static_cast<const char*>(from) + 64 * i, 16);
 }
 inline void load_row_scales(float2& to, const void* from) { std::memcpy(&to, from, 8); }
-constexpr int kLineBytes = 128;
-inline void prefetch_line(const void*) {}
 inline void store_chunk(uint32_t to, uint4 chunk) { std::memcpy(place_of_address(to), &chunk, 16); }

@@ -74,6 +74,26 @@ def test_blocks_that_convert_rows_of_one_cache_merge_in_place(kv_dtype: str) -> 
     assert (launch.row_blocks, launch.cluster, launch.merges) == (2, 1, True)
 
 
+@pytest.mark.parametrize(
+    ("entry", "alike"),
+    [
+        ("variant: listed", True),
+        ("variant: listed, kv_dtype: fp8_mla_656", True),
+        ("variant: listed, kv_dtype: fp8_mla_656, layout: varlen", True),
+        ("variant: listed, kv_dtype: fp8_mla_656, layout: paged", False),
+        ("variant: two_caches, kv_dtype: fp8_mla_656", False),
+        ("variant: listed, kv_dtype: fp8_e4m3", False),
+    ],
+)
+def test_each_consumer_computes_s_where_loaders_have_time_for_it(entry: str, alike: bool) -> None:
+    kernel = planned(entry)
+    assert isinstance(kernel.structure, HopperMla)
+    assert kernel.structure.alike == alike
+    assert {role.name for role in kernel.structure.warp_roles} == (
+        {"consumers", "loaders"} if alike else {"scorer", "follower", "loaders"}
+    )
+
+
 def test_two_caches_are_merged_by_a_launch() -> None:
     launch, merge = planned("variant: two_caches, kv_dtype: fp8_mla_656").launches
     assert (launch.cluster, launch.merges, merge.grid) == (1, False, "merged_rows")

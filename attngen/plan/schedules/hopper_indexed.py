@@ -30,6 +30,8 @@ _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
 #: The same where loaders convert rows and a launch merges, for which the follower packs partial results: of loaders, of
 #: the scorer, of the follower. With 160 for the follower it is 1 to 3 % slower, and blocks that merge in place are not.
 _PACKING_REGISTERS = 136, 200, 168
+#: The same where loaders convert rows from 8 bits, and hold half of a tile meanwhile.
+_WIDENING_REGISTERS = 88, 208
 
 #: Heads of a work item up to which products are transposed: with 64 rows, more than half of them would be zeros.
 _FEW_HEADS = 16, 32
@@ -39,19 +41,19 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
     row = row_of_keys(spec.kv_dtype or spec.dtype, spec.head_dim_qk)
-    merges = _merges(spec.variant, row)
+    merges, alike = _merges(spec.variant, row), _alike(spec, row)
     few = _FEW_HEADS if row is None and not spec.variant.masked and spec.variant.score is None else ()
     return hopper_mla.plan_latent(
         spec,
-        _pipes(spec.head_dim_qk, spec.head_dim_v, operands_of(spec), spec.variant),
+        _pipes(spec.head_dim_qk, spec.head_dim_v, operands_of(spec), spec.variant, alike),
         schedule="hopper_indexed",
         label="indexed",
         loads="pointer",
         softmax="lazy",
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
-        products=(3 + 2 * len(few), 6 + 16 * len(few)) if row is None else (1, 2),
-        structure_of=partial(hopper_mla.HopperMla, few_heads=few, merges=merges),
+        products=(3 + 2 * len(few), 6 + 16 * len(few)) if alike else (1, 2),
+        structure_of=partial(hopper_mla.HopperMla, few_heads=few, alike=alike, merges=merges),
         cluster=1 if row is not None else 2,
         least_tiles=1 if _has_extra(spec.variant) and row is not None and row.scales_after_rows else 2,
     )
@@ -68,23 +70,33 @@ def _merges(variant: Variant, row: LatentRow | None) -> bool:
     return row is not None and not _has_extra(variant)
 
 
+def _alike(spec: KernelSpec, row: LatentRow | None) -> bool:
+    """Whether each consumer computes S of every other tile: loaders then have registers for half of a tile alone, and
+    no time to look up pages."""
+    return row is None or (row.scales_in_row and spec.layout != "paged" and not _has_extra(spec.variant))
+
+
 def _has_extra(variant: Variant) -> bool:
     """Whether calls have a second cache beside the first."""
     return variant.keys is not None and LISTS[variant.keys].extra
 
 
-def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands, variant: Variant) -> Pipes:
+def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands, variant: Variant, alike: bool) -> Pipes:
     row = row_of_keys(operands.k.name, head_dim_qk)
     merges = _merges(variant, row)
+    registers: tuple[int, ...] = _REGISTERS
+    if row is not None:
+        registers = _WIDENING_REGISTERS if alike else hopper_mla.WIDENING_REGISTERS if merges else _PACKING_REGISTERS
     return indexed_pipes(
-        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row, merges=merges,
-        registers=_REGISTERS if row is None else hopper_mla.WIDENING_REGISTERS if merges else _PACKING_REGISTERS,
+        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row, alike=alike, merges=merges,
+        registers=registers,
     )  # fmt: skip
 
 
 def indexed_pipes_of(plan: Plan) -> Pipes:
     """Return the pipes of a planned kernel."""
-    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands, plan.variant)
+    assert isinstance(plan.structure, hopper_mla.HopperMla)
+    return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands, plan.variant, plan.structure.alike)
 
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:

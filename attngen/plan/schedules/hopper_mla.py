@@ -56,6 +56,7 @@ class HopperMla(HopperDecode):
     merged_rows: int  # of a block of the launch that merges partial results
     raise_above: str = ""  # literal: growth of the running max, in units of log2, at which a lazy row max follows
     few_heads: tuple[int, ...] = ()  # widths, ascending, of transposed products, whose columns are the rows of an item
+    alike: bool = True  # each consumer computes S of every other tile; else one of them computes S of all tiles
     merges: bool = False  # blocks merge partial results of the items that they share; else a second launch does
 
     @property
@@ -80,7 +81,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
         products=(2 + 2 * len(few), 5 + 16 * len(few)) if row is None else (1, 2),
-        structure_of=partial(HopperMla, few_heads=few, merges=True),
+        structure_of=partial(HopperMla, few_heads=few, alike=row is None, merges=True),
         cluster=1,
         whole_tiles=_WHOLE_TILES,
     )

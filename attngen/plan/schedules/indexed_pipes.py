@@ -20,11 +20,14 @@ from attngen.plan.schedules.mla_pipes import (
 
 #: Order of the regions of shared memory: matrices first, which need the most alignment.
 _ORDER = (
-    "q", "values", "more", "p", "row_max", "sums", "keys", "barriers", "begin", "walks", "parts", "last", "counts",
-    "unfinished",
+    "q", "values", "more", "p", "row_max", "sums", "keys", "largest", "barriers", "begin", "walks", "seldom", "parts",
+    "last", "counts", "unfinished",
 )  # fmt: skip
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _WORD = 4
+
+#: What each warp of the loaders keeps in shared memory where its registers hold rows that become fp16.
+_SELDOM_BYTES = 64
 
 #: At least the bytes of a part of a work item, as kernels have it.
 PART_BYTES = 128
@@ -37,12 +40,14 @@ def indexed_pipes(
     element: int,
     registers: tuple[int, ...],
     latent_row: LatentRow | None = None,
+    alike: bool = True,
     merges: bool = False,
 ) -> Pipes:
     """Pipes of a kernel with rows of ``qk`` columns, the first ``v`` of them values, of ``element`` bytes.
 
     ``registers`` are those of a thread of the loaders, and of a consumer. ``latent_row``: how rows lie in memory, if
-    loaders convert them. ``merges``: blocks merge the partial results of items that they share.
+    loaders convert them. ``alike``: each consumer computes S of every other tile; else one of them that of all tiles.
+    ``merges``: blocks merge the partial results of items that they share.
     """
     box = KEYS * BOX_COLUMNS * element
     threads = 32 * WARPGROUP
@@ -51,8 +56,9 @@ def indexed_pipes(
         "row_max": ROWS * _WORD,
         "sums": CONSUMERS * ROWS * _WORD,
         "keys": TILES * KEYS * _WORD,
+        **({"largest": 2 * WARPGROUP * _WORD, "seldom": WARPGROUP * _SELDOM_BYTES} if alike and latent_row else {}),
         "begin": WALK_BYTES,
-        **({"walks": WARPGROUP * WALK_BYTES} if latent_row else {}),
+        **({"walks": WARPGROUP * WALK_BYTES} if latent_row and not alike else {}),
         "parts": 2 * PART_BYTES,
         "last": BARRIER_BYTES,
         "counts": _WARPS * COUNT_BYTES,
@@ -102,7 +108,7 @@ def indexed_pipes(
                         "columns that are no values",
                         "the consumer of the tile",
                         gathered,
-                        ", and P in their place until the other one has" if latent_row is None else "",
+                        ", and P in their place until the other one has" if alike else "",
                     )
                 ]
                 if more
@@ -114,12 +120,17 @@ def indexed_pipes(
             NamedBarrier("published", 2, 2, CONSUMERS * threads, "P of a consumer's tile is in shared memory"),
             *(
                 [NamedBarrier("multiplied", 4, 2, threads, "all warps of a consumer have computed S")]
-                if more and latent_row is None
+                if more and alike
+                else []
+            ),
+            *(
+                [NamedBarrier("loaders", 6, 1, threads, "all loaders have left the largest scale of a part")]
+                if alike and latent_row
                 else []
             ),
         ),
         roles=(
-            *consumer_roles(consumers, converts=latent_row is not None),
+            *consumer_roles(consumers, alike),
             Role("loaders", first, WARPGROUP, producer),
         ),
         order=_ORDER,

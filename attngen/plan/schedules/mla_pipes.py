@@ -45,10 +45,10 @@ def converted_ring(name: str, stages: int, bytes_of: int, guards: str, readers: 
     )  # fmt: skip
 
 
-def consumer_roles(registers: Sequence[int], converts: bool) -> tuple[Role, ...]:
-    """Roles of the consumers: alike, or, where loaders convert rows and need their registers, one that computes S of
-    all tiles, and one that follows it."""
-    if not converts:
+def consumer_roles(registers: Sequence[int], alike: bool) -> tuple[Role, ...]:
+    """Roles of the consumers: alike, or, where loaders need their registers, one that computes S of all tiles, and one
+    that follows it."""
+    if alike:
         return (Role("consumers", 0, WARPGROUP * CONSUMERS, registers[0]),)
     names = "scorer", "follower"
     return tuple(Role(name, WARPGROUP * i, WARPGROUP, registers[i]) for i, name in enumerate(names))
@@ -110,7 +110,7 @@ def mla_pipes(
                 NamedBarrier("consumers", 1, 1, CONSUMERS * threads, "Q and row sums are there, or have been read"),
                 NamedBarrier("published", 2, 2, CONSUMERS * threads, "P is in shared memory, or has been multiplied"),
             ),
-            roles=(*consumer_roles(consumers, converts=True), Role("loader", first, WARPGROUP, producer)),
+            roles=(*consumer_roles(consumers, alike=False), Role("loader", first, WARPGROUP, producer)),
             order=_ORDER,
             others=tuple(others.items()),
         )
@@ -143,7 +143,7 @@ def mla_pipes(
             NamedBarrier("zeroed", 4, 2, threads, "a consumer has cleared the values after the last key"),
             NamedBarrier("scored", 6, 1, CONSUMERS * threads, "S of the first consumer's tile is issued"),
         ),
-        roles=(*consumer_roles(consumers, converts=False), Role("loader", first, WARPGROUP, producer)),
+        roles=(*consumer_roles(consumers, alike=True), Role("loader", first, WARPGROUP, producer)),
         order=_ORDER,
         others=tuple(others.items()),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from attngen.lang.listed import LISTS
 from attngen.plan.model import Plan
 from attngen.plan.schedules.hopper_indexed import indexed_pipes_of
+from attngen.plan.schedules.hopper_mla import HopperMla
 from attngen.render.pipes import pipes_view
 from attngen.render.views.hopper_decode import DecodeView, decode_view, split_view
 
@@ -17,6 +18,8 @@ _REGION_TEXTS = {
     "keys": "entries of the list, or which rows exist",
     "q_full": "barriers", "q_empty": "barriers", "values_full": "barriers", "values_empty": "barriers",
     "more_full": "barriers", "more_empty": "barriers", "begin": "where the worker's range of the list begins",
+    "largest": "largest scales of the last two parts, one for each warp of the loaders",
+    "seldom": "what each warp of the loaders needs seldom",
     "parts": "two parts of work items: one that consumers work on, and the next",
     "walks": "where each warp of the loaders is in it",
     "last": "whether this block is the last of its item", "counts": "chunks and items that each warp has counted",
@@ -27,8 +30,10 @@ _REGION_TEXTS = {
 def indexed_view(plan: Plan, template: str) -> DecodeView:
     """View of a kernel of latent attention."""
     view = _listed(plan, split_view(plan, template, pipes_view(indexed_pipes_of(plan)), _REGION_TEXTS))
-    kind = "" if plan.latent_row is None else "widening_"
-    return replace(view, loader=f"cuda/indexed/_{kind}loader.cu.j2", consumer=f"cuda/indexed/_{kind}consumer.cu.j2")
+    assert isinstance(plan.structure, HopperMla)
+    consumer = "consumer" if plan.structure.alike else "widening_consumer"
+    loader = "loader" if plan.latent_row is None else "fp16_loader" if plan.structure.alike else "widening_loader"
+    return replace(view, loader=f"cuda/indexed/_{loader}.cu.j2", consumer=f"cuda/indexed/_{consumer}.cu.j2")
 
 
 def mma_indexed_view(plan: Plan, template: str) -> DecodeView:
