@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attngen.dtypes import DTYPES
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, rewrite, walk
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, own, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.ranges import Range
 from attngen.lang.variant import Tensor, Variant
@@ -18,6 +18,8 @@ _KINDS, _BYTES = frozenset({"float", "int"}), frozenset({1, 2, 4})
 LANES = 32
 MOST_HELD = 2 * LANES
 
+#: Any integer, in a condition on a bias.
+_ANY = own("any integer")
 #: Last two indices of a bias, and the indices allowed before them, which are constant over a tile.
 _PAIR, _OF_TILE = (Var("q", Type.INT), Var("kv", Type.INT)), frozenset({"b", "h", "hk"})
 _MOST_AXES = 5  # of a tensor map
@@ -112,6 +114,30 @@ def lookups(variant: Variant, room: int, most: int = LANES) -> frozenset[Load]:
     around = rewrite(score, lambda node: Var("s", Type.FLOAT) if node in held else None)
     chooses = any(isinstance(node, Op) and node.op == "select" for node in walk(around))
     return frozenset() if chooses else held
+
+
+def hiding_entries(variant: Variant, room: int, most: int = LANES) -> Load | None:
+    """The integer bias that alone decides which pairs are visible, where the score adds an entry of a table that lanes
+    hold at that integer: entries that hide a pair may then be −inf, so that no pair is masked. None otherwise."""
+    held = lookups(variant, room, most)
+    if len(held) != 1 or variant.score is None:
+        return None
+    (load,) = held
+    integer, more = asked_by(load.indices[-1])
+    assert isinstance(integer, Load)
+    low, high = variant.ranges[integer.tensor]
+    mask, score = (rewrite(each, fold_literals) for each in (variant.mask, variant.score))
+    read = set(walk(rewrite(mask, lambda node: _ANY if node == integer else None)))
+    alone = _ANY in read and not any(isinstance(node, Load | Var) and node != _ANY for node in read)
+    return integer if alone and not more and low >= 0 and high < most and _adds_once(score, load) else None
+
+
+def _adds_once(score: Expr, load: Load) -> bool:
+    """Whether a score is a sum of the load and of terms without it."""
+    if isinstance(score, Op) and score.op == "add":
+        holding = [part for part in score.args if load in walk(part)]
+        return len(holding) == 1 and _adds_once(holding[0], load)
+    return score == load
 
 
 def asked_by(index: Expr) -> tuple[Expr, int]:

@@ -124,6 +124,8 @@ class Structure(StructureFields):
     distance_values: int = 0  # values of each distance of a query from a key that the score reads: with either tile
     biases: int = 0  # elements that the score reads at [..., q, kv], of which tiles come with those of K or Q
     bias_bytes: int = 0  # for each pair, of all of these together
+    hides_by_entries: bool = False  # entries of a small table that lanes hold are −inf where the mask hides pairs
+    table_bytes: int = 0  # of small tables that the score reads at computed indices, of which each consumer has a copy
     relative: bool = False  # a term of the score subtracts the row max, so that logits are relative to it
     lane_sum_log2: int = 0  # log2 of the most that a lane may sum in a step after a new row max; 0: no limit
 

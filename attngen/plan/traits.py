@@ -16,6 +16,7 @@ from attngen.lang.literals import fold_literals
 from attngen.lang.runs import by_position, score_by_position
 from attngen.lang.separate import KEYS, ROWS, asked, costly_values, largest_values, narrow_tensors
 from attngen.lang.simplify import TRUE
+from attngen.lang.tables import tables, with_places
 from attngen.lang.variant import Variant
 from attngen.schema.kernel_spec import KernelSpec
 
@@ -98,12 +99,15 @@ class KeyValues:
 NO_KEY_VALUES = KeyValues((), (), ())
 
 
-def key_values(variant: Variant, heads: Heads = "single", *, fast_math: bool, bits: bool = False) -> KeyValues:
+def key_values(
+    variant: Variant, heads: Heads = "single", *, fast_math: bool, bits: bool = False, tabled: bool = False
+) -> KeyValues:
     """Values of a key, the same for all rows of a tile, that the loader of a forward may compute.
 
-    ``bits``: a tile map has the mask as bits, so that only the score is left.
+    ``bits``: a tile map has the mask as bits, so that only the score is left. ``tabled``: consumers hold the small
+    tables that it reads.
     """
-    score = _key_values_of_score(variant, heads, fast_math)
+    score = _key_values_of_score(variant, heads, fast_math, tabled)
     if bits:
         return KeyValues((), score, ())
     divided, loads = key_divisions(variant, heads), key_loads(variant, heads)
@@ -118,13 +122,14 @@ def key_divisions(variant: Variant, heads: Heads = "single") -> tuple[Expr, ...]
 
 
 @lru_cache(maxsize=256)
-def _key_values_of_score(variant: Variant, heads: Heads, fast_math: bool) -> tuple[Expr, ...]:
+def _key_values_of_score(variant: Variant, heads: Heads, fast_math: bool, tabled: bool) -> tuple[Expr, ...]:
     """Parts of a logit that depend on the key alone and load, divide or call a function."""
     if variant.score is None:
         return ()
     logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math, heads=heads)
     others = _beside_keys(variant, heads) | {PRODUCT.name}
-    return largest_values(logit.value, KEYS, others, narrow_tensors(variant))
+    value = with_places(logit.value, tables(logit.value, variant)) if tabled else logit.value
+    return largest_values(value, KEYS, others, narrow_tensors(variant))
 
 
 @lru_cache(maxsize=256)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from attngen.dtypes import dtype
-from attngen.lang.biases import LANES, MOST_HELD, asked_by, biases, box_bytes, element_bytes, lookups
+from attngen.lang.biases import LANES, MOST_HELD, asked_by, biases, box_bytes, element_bytes, hiding_entries, lookups
 from attngen.lang.emit import Binding
 from attngen.lang.folding import LOG2E
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, spelled
@@ -18,9 +19,13 @@ from attngen.plan.model import Plan
 from attngen.plan.symbols import extent_name, map_name, strides
 from attngen.render.cuda_statements import int_constant
 
+#: Axes up to which there is a copy of tiles that are read once.
+_MOST_AXES_ONCE = 4
+
 #: The number of a lane.
 LANE = own("lane")
 _LANE_ABOVE = Op("add", (LANE, Const(LANES, Type.INT)), Type.INT)
+_MINUS_INFINITY = Const(-math.inf, Type.FLOAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Bias:
     box_bytes: int  # of a row of one copy, over which it is swizzled
     map: str  # name of the tensor map
     places: tuple[str, ...]  # coordinates of a tile along the axes before that of queries, the last axis first
+    load_box: str  # what copies a tile: one that no other head reads need not stay in L2
     lines: tuple[Statement, ...]  # that compute these coordinates
 
 
@@ -75,6 +81,7 @@ def _bias(plan: Plan, load: Load, suffix: str, before: int) -> Bias:
         value = f"{{{step}}} == 0 && {{{extent}}} > 1 ? 0 : {{{index.name}}}"
         lines.append(int_constant(name, value))
         places.append(name)
+    by_head = any("h" in names(index) for index in load.indices[:-2])
     return Bias(
         load=load,
         symbol=own(f"bias{suffix}", load.type),
@@ -87,6 +94,7 @@ def _bias(plan: Plan, load: Load, suffix: str, before: int) -> Bias:
         box_bytes=box_bytes(_keys_of_tile(plan), dtype(tensor.dtype).bytes),
         map=map_name(tensor.name),
         places=tuple(reversed(places)) or ("0",),  # a tensor map has at least three axes
+        load_box="load_box_once" if by_head and len(load.indices) <= _MOST_AXES_ONCE else "load_box",
         lines=tuple(lines),
     )
 
@@ -178,7 +186,23 @@ def with_lookups(plan: Plan, values: Sequence[Expr]) -> tuple[list[Expr], tuple[
 
     changed = [rewrite(value, rule) for value in values]
     read = frozenset[str]().union(*map(names, changed))
-    return changed, tuple(each for each in asked.values() if each.symbol.name in read)
+    wanted = [each for each in asked.values() if each.symbol.name in read]
+    if plan.structure.hides_by_entries:
+        wanted = [_hiding(plan, each, most) for each in wanted]
+    return changed, tuple(wanted)
+
+
+def _hiding(plan: Plan, asked: Lookup, most: int) -> Lookup:
+    """The lookup with entries of −inf where the mask hides a pair that asks for them."""
+    integer, mask = hiding_entries(plan.variant, plan.structure.bias_bytes, most), plan.variant.mask
+    assert integer is not None
+    numbers: tuple[Expr, ...] = (LANE, _LANE_ABOVE)
+    symbols: list[dict[Expr, Expr]] = [{integer: number} for number in numbers]
+    values = tuple(
+        Op("select", (rewrite(mask, each.get), value, _MINUS_INFINITY), Type.FLOAT)
+        for each, value in zip(symbols, asked.values, strict=False)
+    )
+    return replace(asked, values=values)
 
 
 def lookup_bindings(plan: Plan, asked: Iterable[Lookup], element: str) -> dict[str, Binding]:

@@ -53,6 +53,7 @@ from attngen.render.cuda_tiles import TileBounds, with_corners
 from attngen.render.distance_values import DistanceValues, distance_values_of, taking_distance_values
 from attngen.render.expressions import CUDA, QUERIES, emit_for, scalar_bindings, start_bindings
 from attngen.render.key_values import HELD, fields_of, taken
+from attngen.render.tables import SharedTable, placed, with_tables
 from attngen.render.tensor_gradients import weighted, weighted_slope, weights
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
@@ -102,6 +103,7 @@ class Probabilities:
     query_values: QueryValues | None
     distance_values: DistanceValues | None
     visible: Steps | None
+    tables: tuple[SharedTable, ...]  # of which consumers hold copies
 
 
 def probabilities(plan: Plan) -> Probabilities:
@@ -111,11 +113,13 @@ def probabilities(plan: Plan) -> Probabilities:
     slope = weighted_slope(plan, derivative(variant, fast_math=plan.fast_math))
     kept = weights(plan)
     of_query, of_distance = score_values(plan), distance_score_values(plan)
-    value = with_score_values(logit.value, [*of_query, *of_distance])
+    derivatives = [*([] if slope.varying is None else [slope.varying]), *(varying for _, varying in kept)]
+    (value, *derivatives), shared_tables = with_tables(
+        plan, [logit.value, *derivatives], (each.expr for each in of_distance)
+    )
+    value = with_score_values(value, [*of_query, *of_distance])
     value = split_queries(value) if plan.fast_math else value
-    varying = () if slope.varying is None else (with_biases(plan, slope.varying),)
-    roots = [with_biases(plan, value), logit.multiplier, *varying]
-    roots += [with_biases(plan, varying) for _, varying in kept]
+    roots = [with_biases(plan, value), logit.multiplier, *(with_biases(plan, each) for each in derivatives)]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
     both: list[Steps] = []
     distances = distance_values_of(plan, ())
@@ -126,8 +130,12 @@ def probabilities(plan: Plan) -> Probabilities:
         biased, asked = with_lookups(plan, roots)
         entries = held_entries(plan, asked, bound, lane="lane_of_warp()", inner="q")
         bound |= lookup_bindings(plan, asked, "2 * {i} + {j}")
-        scored = emit_for(plan, CUDA, biased, bound, inner="q")
-        hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], list(scored.body)
+        # a place in a table is inside of it, whatever the query
+        before, places = placed(plan, shared_tables, bound | {"q": Binding("q_any", _Q)}, inner="q")
+        bound |= {each.symbol.name: each.binding for each in shared_tables}
+        scored = emit_for(plan, CUDA, biased, bound, inner="q", taken=declared([*before, *places]))
+        entries = [*entries, *before]
+        hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], [*places, *scored.body]
         if slope.varying is not None:
             body.append(constant("float", "derivative", scored.results[2]))
         for (number, _), result in zip(kept, scored.results[len(scored.results) - len(kept) :], strict=True):
@@ -165,6 +173,7 @@ def probabilities(plan: Plan) -> Probabilities:
         query_values=query_values,
         distance_values=distances,
         visible=_visible(plan) if plan.mask_words else None,
+        tables=shared_tables,
     )
 
 
@@ -292,6 +301,8 @@ def _query_lines(read: frozenset[str]) -> list[Statement]:
     if not read.isdisjoint(_COLUMN_NAMES):
         nearest = "min({q_first} + 8 * {i} + {j}, {seqlen_q} - 1)"
         lines.append(int_constant("q_row", nearest, comment="rows after the end repeat the last one"))
+    if "q_any" in read:
+        lines.append(int_constant("q_any", "{q_first} | 8 * {i} + {j}"))
     return lines + number_queries(read, "{q_row} + {row_shift}")
 
 

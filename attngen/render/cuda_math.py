@@ -39,6 +39,7 @@ from attngen.render.cuda_statements import (
     row_shift,
 )
 from attngen.render.expressions import CUDA, LOGIT_SCALE, emit_for, in_product, scalar_bindings, start_bindings
+from attngen.render.tables import SharedTable, placed, with_tables
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed", "position")
@@ -88,6 +89,7 @@ class Logits:
     multiplier: Code
     drops_products: bool
     cap_scale: Code | None  # of a soft-capped score: what leads to the argument of tanh
+    tables: tuple[SharedTable, ...]  # of which consumers hold copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +116,13 @@ def logits(plan: Plan) -> Logits:
     folded = fold_logit(score_by_position(variant), variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
     of_key, of_distance = score_values(plan), distance_score_values(plan)
 
-    def evaluated(value: Expr) -> Expr:
-        value = with_score_values(value, [*of_key, *of_distance])
-        return split_keys(value) if plan.fast_math else value
-
-    value, argument = evaluated(folded.value), evaluated(argument_of(folded.value))
+    of_tile = [*of_key, *of_distance]
+    whole = [folded.value, argument_of(folded.value)]
+    whole, shared_tables = with_tables(plan, whole, (each.expr for each in of_distance))
+    value, argument = (with_score_values(each, of_tile) for each in whole)
+    shared_tables = tuple(each.with_values(lambda place: with_score_values(place, of_key)) for each in shared_tables)
+    if plan.fast_math:
+        value, argument = split_keys(value), split_keys(argument)
     if plan.structure.relative:
         value = subtract(value, _COUNTED_FROM) or value
     scale = cap_scale(folded, plan.box_heads)
@@ -137,8 +141,11 @@ def logits(plan: Plan) -> Logits:
         (biased,), asked = with_lookups(plan, [with_biases(plan, evaluates)])
         entries = held_entries(plan, asked, bound, lane="lane")
         bound |= lookup_bindings(plan, asked, "{i}")
-        scored = emit_for(plan, CUDA, [biased, folded.multiplier, *more], bound)
-        hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], list(scored.body)
+        before, places = placed(plan, shared_tables, bound)
+        bound |= {each.symbol.name: each.binding for each in shared_tables}
+        scored = emit_for(plan, CUDA, [biased, folded.multiplier, *more], bound, taken=declared([*before, *places]))
+        entries = [*entries, *before]
+        hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], [*places, *scored.body]
         of_mask: frozenset[str] = frozenset()
         costly: tuple[str, ...] = ()
         cases: tuple[Case, ...] = ()
@@ -171,7 +178,7 @@ def logits(plan: Plan) -> Logits:
         multiplier = leaf("scale_log2e")
     capped = None if scale is None else scored.results[2]
     drops, seen = _drops_products(folded.value), _visible(plan) if plan.mask_words else None
-    return Logits(tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped)
+    return Logits(tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped, shared_tables)
 
 
 def held_entries(
@@ -194,7 +201,8 @@ def planned_key_values(plan: Plan) -> KeyValues:
     if not plan.structure.key_values:
         return NO_KEY_VALUES
     bits = plan.iteration == "tile_map"
-    values = key_values(plan.variant, plan.box_heads, fast_math=plan.fast_math, bits=bits)
+    tabled = plan.structure.table_bytes > 0
+    values = key_values(plan.variant, plan.box_heads, fast_math=plan.fast_math, bits=bits, tabled=tabled)
     return values.first(plan.structure.key_values)
 
 
@@ -346,14 +354,20 @@ def _key_lines(plan: Plan, read: frozenset[str], held: Iterable[str]) -> list[St
             return [*lines, *_key_places(read)]
         second = "{i} % 2" if plan.structure.lane_keys_apart == 1 else f"{plan.structure.lane_keys_apart} * ({{i}} % 2)"
         lines.append(int_constant("key", f"8 * ({{i}} / 2) + {second}", comment="from the first one of the lane"))
-    return [*lines, *_key_places(read)]
+    return [*lines, *_key_places(read, "|" if has_tables_by_bits(plan) else "+")]
 
 
-def _key_places(read: frozenset[str]) -> list[Statement]:
+def has_tables_by_bits(plan: Plan) -> bool:
+    """Whether the places in tables are found from the number of a tile and that of a key in it as bits of one number,
+    of which the compiler knows more than of a sum."""
+    return plan.structure.table_bytes > 0 and plan.tile_n & (plan.tile_n - 1) == 0 and not plan.structure.end_aligned
+
+
+def _key_places(read: frozenset[str], joined_by: str = "+") -> list[Statement]:
     """Statements that name the place of a key, as far as it is read, from its distance to the first one."""
     lines = []
     if read & {"kv", "kv_packed"}:
-        lines.append(int_constant("kv", "{kv_first} + {key}"))
+        lines.append(int_constant("kv", f"{{kv_first}} {joined_by} {{key}}"))
     if "kv_packed" in read:
         lines.append(int_constant("kv_packed", "{k_begin} + {kv}"))
     return lines

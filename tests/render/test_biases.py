@@ -122,6 +122,32 @@ def test_entries_of_small_tables_are_held_by_lanes(table: str, mask: str, held: 
     assert (held in text) if held else ("entry_of" not in text)
 
 
+HIDING = "bias: {{dtype: int8, shape: [seqlen_q, seqlen_k]{}}}, table: {{dtype: fp32, shape: [h, 6]}}"
+IN_RANGE = ", range: {min: 0, max: 4}"
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "values", "hides"),
+    [
+        ("s + table[h, bias[q, kv]]", "bias[q, kv] <= 2", IN_RANGE, True),
+        ("s * 0.5 + (table[h, bias[q, kv]] - 1.0)", "bias[q, kv] != 1 and bias[q, kv] < 4", IN_RANGE, False),
+        ("s * 0.5 + (table[h, bias[q, kv]] + 1.0)", "bias[q, kv] != 1 and bias[q, kv] < 4", IN_RANGE, True),
+        ("s + table[h, bias[q, kv]]", "bias[q, kv] <= 2", "", False),  # any integer
+        ("s + table[h, bias[q, kv]]", "bias[q, kv] <= 2 and kv <= q_pos", IN_RANGE, False),
+        ("s + table[h, bias[q, kv]]", "True", IN_RANGE, False),
+        ("s * table[h, bias[q, kv]]", "bias[q, kv] <= 2", IN_RANGE, False),
+        ("s + table[h, bias[q, kv]] + tanh(table[h, bias[q, kv]])", "bias[q, kv] <= 2", IN_RANGE, False),
+    ],
+)
+def test_entries_hide_pairs(score: str, mask: str, values: str, *, hides: bool) -> None:
+    forward, passed = scored(score, HIDING.format(values), mask), backward(score, HIDING.format(values), mask)
+    for plan in (forward, passed):
+        assert plan.structure.hides_by_entries == hides
+        text = render(plan).text
+        assert (": -kInfinity;" in text) == hides
+        assert ("Entries of the table hide pairs" in text) == hides
+
+
 def test_a_single_number_beside_a_bias_is_no_table() -> None:
     tensors = f"{OF_HEADS}, gate: {{dtype: float32, shape: []}}"
     text = render(scored("s * gate + bias[h, q, kv]", tensors)).text
@@ -199,7 +225,7 @@ def test_the_loader_of_queries_brings_them_for_each_consumer() -> None:
     tensors = "bias: {dtype: bf16, shape: [b, h, seqlen_q, seqlen_k]}"
     text = render(backward("s + bias[b, h, q, kv]", tensors)).text
     loader, consumer = text.split("// A consumer: 64 keys.")
-    assert "load_box(to, map_u_bias, ring.full(), kv_start + 64 * consumer, q_start, bias_h, bias_b);" in loader
+    assert "load_box_once(to, map_u_bias, ring.full(), kv_start + 64 * consumer, q_start, bias_h, bias_b);" in loader
     assert "const int bias_h = stride_u_bias_1 == 0 && extent_u_bias_1 > 1 ? 0 : h;" in loader
     assert "u_bias[" not in text
     assert "element_of<bf16>(bias_pairs, 2 * i + j, row)" in consumer

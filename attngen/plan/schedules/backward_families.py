@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from attngen.lang.biases import MOST_HELD, without_biases
 from attngen.lang.ir import names
 from attngen.lang.simplify import TRUE
+from attngen.lang.tables import tables, without_tables
 from attngen.lang.variant import Variant
 from attngen.plan.choices import iteration_of
 from attngen.plan.own_gradients import derivative, gradients_of
@@ -44,6 +45,7 @@ class Brought:
 
     bias_bytes: int  # of tiles of biases, for each pair
     by_distance: int  # values of each distance of a query from a key
+    table_bytes: int = 0  # of small tables, of which consumers hold copies
 
 
 NOTHING = Brought(0, 0)
@@ -106,7 +108,11 @@ def varies(spec: KernelSpec) -> bool:
 def per_pair_of(spec: KernelSpec, brought: Brought) -> Variant:
     """The variant without what the loader stores: what consumers load and compute for each pair."""
     variant = without_biases(spec.variant, brought.bias_bytes, MOST_HELD) if brought.bias_bytes else spec.variant
-    return without_distance_values(variant, fast_math=spec.fast_math) if brought.by_distance else variant
+    if brought.by_distance:
+        variant = without_distance_values(variant, fast_math=spec.fast_math)
+    if brought.table_bytes and variant.score is not None:
+        variant = replace(variant, score=without_tables(variant.score, tables(variant.score, spec.variant)))
+    return variant
 
 
 def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:

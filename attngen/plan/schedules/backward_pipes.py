@@ -18,8 +18,8 @@ DQ_BLOCK_BYTES, DQ_BLOCK_TAKEN_BYTES = 64 * 32 * 4, 32
 
 #: Shared memory in its order: matrices first, which need the most alignment.
 _ORDER = (
-    "k", "v", "q", "dout", "ds", "dq", "dq_block", "biases", "lse", "delta", "query_values", "distance_values", "work",
-    "step", "ds_step", "barriers", "dq_block_taken", "sum_tile",
+    "k", "v", "q", "dout", "ds", "dq", "dq_block", "biases", "lse", "delta", "query_values", "distance_values",
+    "tables", "work", "step", "ds_step", "barriers", "dq_block_taken", "sum_tile",
 )  # fmt: skip
 
 
@@ -133,13 +133,14 @@ def backward_pipes(
         empty=Signal(warps, "each warp of the consumer", "warps have read the biases of their keys"),
         stored=(("biases", roles.bias_bytes * tile_m * KEYS_OF_CONSUMER),),
     )  # fmt: skip
+    tables = (("tables", consumers * roles.table_bytes),) if roles.table_bytes else ()
     sums = SUMS * (ORDERED_SUM_BYTES if roles.ordered else CUT_SUM_BYTES if roles.cuts else SUM_BYTES)
     return Pipes(
         (*kv, q, dout, dq, *([biases] if roles.biases else []), work, dq_block, ds),
         named=_named(roles),
         roles=roles.warp_roles,
         order=_ORDER,
-        others=(("sum_tile", sums),),  # read after dq_full, and written 8 steps later: more than are in flight
+        others=(*tables, ("sum_tile", sums)),  # read after dq_full, and written 8 steps later: more than are in flight
     )
 
 

@@ -10,6 +10,8 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.lang.biases import element_bytes, lookups, reads_integers, rooms, without_biases
 from attngen.lang.runs import TILE, positions
 from attngen.lang.simplify import TRUE
+from attngen.lang.tables import ENTRY_BYTES, Table, tables, without_tables
+from attngen.lang.variant import Variant
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.schedules.forward_memory import BOX_BYTES, TRANSPOSED_BYTES, is_paged, operand_widths
 from attngen.plan.schedules.forward_registers import FEWER_KEYS
@@ -108,6 +110,7 @@ class Candidate:
     tile_n: int  # of the choice, or fewer
     bias_bytes: int  # of tiles of biases, for each pair
     by_distance: int  # values of each distance of a query from a key
+    table_bytes: int  # of small tables, of which consumers hold copies
 
 
 def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candidate]:
@@ -117,10 +120,7 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
     tiles, fewer keys. With biases, fewer consumers are tried for each, since a tile of fewer rows leaves more room.
     """
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
-    for tiled, by_distance in dict.fromkeys(product((*_rooms(spec), 0), (_distance_values(spec), 0))):
-        per_pair = without_biases(spec.variant, tiled) if tiled else spec.variant
-        if by_distance:
-            per_pair = without_distance_values(per_pair, fast_math=spec.fast_math)
+    for tiled, by_distance, table_bytes, per_pair in _brought(spec):
         families = _families(replace(spec, variant=per_pair), iteration)
         if tiled and "window" not in families and not ("gather" in families and reads_integers(spec.variant, tiled)):
             families |= {"biased" if tiled > 1 else "narrow_bias"}
@@ -146,7 +146,20 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
         usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
         choices = (choice, replace(choice, consumers=_FEW_CONSUMERS)) if tiled else (choice,)
         for tile_n, one in product((spec.tile_n or usual, *fewer), choices):
-            yield Candidate(one, tile_n, tiled, by_distance)
+            yield Candidate(one, tile_n, tiled, by_distance, table_bytes)
+
+
+def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:
+    """Yield the bytes of biases for each pair, values of each distance and bytes of tables that consumers find in
+    shared memory, the most first, and the variant without these: what they load and compute for each pair."""
+    for tiled, by_distance in dict.fromkeys(product((*_rooms(spec), 0), (_distance_values(spec), 0))):
+        per_pair = without_biases(spec.variant, tiled) if tiled else spec.variant
+        if by_distance:
+            per_pair = without_distance_values(per_pair, fast_math=spec.fast_math)
+        if held := _tables(spec, per_pair):
+            score = without_tables(per_pair.score, held) if per_pair.score is not None else None
+            yield tiled, by_distance, ENTRY_BYTES * sum(each.entries for each in held), replace(per_pair, score=score)
+        yield tiled, by_distance, 0, per_pair
 
 
 def _faster(spec: KernelSpec, usual: Choice, columns: int) -> Choice:
@@ -199,6 +212,14 @@ def _distance_values(spec: KernelSpec) -> int:
     if is_paged(spec) or spec.pack_gqa or spec.split_tiles:
         return 0
     return len(distance_values_of_score(spec.variant, fast_math=spec.fast_math))
+
+
+def _tables(spec: KernelSpec, per_pair: Variant) -> tuple[Table, ...]:
+    """The tables that a score still reads ``per_pair``, of which consumers may hold copies: where the rows of a tile
+    are those of one head, and one block has all of their keys."""
+    if spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles or per_pair.score is None:
+        return ()
+    return tables(per_pair.score, spec.variant)
 
 
 def _families(spec: KernelSpec, iteration: str) -> frozenset[str]:

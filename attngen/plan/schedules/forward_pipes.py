@@ -20,7 +20,7 @@ _TRANSPOSERS = 2  # warps
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
     "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "barriers", "tile_scales", "key_values",
-    "distance_values", "tile_info",
+    "distance_values", "tables", "tile_info",
 )  # fmt: skip
 
 
@@ -138,12 +138,13 @@ def forward_pipes_of(plan: Plan) -> Pipes:
 def _others(
     roles: HopperForward, tile_m: int, tile_n: int, stages: int, qk: int, v: int, operands: Operands
 ) -> tuple[tuple[str, int], ...]:
-    """Regions that no ring hands over: O for its store, or the memory of partial results beyond that of Q, K and V,
-    which they reuse at the end."""
+    """Regions that no ring hands over: tables of the score, and O for its store, or the memory of partial results
+    beyond that of Q, K and V, which they reuse at the end."""
+    tables = (("tables", roles.consumers * roles.table_bytes),) if roles.table_bytes else ()
     if roles.staged:
-        return (("out", tile_m * roles.out_columns * operands.out.bytes),)
+        return (("out", tile_m * roles.out_columns * operands.out.bytes), *tables)
     if not roles.shares:
-        return ()
+        return tables
     places = roles.q_stages * tile_m * qk * operands.q.bytes
     places += stages * tile_n * (qk * operands.k.bytes + v * operands.v.bytes)
     more = tile_m * (v + ROW_PADDING) * operands.accumulator.bytes - places
@@ -156,6 +157,7 @@ def _named(roles: HopperForward, each: str) -> tuple[NamedBarrier, ...]:
     meets = [
         *(["O"] if roles.staged else []),
         *(["parts"] if roles.cuts else []),
+        *(["tables"] if roles.table_bytes else []),
         *(["skipped tiles"] if roles.skips and not roles.pingpong else []),
     ]
     barriers = []

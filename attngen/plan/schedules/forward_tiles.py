@@ -11,7 +11,7 @@ from typing import Any
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
-from attngen.lang.biases import biases
+from attngen.lang.biases import biases, hiding_entries
 from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.simplify import TRUE
 from attngen.plan.choices import refuse
@@ -130,7 +130,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     staged = spec.epilogue != "direct" and not spec.split_tiles
     values = key_values(
         spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math,
-        bits=iteration == "tile_map",
+        bits=iteration == "tile_map", tabled=candidate.table_bytes > 0,
     )  # fmt: skip
     if is_paged(spec):
         values = NO_KEY_VALUES
@@ -164,6 +164,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
         biases=len(biases(spec.variant, candidate.bias_bytes)),
         bias_bytes=candidate.bias_bytes,
+        hides_by_entries=iteration == "tile_map" and hiding_entries(spec.variant, candidate.bias_bytes) is not None,
+        table_bytes=candidate.table_bytes,
         bias_stages=BIAS_STAGES[-1] if candidate.bias_bytes else 0,
         **softmax,
         **_order(spec, iteration, form, candidate, consumers, softmax=softmax["softmax"], widest=max(qk, v)),

@@ -11,9 +11,10 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS, DType, dtype
 from attngen.errors import PlanError
-from attngen.lang.biases import biases, rooms
+from attngen.lang.biases import MOST_HELD, biases, hiding_entries, rooms
 from attngen.lang.distances import is_slight
 from attngen.lang.printing import canonical
+from attngen.lang.tables import ENTRY_BYTES, tables
 from attngen.plan.allowances import ALL_OF_DQ, left_to_others
 from attngen.plan.choices import check_head_dims, is_beyond_256, iteration_of, refuse
 from attngen.plan.draft import drafted
@@ -271,7 +272,11 @@ def _offers(spec: KernelSpec, relief: Relief) -> Iterator[Brought]:
         narrow = max(spec.head_dim_qk, spec.head_dim_v) <= NARROW
         values = 0 if not narrow and all(map(is_slight, by_distance)) else len(by_distance)
     for counts in dict.fromkeys(product((*tiled, 0), (values if values <= _DISTANCE_VALUES else 0, 0))):
-        yield Brought(*counts)
+        brought = Brought(*counts)
+        score = per_pair_of(spec, brought).score
+        if brings and score is not None and (held := tables(score, spec.variant)):
+            yield replace(brought, table_bytes=ENTRY_BYTES * sum(each.entries for each in held))
+        yield brought
 
 
 def _parts_of_dout(spec: KernelSpec, v: int) -> int:
@@ -329,6 +334,10 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
         slots=iteration == "tile_map" and not wide,
         biases=len(biases(spec.variant, brought.bias_bytes)),
         bias_bytes=brought.bias_bytes,
+        hides_by_entries=iteration == "tile_map"
+        and brought.bias_bytes > 0
+        and hiding_entries(spec.variant, brought.bias_bytes, MOST_HELD) is not None,
+        table_bytes=brought.table_bytes,
         reads_ds=reads_ds,
         clears=not (wide or varlen or relief.lean)
         and spec.variant.masked
@@ -360,7 +369,7 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     ``first`` plan stores anything for them.
     """
     assert isinstance(first.structure, HopperBackward)
-    brought = Brought(first.structure.bias_bytes, first.structure.distance_values)
+    brought = Brought(first.structure.bias_bytes, first.structure.distance_values, first.structure.table_bytes)
     if first.structure.rows_early and first.iteration == "tile_map":
         yield Relief(late=True)
     if first.structure.query_values and costly_query_values(spec.variant):

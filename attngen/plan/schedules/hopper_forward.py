@@ -9,6 +9,7 @@ from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.lang.biases import biases
+from attngen.lang.ir import names
 from attngen.manifest import SHARES
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
@@ -41,12 +42,13 @@ _ONE_HEAD_COLUMNS = 192
 #: score the tiles of biases come with those of K, and take room beside them, a "narrow_bias" of one byte little; a
 #: "mapped" mask comes as a tile map, whose blocks (documents, images) seldom begin at a multiple of 96 or 192, and the
 #: score does not gather; beside a map, a "held_table" is read by shuffles, for which two warps a scheduler are too few.
-#: Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
+#: The softmax of a "biased" score takes longer than its products at head dim 64, so that turns last until these are
+#: done. Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
 TABLE = (
     Choice("held_table", 64, 3, 128, "pingpong"),
     Choice("narrow_bias", 128, 2, 128, "pingpong"),
-    Choice("biased", 64, 2, 128, "pingpong"),
-    Choice("biased", 128, 2, 96, "pingpong"),
+    Choice("biased", 64, 2, 128, "pingpong", keeps_turn=True),
+    Choice("biased", 128, 2, 96, "pingpong", keeps_turn=True),
     Choice("mapped", 128, 2, 128, "pingpong"),
     Choice("light", 64, 3, 128, "pingpong"),
     Choice("gather", 128, 2, 64, "pingpong"),
@@ -133,7 +135,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         iteration=iteration,
         mask_code="branch",
         softmax=roles.softmax,
-        l2_bytes=_l2_bytes(spec, max(each.width for each in columns)),
+        l2_bytes=_l2_bytes(spec, max(each.width for each in columns), roles),
         structure=roles,
         times=times_of(
             roles.consumers,
@@ -165,8 +167,12 @@ def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
     return (Workspace("partials", "fp32", ((plan.tile_m, plan.columns_v[0].width + ROW_PADDING, "cut_parts"),)),)
 
 
-def _l2_bytes(spec: KernelSpec, width: int) -> int:
-    """Bytes of K and V of the heads that run side by side; measured for unmasked attention."""
+def _l2_bytes(spec: KernelSpec, width: int, roles: HopperForward) -> int:
+    """Bytes of K and V of the heads that run side by side; measured for unmasked attention. Heads that share a bias run
+    side by side, so that they read its tiles at a time."""
+    read = biases(spec.variant, roles.bias_bytes) if roles.biases else ()
+    if any(not names(load) & {"h", "hk"} for load in read):
+        return L2_BYTES
     if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES or width > _ONE_HEAD_COLUMNS:
         return L2_BYTES
     return ONE_HEAD

@@ -26,6 +26,7 @@ from attngen.render.distance_values import DistanceValues
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
+from attngen.render.tables import Fill, fills
 from attngen.render.tensor_gradients import SumsView, TileSum, TilesView, register_sums, tile_sums
 from attngen.render.views.hopper_forward import SWIZZLES, RegionView, classifier_lines
 
@@ -33,6 +34,7 @@ _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
     "ds": "dS of two steps, then dK for its store", "dq": "dQ on its way to the dQ accumulator, then dV for its store",
     "biases": "tiles of biases that belong to a step, of each consumer's keys",
+    "tables": "tables that the score reads, a copy for each consumer",
     "distance_values": "values of the distances of each stage's queries from the keys, which the score reads",
     "query_values": "what the {who} reads of the queries of each stage", "lse": "log-sum-exp of the rows of each stage",
     "delta": "D of the rows of each stage",
@@ -122,6 +124,7 @@ class CudaBackwardView:
     query_values: QueryValues | None
     distance_values: DistanceValues | None
     biases: tuple[Bias, ...]
+    tables: tuple[Fill, ...]
     waits_for_loads: bool  # of one query, before those of the next: all at once would take too many registers
     factor_lines: tuple[Statement, ...]
     factor: Code
@@ -210,6 +213,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         query_values=code.query_values,
         distance_values=code.distance_values,
         biases=biases_of(plan),
+        tables=fills(plan, code.tables),
         waits_for_loads=roles.cluster > 1 and plan.variant.dropout and reads_positions(plan.variant),
         factor_lines=factor_lines,
         factor=factor_text,

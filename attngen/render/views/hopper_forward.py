@@ -24,6 +24,7 @@ from attngen.render.expressions import KEYS
 from attngen.render.header import command, summary
 from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.pipes import PipesView, constant, pipes_view
+from attngen.render.tables import Fill, fills
 from attngen.render.views.forward_parts import Parts, parts_of
 
 _REGION_TEXTS = {
@@ -33,6 +34,7 @@ _REGION_TEXTS = {
     "key_values": "values of the keys of two tiles in each stage of K, which {who}",
     "distance_values": "values of the distances of two tiles in each stage of K, which the score reads",
     "biases": "tiles of biases that belong to a tile of K",
+    "tables": "tables that the score reads, a copy for each consumer",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "more_partials": "what partial results take beyond Q, K and V",
 }  # fmt: skip
@@ -86,6 +88,8 @@ class CudaView:
     key_values: KeyValues | None
     distance_values: DistanceValues | None
     biases: tuple[Bias, ...]
+    tables: tuple[Fill, ...]
+    tables_by_kv_head: bool
     partial: Steps
     full: Steps
     visible: Steps | None
@@ -162,6 +166,8 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         key_values=key_values,
         distance_values=distance_values,
         biases=found_biases,
+        tables=(filled := fills(plan, code.tables)),
+        tables_by_kv_head="hk" in reads(line for each in filled for line in each.lines),
         partial=taking_distance_values(partial_steps, distance_values, _BY_DISTANCE),
         full=taking_distance_values(full_steps, distance_values, _BY_DISTANCE),
         visible=code.visible,
@@ -193,6 +199,7 @@ def _headers(plan: Plan, forward: HopperForward) -> tuple[str, ...]:
         "row_parts": forward.cuts,
         "schedule": True,
         "soft_cap": forward.capped,
+        "tables": forward.table_bytes > 0,
         "softmax": True,
         "split": forward.shares,
         "tile_map": plan.has_launch("classify"),

@@ -82,6 +82,8 @@ class BlockExplanation(ScheduleExplanation):
             stages = "1 stage" if roles.bias_stages == 1 else f"{roles.bias_stages} stages"
             size = f"{roles.biases} x {self.plan.tile_m} x 64"
             yield f"tiles of biases come with those of Q: {stages} of {size} for each consumer"
+        if roles.table_bytes:
+            yield f"each consumer holds the tables that the score reads, {roles.table_bytes} B"
         if roles.query_chunk:
             most = f"chunks of at most {roles.query_chunk} query tiles together"
             yield f"heads of a group go through {most}, the last ones first"

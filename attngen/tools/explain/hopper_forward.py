@@ -291,6 +291,7 @@ def _holds(plan: Plan, structure: HopperForward, region: str) -> str:
         "key_values": "what mask and score read of the keys of two tiles in each stage of K",
         "distance_values": "what the score reads of the distances of two tiles in each stage of K",
         "biases": f"biases: {structure.bias_stages} stages of {structure.biases} x {plan.tile_m} x {plan.tile_n}",
+        "tables": f"tables that the score reads: {structure.consumers} copies of {structure.table_bytes} B",
         "out": f"O for its store: {plan.tile_m} x {structure.out_columns}{parts}",
         "work": "records of two work tiles: place, and ranges of KV tiles",
         "more_partials": "what partial results take in the end, beside the place of Q, K and V",
