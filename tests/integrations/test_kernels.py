@@ -18,7 +18,7 @@ from attngen.errors import CallError, NoKernelError
 from attngen.integrations import choice, flash_attn, flash_attn_3, sdpa
 from attngen.integrations.catalogue import variant
 from attngen.runtime.arguments import torch_state
-from attngen.runtime.calls import dispatch
+from attngen.runtime.calls import dispatch, kernel_choice
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
@@ -174,8 +174,8 @@ def test_sdpa_routes_what_is_built(gpu: FakeDriver) -> None:
 def test_sdpa_asks_once_for_what_no_kernel_takes(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     install("full")
     asked = []
-    first_that_fits = dispatch.first_that_fits
-    monkeypatch.setattr(dispatch, "first_that_fits", lambda *asks: asked.append(0) or first_that_fits(*asks))
+    first_that_fits = kernel_choice.first_that_fits
+    monkeypatch.setattr(kernel_choice, "first_that_fits", lambda *asks: asked.append(0) or first_that_fits(*asks))
     q, k, v = heads_first(*qkv(dim=32))
     with sdpa() as routed:
         for _ in range(3):
