@@ -115,9 +115,9 @@ def dense(
 
 
 @pytest.mark.parametrize("scale", [2.0**-40, 2.0**-17, 2.0**-8, 2.0**7, 2.0**30])
-@pytest.mark.parametrize(("queries", "heads"), [(3, 16), (150, 128)])
+@pytest.mark.parametrize(("queries", "heads"), [(3, 16), (70, 128)])
 def test_scales_that_need_another_exponent(queries: int, heads: int, scale: float) -> None:
-    dense("listed", batch=1, queries=queries, heads=heads, keys=1000, topk=300, scale=scale)
+    dense("listed", batch=1, queries=queries, heads=heads, keys=500, topk=200, scale=scale)
 
 
 @pytest.mark.parametrize("heads", [1, 16, 64, 65, 128, 200])
