@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from attngen.dtypes import DTYPES
-from attngen.lang.ir import Const, Op, Type
+from attngen.lang.ir import Const, Op, Type, walk
 from attngen.lang.ranges import INT32, INT64
 from attngen.lang.statements import Code, Statement, joined, statement, written
 from attngen.lang.targets import Dialect, EmissionScope, has_no_sign, power_factors, power_of_two
@@ -34,6 +34,9 @@ _FAST = {
     "tanh": "tanh_approx", "exp": "__expf", "exp2": "exp2_fast", "log": "__logf", "log2": "__log2f", "sin": "__sinf",
     "cos": "__cosf", "tan": "__tanf", "sigmoid": "sigmoid_approx", "silu": "silu_approx",
 }  # fmt: skip
+#: Functions that kernels approximate under ``fast_math``.
+_APPROXIMATED = frozenset((*_FAST, "expm1", "log1p", "erf"))
+_LEAST_NORMAL = 2.0**-126
 _PACKED = ("bf16", "fp16")
 _ONE = Const(1.0, Type.FLOAT)
 
@@ -65,6 +68,10 @@ class CudaDialect(Dialect):
             args = tuple(self._int64(arg) for arg in args)
         elif node.wide and op not in ("select", "lt", "le", "gt", "ge", "eq", "ne"):
             args = (self._int64(args[0]), *args[1:])
+        if op == "truediv" and not self._nearest(node, scope):
+            return self._quotient(node, args, scope)
+        if op == "sqrt" and not self._nearest(node, scope):
+            return _call("sqrt_approx", args[0])
         if op in _INFIX:
             sign, strength = _INFIX[op]
             left, right = (_SIGN, _SIGN) if op in _BRACKETED else (strength, strength + 1)
@@ -102,6 +109,26 @@ class CudaDialect(Dialect):
             case "pow":
                 return self._power(node, args, scope)
         raise ValueError(f"operator {op!r} has no CUDA form")
+
+    def _nearest(self, node: Op, scope: EmissionScope) -> bool:
+        """Whether a quotient or a root must be the nearest float32: not where its operands are approximations, and not
+        if it may be off by two units in the last place and is computed for each row, key or pair."""
+        if not scope.approximate or not scope.axes(node):
+            return True
+        return scope.exact(node) and not any(isinstance(part, Op) and part.op in _APPROXIMATED for part in walk(node))
+
+    def _quotient(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:
+        """A quotient with an error of two units in the last place.
+
+        One that decides is no part of a fused multiply-add, so that forward and backward kernels decide alike.
+        """
+        divisor = node.args[1]
+        if not isinstance(divisor, Const) or not _LEAST_NORMAL <= abs(divisor.value) <= 1 / _LEAST_NORMAL:
+            return _call("divide_approx", *args)
+        factor = self.constant(Const(1.0 / divisor.value, Type.FLOAT))
+        if scope.exact(node):
+            return _call("__fmul_rn", args[0], factor)
+        return written("{} * {}", args[0].within(_PRODUCT), factor.within(_PRODUCT + 1), strength=_PRODUCT)
 
     def _approximate(self, node: Op, x: Code, scope: EmissionScope) -> Code:
         """Forms of one MUFU instruction whose errors are absolute: 2^-21 of expm1 and log1p, 2^-10 of erf."""
@@ -158,9 +185,12 @@ class CudaDialect(Dialect):
                 lambda x: scope.temporary(node, "square", written("{} * {}", x, x)),
             )
             result = joined(" * ", factors, _PRODUCT if len(factors) > 1 else _SIGN)
+            if power < 0 and not self._nearest(node, scope):
+                return _call("divide_approx", Code("1.0f"), result)
             return result if power > 0 else written("1.0f / {}", result.within(_SIGN), strength=_PRODUCT)
         if power in (0.5, -0.5):
-            return _call("sqrtf" if power > 0 else "rsqrtf", base)
+            root = "sqrtf" if self._nearest(node, scope) else "sqrt_approx"
+            return _call(root if power > 0 else "rsqrtf", base)
         return written("exp2f({} * log2f({}))", f"{power!r}f", base, strength=_ATOM)
 
     def _float_power(self, node: Op, args: tuple[Code, ...], scope: EmissionScope) -> Code:

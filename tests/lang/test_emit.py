@@ -299,6 +299,24 @@ def test_quotients_and_roots_are_exact_where_they_decide(source: str, wanted: st
     assert score(source, fast_math=True).result == wanted
 
 
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("s / 3", f"s * {1 / 3!r}f"),
+        ("s / (1.0 + abs(s))", "divide_approx(s, 1.0f + fabsf(s))"),
+        ("sqrt(abs(s))", "sqrt_approx(fabsf(s))"),
+        ("(abs(s) + 1) ** -1", "divide_approx(1.0f, "),
+        ("floor(s / 3)", "floorf(s / 3.0f)"),
+        ("s if s / 3 >= 1.0 else 0.0", "s / 3.0f >= 1.0f"),
+        ("floor(log(abs(s) + 1) / 3)", "floorf(__fmul_rn(__logf("),  # rounds what is an approximation already
+    ],
+)
+def test_quotients_of_pairs_are_approximated_where_they_do_not_decide(source: str, wanted: str) -> None:
+    emitted = score(source, Target.CUDA, fast_math=True)
+    assert wanted in "\n".join([*emitted.body, emitted.result])
+    assert "approx" not in score(source, Target.CUDA, fast_math=False).result
+
+
 @seeds(40, always=20)
 def test_nothing_that_decides_divides_inexactly(seed: int) -> None:
     expr = randoms.expression(seed, kind="float", depth=4, logit=True)

@@ -30,9 +30,25 @@ __device__ __forceinline__ float choose(bool condition, float yes, float no) {
 }
 
 // min(a, b) and max(a, b) drop a NaN; torch.minimum and torch.maximum do not.
-__device__ __forceinline__ float nan_min(float a, float b) { return a < b || a != a ? a : b; }
+__device__ __forceinline__ float nan_min(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float least;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+  return least;
+#else
+  return a < b || a != a ? a : b;
+#endif
+}
 
-__device__ __forceinline__ float nan_max(float a, float b) { return a > b || a != a ? a : b; }
+__device__ __forceinline__ float nan_max(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float greatest;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(greatest) : "f"(a), "f"(b));
+  return greatest;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
@@ -52,6 +68,20 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
+// Two instructions, two units in the last place (PTX ISA, div.approx.f32); 0 for divisors beyond 2^126.
+__device__ __forceinline__ float divide_approx(float a, float b) {
+  float quotient;
+  asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+  return quotient;
+}
+
+// Relative error 2^-22 (PTX ISA, sqrt.approx.f32).
+__device__ __forceinline__ float sqrt_approx(float x) {
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
+  return root;
+}
+
 // One instruction, relative error 2^-22 (PTX ISA, ex2.approx.f32); results below 2^-126 are 0.
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -67,4 +97,8 @@ __device__ __forceinline__ float silu_approx(float x) {
   const float y = 0.5f * x;
   return fmaf(y, tanh_approx(y), y);
 }
+#else
+__device__ __forceinline__ float divide_approx(float a, float b) { return a / b; }
+
+__device__ __forceinline__ float sqrt_approx(float x) { return sqrtf(x); }
 #endif
