@@ -320,7 +320,8 @@ def test_a_map_says_how_many_of_its_rows_are_cut() -> None:
     assert long_rows_cut(64, 128, 66, BLOCKS) == Cut(66, 4)
     assert long_rows_cut(64, 128, 67, BLOCKS) == NONE
     assert long_rows_cut(64, 8, 8, BLOCKS) == NONE  # short steps
-    assert long_rows_cut(2, 128, 8, BLOCKS) == Cut(8, 4)
+    assert long_rows_cut(2, 128, 8, BLOCKS) == Cut(16, 4)  # all of few rows
+    assert long_rows_cut(16, 128, 8, BLOCKS) == Cut(64, 4)
     assert long_rows_cut(0, 0, 0, BLOCKS) == NONE
     text = (
         "schema: 1\npackage: mine\narch: [sm90a]\nvariants:\n  own:\n    mask: 'seen[q, kv]'\n"

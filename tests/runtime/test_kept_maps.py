@@ -382,7 +382,16 @@ def test_a_map_of_a_single_row_waits_for_nothing(calls: Calls, read: Variant, mo
 
 def test_long_rows_are_the_first_of_each_batch_entry() -> None:
     shape = SimpleNamespace(
-        by_keys=True, batch=2, heads=2, rows=6, words=1, row_words=48, map_words=61, heads_of_block=0.0, work=2000
+        by_keys=True,
+        batch=2,
+        heads=2,
+        rows=6,
+        words=1,
+        row_words=48,
+        map_words=61,
+        heads_of_block=0.0,
+        work=2000,
+        few=False,
     )
     tiles = torch.tensor([[1, 2, 1, 20, 1, 30], [-1, 5, 5, 5, 5, 5]])  # 32 bits of -1
     full = torch.where(tiles < 0, -1, (1 << tiles.clamp(min=0)) - 1).int()
@@ -409,6 +418,9 @@ def test_long_rows_are_the_first_of_each_batch_entry() -> None:
     shape.work = 24  # so few that all go by length
     order = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
     assert order.tolist() == [5, 3, 1, 4, 2, 0, 0, 5, 4, 3, 2, 1, 0]
+    shape.few, shape.heads_of_block = True, 0.0  # and so few that all are cut
+    other = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
+    assert other.tolist() == [*order.tolist()[:-1], 6]
 
 
 def test_slots_of_the_order_are_not_compared() -> None:

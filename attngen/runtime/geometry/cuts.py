@@ -209,9 +209,11 @@ def _best_of_first(
 def long_rows_cut(rows: int, steps: int, units: int, blocks: int) -> Cut:
     """The most first rows of tile maps that are cut, and their parts; a row has at most so many ``steps``.
 
-    The map itself says how many of its rows are long. Long rows of many units leave no block idle.
+    The map itself says how many of its rows are long. Long rows of many units leave no block idle. If half of the
+    blocks would be, all rows may be cut.
     """
-    cut = min(blocks // (2 * units), rows // 2) if units else 0
+    most = rows if 2 * rows * units <= blocks else rows // 2
+    cut = min(blocks // (2 * units), most) if units else 0
     return Cut(cut * units, _PARTS_OF_ROW) if cut and steps >= _LONG_STEPS else NONE
 
 

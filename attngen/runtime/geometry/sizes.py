@@ -109,6 +109,7 @@ class Geometry:
             self.sizes["split_counters"] = self.cut.tiles * (launch.tile_m // 64)
         if launch.cuts and self.map is not None:
             self.map.heads_of_block = self.sizes["heads_in_l2"] / capacity.blocks
+            self.map.few = 2 * self.map.work <= capacity.blocks
 
     @cached_property
     def views(self) -> dict[str, View]:

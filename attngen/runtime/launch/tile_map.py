@@ -201,10 +201,11 @@ def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
     """Return the row indices of each batch entry: those of long rows first, the longest ahead, then the others, tiles
     of queries from the last to the first; and after all of them the most long rows that an entry has. That is 0 where
     rows that are taken first end before the others, so that nothing is cut. If there are few rows, all go by
-    length, so that blocks end together; of many, neighbors run at a time, which read the same."""
+    length, so that blocks end together; of many, neighbors run at a time, which read the same. All are long if half of
+    the blocks would have none."""
     rows = words[: shape.row_words].view(shape.batch, shape.heads, shape.rows, 2 * shape.words)
     tiles = _set_bits(rows).sum((1, 3), dtype=torch.int32)
-    long = tiles * shape.rows > _LONG * tiles.sum(1, keepdim=True)
+    long = tiles > 0 if shape.few else tiles * shape.rows > _LONG * tiles.sum(1, keepdim=True)
     lengths = tiles if shape.work <= _FEW_ROWS else torch.where(long, tiles, 0)
     if shape.by_keys:
         order = lengths.sort(dim=1, descending=True, stable=True).indices
