@@ -587,3 +587,21 @@ def nested_closures(device: str) -> Pair:
 
     doc = documents(device, 25, 24)
     return limited(limited(lambda b, h, q, kv: doc[q] == doc[kv], 12), 9), None
+
+
+@mod
+def sizes_on_the_device(device: str) -> Pair:
+    """A chunk and a window as tensors of one number, as programs keep them that must not recompile."""
+    chunk, window = (torch.tensor(size, device=device) for size in (16, 9))
+    return lambda b, h, q, kv: (q // chunk == kv // chunk) | ((q - kv).abs() % (2 * chunk) < window), None
+
+
+@mod
+def rows_by_number(device: str) -> Pair:
+    chosen = torch.randint(0, 7, (3, 7), generator=torch.Generator().manual_seed(4)).int().to(device)
+    return lambda b, h, q, kv: (chosen[0, q // 7] == kv // 7) | (chosen[-1, q // 7] == kv // 7) | (q == kv), None
+
+
+@mod
+def quotients(device: str) -> Pair:
+    return causal_mask, lambda s, b, h, q, kv: 3.0 * s / (3.0 + s.abs()) - torch.sqrt(1.0 + (q - kv).abs() / 7)

@@ -296,6 +296,17 @@ def test_every_kv_tile_belongs_to_a_part_of_its_query_tile() -> None:
             assert visited == list(range(every, 0, -1))
 
 
+@pytest.mark.parametrize("window", [256, 4096, 16384])
+def test_windows_beside_first_keys_are_short_in_long_sequences(window: int) -> None:
+    text = (
+        "schema: 1\npackage: mine\narch: [sm90a]\nvariants:\n"
+        f"  own: {{mask: q_pos >= kv and (q_pos - kv < {window} or kv < 4)}}\n"
+        "kernels:\n  - {variant: own, passes: backward, head_dim: 128, backward: {backend: cuda}}\n"
+    )
+    (spec,) = expand(load_spec_text(text))
+    assert kernel_of({**plan(spec).to_dict(), "resources": _RESOURCES}).launches[-1].cuts_first
+
+
 def test_masks_decide_which_tiles_are_cut() -> None:
     sinks = "'q_pos >= kv and (q_pos - kv < 256 or kv < 4)'"
     text = (
