@@ -475,11 +475,14 @@ def test_two_caches(name: str, heads: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(attngen.attention_paged(*tensors, **given), captured, strict=True))
 
 
-@pytest.mark.parametrize("wrong", [0.2, 1.0])
+@pytest.mark.parametrize(("sequences", "queries", "wrong"), [(3, 2, 0.2), (3, 2, 1.0), (150, 1, 0.2)])
 @pytest.mark.parametrize("name", ["bf16", *FORMS])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_two_caches_of_flash_mla(name: str, heads: int, wrong: float) -> None:
-    """Both lists are one, and a sink counts once. The reference does the same in float32."""
+def test_two_caches_of_flash_mla(
+    name: str, heads: int, sequences: int, queries: int, wrong: float
+) -> None:  # fmt: skip
+    """Both lists are one, and a sink counts once. The reference does the same in float32. Parts of many sequences are
+    merged in place."""
     torch.manual_seed(heads)
     caches, indices, counts = [], [], []
     for pages, page_size, topk in ((20, 64, 700), (30, 2, 40)):
@@ -487,10 +490,10 @@ def test_two_caches_of_flash_mla(name: str, heads: int, wrong: float) -> None:
             caches.append(torch.randn(pages, page_size, 1, 576).bfloat16())
         else:
             caches.append(large_cache(name, pages, page_size)[0])
-        indices.append(lists(3, 2, topk, pages * page_size, wrong=wrong))
-        counts.append(torch.randint(0, topk + 1, (3,), dtype=torch.int32))
+        indices.append(lists(sequences, queries, topk, pages * page_size, wrong=wrong))
+        counts.append(torch.randint(0, topk + 1, (sequences,), dtype=torch.int32))
     counts[0][0] = counts[1][0] = counts[1][1] = 0
-    q = torch.randn(3, 2, heads, 512 if name == "fp8_mla_584" else 576).bfloat16()
+    q = torch.randn(sequences, queries, heads, 512 if name == "fp8_mla_584" else 576).bfloat16()
     sink = torch.randn(heads)
 
     own = {"indices": indices[0], "topk_length": counts[0], "attn_sink": sink}

@@ -94,9 +94,9 @@ def test_each_consumer_computes_s_where_loaders_have_time_for_it(entry: str, ali
     )
 
 
-def test_two_caches_are_merged_by_a_launch() -> None:
+def test_results_of_two_caches_are_merged_in_place_or_by_a_launch() -> None:
     launch, merge = planned("variant: two_caches, kv_dtype: fp8_mla_656").launches
-    assert (launch.cluster, launch.merges, merge.grid) == (1, False, "merged_rows")
+    assert (launch.cluster, launch.merges, merge.grid) == (1, True, "merged_rows")
 
 
 def test_masks_and_scores_read_places_from_the_list() -> None:

@@ -28,13 +28,15 @@ HOST = root() / "tests" / "host"
 #: Headers that are compiled as they are, but for what they ask of the hardware.
 COMPILED = (
     "softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh", "pair.cuh",
-    "quad.cuh", "lane_max.cuh", "few_heads.cuh", "gather.cuh",
+    "quad.cuh", "lane_max.cuh", "few_heads.cuh", "gather.cuh", "quick_ranges.cuh", "staged_rows.cuh",
+    "short_parts.cuh",
 )  # fmt: skip
 
 #: Stand-ins on the host for the PTX in headers.
 PTX = {
     r'asm\("ex2\.approx\.ftz\.f32 .*?\);': "y = exp2f(x);",
     r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(quotient.*?\);': "quotient = 1.0f / sum[row];",
+    r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(reciprocal.*?\);': "reciprocal = 1.0f / divisor;",
     r'asm\("lg2\.approx\.ftz\.f32 .*?"=f"\(([\w.]+)\) : "f"\((\w+)\)\);': r"\1 = log2f(\2);",
     r'asm\("rcp\.approx\.ftz\.f32 %0, %1;" : "=f"\(scales.*?\);': "scales.z = 1.0f / positive;",
     r'asm\("max\.u16x2 .*?\);': "larger = max(a & 0xffff, b & 0xffff) | max(a >> 16, b >> 16) << 16;",
@@ -45,7 +47,7 @@ PTX = {
     r'asm\("min\.NaN\.f32 .*?\);': "least = a < b || a != a ? a : b;",
     r'asm\("max\.NaN\.f32 .*?\);': "greatest = a > b || a != a ? a : b;",
     r'asm\("" : "\+r"\(number\)\);': "",
-    r'asm volatile\("" : "\+l"\(address\)\);': "",
+    r'asm volatile\("" : "\+l"\((address|number)\)\);': "",
     r'asm volatile\("st\.global\.v4\.b32 .*?\);': "std::memcpy(to, block, 16);",
     r'asm\("\{ \.reg .*? selp\.f32 .*?\);': "chosen = condition ? yes : no;",
     r'asm\("\{\\n"\s+"\.reg \.pred holds.*?\);': "chosen = condition ? first : second;",
@@ -211,6 +213,24 @@ def test_one_whose_calls_list_keys_is_right(
     assert plan.variant.keys is not None
     defined = {"BLOCK": LISTS[plan.variant.keys].block, "LATENT_ROWS": int(plan.latent_row is not None)}
     run_plan(plan, "listed.cpp", defined, cases, tmp_path)
+
+
+#: Heads, queries, blocks, slots of both caches, entries of both lists, a factor of Q; then entries that count, of both
+#: lists of each query.
+TWO_CACHES_CASES = [
+    "64,9,2,300,208,200,130,1,200,130,0,0,64,0,0,65,129,64,1,1,128,128,64,63,63,64",
+    "128,4,6,500,304,260,700,8,260,700,1,0,192,1,193,2",
+    "100,3,4,200,112,130,64,1,130,64,128,0,0,63", "30,3,2,100,80,200,100,1", "128,2,20,300,304,128,512,3",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs g++")
+def test_one_with_two_caches_is_right(tmp_path: Path) -> None:
+    declared = "variants:\n  listed: {keys: counted_index_of_two_caches}\n"
+    plan = planned(
+        "listed", declared=declared, backend="cuda", v="key", layout="paged", head_dim=512, kv_dtype="fp8_mla_584"
+    )
+    run_plan(plan, "two_caches.cpp", {}, TWO_CACHES_CASES, tmp_path)
 
 
 def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:

@@ -27,8 +27,8 @@ from attngen.plan.schedules.indexed_pipes import indexed_pipes
 from attngen.schema.kernel_spec import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
-#: The same where loaders convert rows and a launch merges, for which the follower packs partial results: of loaders, of
-#: the scorer, of the follower. With 160 for the follower it is 1 to 3 % slower, and blocks that merge in place are not.
+#: The same where loaders convert rows of two caches, for which the follower packs partial results of the launch that
+#: merges: of loaders, of the scorer, of the follower. With 160 for the follower it is 1 to 3 % slower.
 _PACKING_REGISTERS = 136, 200, 168
 #: The same where loaders convert rows from 8 bits, and hold half of a tile meanwhile.
 _WIDENING_REGISTERS = 88, 208
@@ -41,7 +41,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
     row = row_of_keys(spec.kv_dtype or spec.dtype, spec.head_dim_qk)
-    merges, alike = _merges(spec.variant, row), _alike(spec, row)
+    alike, either = _alike(spec, row), row is not None and _has_extra(spec.variant)
     few = _FEW_HEADS if row is None and not spec.variant.masked and spec.variant.score is None else ()
     return hopper_mla.plan_latent(
         spec,
@@ -53,7 +53,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise_above=PROBABILITIES[spec.dtype].raise_above,
         arguments_of=_arguments,
         products=(3 + 2 * len(few), 6 + 16 * len(few)) if alike else (1, 2),
-        structure_of=partial(hopper_mla.HopperMla, few_heads=few, alike=alike, merges=merges),
+        structure_of=partial(hopper_mla.HopperMla, few_heads=few, alike=alike, merges=row is not None, either=either),
         cluster=1 if row is not None else 2,
         least_tiles=1 if _has_extra(spec.variant) and row is not None and row.scales_after_rows else 2,
     )
@@ -63,11 +63,6 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the kernel: those of ``hopper_mla``, but with the address of k, and with ``query_rows``."""
     more = ("extra_page_size",) if _has_extra(plan.variant) else ()
     return hopper_mla.arguments_of_maps(plan, "", addressed=True, rows="query_rows", more_reciprocals=more)
-
-
-def _merges(variant: Variant, row: LatentRow | None) -> bool:
-    """Whether blocks merge in place: not where a launch that merges is faster for few queries."""
-    return row is not None and not _has_extra(variant)
 
 
 def _alike(spec: KernelSpec, row: LatentRow | None) -> bool:
@@ -83,12 +78,13 @@ def _has_extra(variant: Variant) -> bool:
 
 def _pipes(head_dim_qk: int, head_dim_v: int, operands: Operands, variant: Variant, alike: bool) -> Pipes:
     row = row_of_keys(operands.k.name, head_dim_qk)
-    merges = _merges(variant, row)
     registers: tuple[int, ...] = _REGISTERS
     if row is not None:
-        registers = _WIDENING_REGISTERS if alike else hopper_mla.WIDENING_REGISTERS if merges else _PACKING_REGISTERS
+        of_roles = _PACKING_REGISTERS if _has_extra(variant) else hopper_mla.WIDENING_REGISTERS
+        registers = _WIDENING_REGISTERS if alike else of_roles
     return indexed_pipes(
-        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row, alike=alike, merges=merges,
+        qk=head_dim_qk, v=head_dim_v, element=operands.q.bytes, latent_row=row, alike=alike,
+        merges=row is not None,
         registers=registers,
     )  # fmt: skip
 

@@ -58,6 +58,7 @@ class HopperMla(HopperDecode):
     few_heads: tuple[int, ...] = ()  # widths, ascending, of transposed products, whose columns are the rows of an item
     alike: bool = True  # each consumer computes S of every other tile; else one of them computes S of all tiles
     merges: bool = False  # blocks merge partial results of the items that they share; else a second launch does
+    either: bool = False  # the host chooses for each call which of them merges
 
     @property
     def lists_sequences(self) -> bool:
@@ -163,7 +164,7 @@ def plan_latent(
         max_spills=spills.bytes, merges=structure.merges,
     )  # fmt: skip
     partials = ("split_slots", "row_warps", ROWS * (width_v + ROW_PADDING))
-    if structure.merges:
+    if structure.merges and not structure.either:
         return planned.with_launches(forward, workspaces=(Workspace("partials", "fp32", (partials,)),))
     merge = Launch(
         "merge", naming.launch_name(planned.name, "merge"), MERGED, ROWS, KEYS, 1,
@@ -229,7 +230,7 @@ def arguments_of_maps(
 def begun_arguments(plan: Plan) -> tuple[Argument, ...]:
     """The list of items that workers begin, if a launch merges them, and how many blocks these workers are, if warps of
     that launch search the list."""
-    if isinstance(plan.structure, HopperMla) and plan.structure.merges:
+    if isinstance(plan.structure, HopperMla) and plan.structure.merges and not plan.structure.either:
         return ()
     searched = (arguments.size("split_blocks"),) if plan.latent_row else ()
     return (Argument("begun_ptr", "pointer", "*i32", of="begun", divisibility=8), *searched)

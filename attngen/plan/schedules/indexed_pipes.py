@@ -20,8 +20,8 @@ from attngen.plan.schedules.mla_pipes import (
 
 #: Order of the regions of shared memory: matrices first, which need the most alignment.
 _ORDER = (
-    "q", "values", "more", "p", "row_max", "sums", "keys", "largest", "barriers", "begin", "walks", "seldom", "parts",
-    "last", "counts", "unfinished",
+    "q", "values", "more", "p", "row_max", "sums", "keys", "largest", "barriers", "begin", "walks", "lookups", "seldom",
+    "parts", "last", "counts", "unfinished",
 )  # fmt: skip
 _WARPS = WARPGROUP * (CONSUMERS + 1)
 _WORD = 4
@@ -31,6 +31,9 @@ _SELDOM_BYTES = 64
 
 #: At least the bytes of a part of a work item, as kernels have it.
 PART_BYTES = 128
+
+#: Bytes of what a warp of the loaders knows of rows of four tiles, 16 each: two addresses, an entry, a page.
+LOOKUP_BYTES = 4 * 16 * 24
 
 
 def indexed_pipes(
@@ -59,6 +62,7 @@ def indexed_pipes(
         **({"largest": 2 * WARPGROUP * _WORD, "seldom": WARPGROUP * _SELDOM_BYTES} if alike and latent_row else {}),
         "begin": WALK_BYTES,
         **({"walks": WARPGROUP * WALK_BYTES} if latent_row and not alike else {}),
+        **({"lookups": WARPGROUP * LOOKUP_BYTES} if latent_row and latent_row.scales_after_rows else {}),
         "parts": 2 * PART_BYTES,
         "last": BARRIER_BYTES,
         "counts": _WARPS * COUNT_BYTES,

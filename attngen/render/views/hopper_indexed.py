@@ -21,6 +21,7 @@ _REGION_TEXTS = {
     "largest": "largest scales of the last two parts, one for each warp of the loaders",
     "seldom": "what each warp of the loaders needs seldom",
     "parts": "two parts of work items: one that consumers work on, and the next",
+    "lookups": "what each warp of the loaders knows of the next rows",
     "walks": "where each warp of the loaders is in it",
     "last": "whether this block is the last of its item", "counts": "chunks and items that each warp has counted",
     "unfinished": "work items that other workers have parts of, too",
@@ -33,6 +34,8 @@ def indexed_view(plan: Plan, template: str) -> DecodeView:
     assert isinstance(plan.structure, HopperMla)
     consumer = "consumer" if plan.structure.alike else "widening_consumer"
     loader = "loader" if plan.latent_row is None else "fp16_loader" if plan.structure.alike else "widening_loader"
+    if plan.latent_row is not None and plan.latent_row.scales_after_rows:
+        loader = "looking_ahead_loader"
     return replace(view, loader=f"cuda/indexed/_{loader}.cu.j2", consumer=f"cuda/indexed/_{consumer}.cu.j2")
 
 

@@ -57,6 +57,8 @@ def clusters_at_once(blocks: int, size: int) -> int:
     return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 
+#: Tiles of a worker up to which equal units stay whole, and how many more than an equal share it may have then.
+_WHOLE_TILES, _CUT_TILES = 64, 2
 #: Rows that a launch merges at once for each block that splits keys, where its warps search for them.
 _MERGED_ROWS = 8
 
@@ -86,7 +88,7 @@ class SplitNumbers:
     """The numbers of ``split_sizes`` for calls that differ in sequences, queries and keys only."""
 
     __slots__ = (
-        "_asked", "_blocks", "_cluster", "_clusters", "_fixed", "_group", "_kv_heads", "_least", "_listed",
+        "_asked", "_blocks", "_cluster", "_clusters", "_either", "_fixed", "_group", "_kv_heads", "_least", "_listed",
         "_listed_tiles", "_merges", "_searches", "_shared", "_split_size", "_tile_m", "_tile_n", "_together", "_warps",
     )  # fmt: skip
 
@@ -101,6 +103,8 @@ class SplitNumbers:
         self._merges, self._split_size, self._asked = launch.merges, call.split_size, call.num_splits
         #: Whether warps of the launch that merges search the list of items that workers have begun.
         self._searches = call.kv_dtype in LATENT_ROWS
+        #: Whether the call decides if a kernel merges in place or by a launch, whose numbers are the same.
+        self._either = self._searches and EXTRA_INDICES.name in call.tensors
         self._together = 0
         if call.split_size and self._shared:
             self._together = max(-(-self._group // launch.tile_m), _FIXED_ROW_WARPS)
@@ -143,8 +147,13 @@ class SplitNumbers:
         useful = max(-(-units * kv_tiles // least), units, 1)
         blocks = cluster * (at_once if at_once < useful else useful)
         # by a launch, so that nobody has to find out who comes last
-        merged = not shared and not split_tiles and not self._merges
-        if self._merges:
+        if self._either:
+            in_place = not split_tiles and _stay_whole(units, kv_tiles, blocks // cluster)
+        else:
+            in_place = self._merges
+        merged = not shared and not split_tiles and not in_place
+        if in_place:
+            max_splits = 0 if self._either else max_splits
             counters = 2 * units * cluster  # how many parts are there, and how many blocks have left
         elif split_tiles:
             counters = units * (1 if shared else cluster)
@@ -160,6 +169,19 @@ class SplitNumbers:
             -(-merged_rows // MERGED_ROWS), reciprocal(batch), of_units,
             of_rows, reciprocal(split_tiles) if split_tiles else 0,
         )  # fmt: skip
+
+
+def _stay_whole(units: int, tiles: int, workers: int) -> bool:
+    """Whether workers share units of equally many tiles without cutting any, as indexed/_share.cu.j2 has it: then a
+    launch that merges finds nothing, which takes 3 us. Cut ones are merged faster by that launch than in place."""
+    share = units * tiles // workers
+    if share > _WHOLE_TILES:
+        return False
+    if units <= workers:
+        return 2 * units > workers and tiles <= share + max(_CUT_TILES, share // 16)
+    each = -(-units // workers)
+    takers = units // each
+    return takers * each == units and 16 * takers >= 15 * workers
 
 
 def _listed_tiles(launch: LaunchFields, call: Call) -> int:

@@ -1,24 +1,23 @@
 // Partial results of rows in 16 bits: half as many bytes to store and to read as those in float32.
 #pragma once
 
-#include "quad.cuh"
 #include "split.cuh"
 #include "types.cuh"
 
-// A row has O of kWidth columns, not yet divided by the row sum, then eight scales, the row max and the row sum. Each lane of a quad has
-// a scale for its columns of each half of the row, a power of two by which they are below 2^15, so that fp16 keeps 11 bits of the largest one.
-// Of 32 columns those of a lane lie side by side.
+// A row has O of kWidth columns, not yet divided by the row sum, then a scale of each half of them, the row max and the row sum. A scale is a power of two by
+// which numbers are below 2^15, so that fp16 keeps 11 bits of the largest one.
 template <int kWidth>
 struct ShortPart {
-  static constexpr int kBytes = 2 * kWidth + 64;
-  static constexpr int kScalesAt = 2 * kWidth, kSumAt = kScalesAt + 8 * sizeof(float);
+  static constexpr int kBytes = 2 * kWidth + 16;
+  static constexpr int kScalesAt = 2 * kWidth, kSumAt = kScalesAt + 2 * sizeof(float);
 
-  float acc[8];  // four pairs of columns, which are 8 apart
+  float acc[8];
   float row_max, sum;
 
-  // One half of the columns of two rows, `row` and 8 rows on, as the four lanes of an MMA have them.
-  static __device__ __forceinline__ void store_half(
-      char* to, int row, int rows, int half, int lane, const float (&acc)[kWidth / 4], const float (&row_max)[2], const float (&sum)[2]) {
+  // Finds the factors of one half of the columns of two rows, `row` and 8 rows on, as the four lanes of an MMA have them, and stores all but the columns.
+  static __device__ __forceinline__ void shrink_half(
+      char* to, int row, int rows, int half, int lane, const float (&acc)[kWidth / 4], const float (&row_max)[2], const float (&sum)[2],
+      float (&factor)[2]) {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
       float largest = 0.0f;
@@ -26,22 +25,14 @@ struct ShortPart {
       for (int i = 0; i < kWidth / 16; ++i) {
         largest = fmaxf(largest, fmaxf(fabsf(acc[4 * i + 2 * upper]), fabsf(acc[4 * i + 2 * upper + 1])));
       }
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const int exponent = max(static_cast<int>(__float_as_uint(largest) >> 23), 15);
-      const float shrink = __uint_as_float(127 + 14 + 127 - exponent << 23);
-      char* const at = to + (row + 8 * upper) * kBytes;
-      if (row + 8 * upper < rows) {
-#pragma unroll
-        for (int i = 0; i < kWidth / 16; i += 4) {
-          uint32_t pairs[4];
-#pragma unroll
-          for (int pair = 0; pair < 4; ++pair) {
-            const int of = 4 * (i + pair) + 2 * upper;
-            pairs[pair] = pack<fp16>(acc[of] * shrink, acc[of + 1] * shrink);
-          }
-          store_block(at + half * kWidth + 16 * (i + lane % 4), pairs);
-        }
-        *reinterpret_cast<float*>(at + kScalesAt + 4 * (4 * half + lane % 4)) = __uint_as_float(exponent - 14 << 23);
-        if (half == 0 && lane % 4 == 0) *reinterpret_cast<float2*>(at + kSumAt) = {row_max[upper], sum[upper]};
+      factor[upper] = __uint_as_float(127 + 14 + 127 - exponent << 23);
+      if (lane % 4 == 0 && row + 8 * upper < rows) {
+        char* const at = to + (row + 8 * upper) * kBytes;
+        *reinterpret_cast<float*>(at + kScalesAt + 4 * half) = __uint_as_float(exponent - 14 << 23);
+        if (half == 0) *reinterpret_cast<float2*>(at + kSumAt) = {row_max[upper], sum[upper]};
       }
     }
   }
@@ -82,7 +73,7 @@ struct ShortParts {
       if (i < count) {
         const char* const from = place_of(i);
         weights[i] = *reinterpret_cast<const float2*>(from + ShortPart<kWidth>::kSumAt);
-        scales[i] = *reinterpret_cast<const float*>(from + ShortPart<kWidth>::kScalesAt + 4 * (place / (kWidth / 16) * 4 + place % 4));
+        scales[i] = *reinterpret_cast<const float*>(from + ShortPart<kWidth>::kScalesAt + 4 * (place / (kWidth / 16)));
         pairs[i] = *reinterpret_cast<const uint4*>(from + 16 * place);
       }
     }
