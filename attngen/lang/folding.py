@@ -75,7 +75,7 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     others = [factor for factor in varying if factor != PRODUCT]
     if constant and others and not any(PRODUCT.name in names(factor) for factor in others):
         # constants go to the factor of a key or a distance, which is computed once for many pairs
-        return Logit(mul(PRODUCT, _product([*others, *constant, LOG2E])), ONE, scaled)
+        return Logit(mul(PRODUCT, _product([*others, _product([*constant, LOG2E])])), ONE, scaled)
     if isinstance(grouped, Op) and grouped.op in ("add", "sub") and not _adds_elements(grouped):
         return Logit(_scale_terms(grouped), ONE, scaled)
     return Logit(grouped, LOG2E, scaled)
@@ -180,6 +180,8 @@ def split_queries(value: Expr) -> Expr:
                 return Op("add", (Op("to_float", (_FIRST[name],), Type.FLOAT), lane), Type.FLOAT)
             case Op(op="add" | "sub" as op, args=(c, Op(op="add", args=(a, b)))) if _ends(b) and not _of_query(c):
                 return Op(op, (Op(op, (c, a), Type.FLOAT), b), Type.FLOAT)
+            case Op(op="add" | "sub" as op, args=(Op(op="add", args=(a, b)), c)) if _ends(b) and not _of_query(c):
+                return Op("add", (Op(op, (a, c), Type.FLOAT), b), Type.FLOAT)
             case Op(op="mul", args=(Op(op="add" | "sub" as op, args=(a, b)), c)) if _ends(b) and not _varies(c):
                 return Op(op, (mul(a, c), mul(b, c)), Type.FLOAT)
         return None

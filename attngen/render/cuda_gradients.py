@@ -119,6 +119,8 @@ def probabilities(plan: Plan) -> Probabilities:
     )
     value = with_score_values(value, [*of_query, *of_distance])
     value = split_queries(value) if plan.fast_math else value
+    if plan.fast_math and slope.varying is not None:  # as the score, so that both share what they compute
+        derivatives[0] = split_queries(derivatives[0])
     roots = [with_biases(plan, value), logit.multiplier, *(with_biases(plan, each) for each in derivatives)]
     block: dict[Statement, None] = {}  # statements that are the same for all steps
     both: list[Steps] = []

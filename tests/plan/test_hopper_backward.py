@@ -365,6 +365,14 @@ def test_a_derivative_is_taken_of_the_product_and_leaves_out_what_all_pairs_shar
     assert "operator()<0, 64>(dk, 1.0f, " in of_heads  # dK sums over heads whose derivatives differ
 
 
+def test_a_score_and_its_derivative_share_a_cosine_of_the_distance() -> None:
+    """Each step has one for a pair, whose argument is a number of its key and a constant."""
+    text = render(backward("own", declared="variants:\n  own: {mask: q >= kv, score: s * cos((q - kv) * 0.01)}\n")).text
+    cosines = re.findall(r"__cosf\((.*)\);", text)
+    assert len(cosines) == 2  # in partial tiles, and in full ones
+    assert all(re.fullmatch(r"\w+ \+ float\(8 \* i \+ j\) \* 0\.01f", each) for each in cosines)
+
+
 @pytest.mark.parametrize(
     ("variant", "fields", "message"),
     [
