@@ -350,6 +350,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
         const auto load_step = [&](int h, int tile, bool partial) {
           const int q_start = tile * kBlockM;
           const int rows = min(kBlockM, seqlen_q - q_start);  // rows after the end become 0
+          float lse[kBlockM / 32], delta[kBlockM / 32];  // in flight while the stage is still in use
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const int q = q_start + 32 * i + lane;
+            const long long entry = h * static_cast<long long>(total_q) + q_begin + q;
+            lse[i] = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
+            delta[i] = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+          }
           q_ring.acquire();
           if (lane == 0) {
             shared_at<Step>(kStep + q_ring.stage * sizeof(Step)) = {tile | (partial ? kPartial : 0), h};
@@ -387,13 +395,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
               load_box(kDout + dout_ring.stage * kDoutBytes + column * kBlockM * kElementBytes, dout_map, dout_ring.full(), column, h, kBlockM - rows, q_begin + q_start + rows);
             }
           }
-#pragma unroll 1  // this role has few registers
-          for (int row = lane; row < kBlockM; row += 32) {
-            const int q = q_start + row;
-            const long long entry = h * static_cast<long long>(total_q) + q_begin + q;
-            const uint32_t to = q_ring.stage * kRowBytes + 4 * (row - lane + row_place(lane));
-            shared_at<float>(kLse + to) = q < seqlen_q ? lse_log2_ptr[entry] : -kMasked;
-            shared_at<float>(kDelta + to) = q < seqlen_q ? delta_ptr[entry] : 0.0f;
+#pragma unroll
+          for (int i = 0; i < kBlockM / 32; ++i) {
+            const uint32_t to = q_ring.stage * kRowBytes + 4 * (32 * i + row_place(lane));
+            shared_at<float>(kLse + to) = lse[i];
+            shared_at<float>(kDelta + to) = delta[i];
           }
           __syncwarp();
           if (lane == 0) q_ring.arrive();

@@ -314,7 +314,7 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
         overlap=choice.overlap,
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
-        rows_early=choice.rows_ahead > 0 and not varlen and not relief.lean and not relief.late,
+        rows_early=choice.rows_ahead > 0 and (by_rows or not varlen) and not relief.lean and not relief.late,
         q_stages=choice.q_stages,
         box_bytes=widest_box(
             *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
@@ -370,7 +370,7 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     """
     assert isinstance(first.structure, HopperBackward)
     brought = Brought(first.structure.bias_bytes, first.structure.distance_values, first.structure.table_bytes)
-    if first.structure.rows_early and first.iteration == "tile_map":
+    if first.structure.rows_early and (first.iteration == "tile_map" or first.varlen):
         yield Relief(late=True)
     if first.structure.query_values and costly_query_values(spec.variant):
         yield Relief(divides=True)
