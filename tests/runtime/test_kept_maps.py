@@ -382,17 +382,9 @@ def test_a_map_of_a_single_row_waits_for_nothing(calls: Calls, read: Variant, mo
 
 def test_long_rows_are_the_first_of_each_batch_entry() -> None:
     shape = SimpleNamespace(
-        by_keys=True,
-        batch=2,
-        heads=2,
-        rows=6,
-        words=1,
-        row_words=48,
-        map_words=61,
-        heads_of_block=0.0,
-        work=2000,
-        few=False,
-    )
+        by_keys=True, batch=2, heads=2, rows=6, words=1, row_words=48, map_words=61, heads_of_block=0.0, cut_rows=2,
+        work=2000, few=False,
+    )  # fmt: skip
     tiles = torch.tensor([[1, 2, 1, 20, 1, 30], [-1, 5, 5, 5, 5, 5]])  # 32 bits of -1
     full = torch.where(tiles < 0, -1, (1 << tiles.clamp(min=0)) - 1).int()
     words = torch.stack((full, torch.zeros_like(full)), -1)[:, None].expand(2, 2, 6, 2).flatten()
@@ -404,6 +396,8 @@ def test_long_rows_are_the_first_of_each_batch_entry() -> None:
         shape.heads_of_block = heads_of_block
         other = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
         assert other.tolist() == [*order.tolist()[:-1], count]
+    shape.heads_of_block, shape.cut_rows = 0.2, 1  # the second row, which would stay whole, is nearly as long
+    assert tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)[-1] == 0  # type: ignore[arg-type]
     shape.by_keys, shape.heads_of_block = False, 0.0
     order = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
     assert order.tolist() == [5, 3, 4, 2, 1, 0, 0, 5, 4, 3, 2, 1, 2]
@@ -421,6 +415,29 @@ def test_long_rows_are_the_first_of_each_batch_entry() -> None:
     shape.few, shape.heads_of_block = True, 0.0  # and so few that all are cut
     other = tile_map._long_rows_first(torch.cat((words, words.new_zeros(13))), shape)  # type: ignore[arg-type]
     assert other.tolist() == [*order.tolist()[:-1], 6]
+
+
+@pytest.mark.parametrize(
+    ("long", "rest", "heads_of_block", "count"),
+    [
+        (1, 2, 0.09, 1),  # 42.6 steps, where 29.9 stand for each block
+        (1, 2, 0.11, 0),  # of a long row for ten blocks
+        (3, 2, 0.09, 0),  # of three for ten
+        (1, 31, 0.02, 0),  # as long as others
+    ],
+)
+def test_few_long_rows_of_keys_are_cut_if_they_outlast_the_others_by_less(
+    long: int, rest: int, heads_of_block: float, count: int
+) -> None:
+    tiles = torch.tensor([40] * long + [rest] * (64 - long))
+    shape = SimpleNamespace(
+        by_keys=True, batch=1, heads=1, rows=64, words=2, row_words=256, map_words=321, work=2000, cut_rows=8,
+        heads_of_block=heads_of_block, few=False,
+    )  # fmt: skip
+    words = torch.zeros(64, 4, dtype=torch.int64)
+    words[:, 0], words[:, 1] = (1 << tiles.clamp(max=31)) - 1, (1 << (tiles - 31).clamp(min=0)) - 1
+    order = tile_map._long_rows_first(torch.cat((words.flatten().int(), torch.zeros(65).int())), shape)  # type: ignore[arg-type]
+    assert int(order[-1]) == count
 
 
 def test_slots_of_the_order_are_not_compared() -> None:

@@ -17,14 +17,14 @@ class MapShape:
     with slots is flat: these words, a slot for each tile of a word, and ``tile_words`` for each slot that is used, the
     visible pairs of its tile. Its words end with the ``order`` in which blocks take rows, for each batch entry, and
     with the number of long rows that each order begins with, at most. Where blocks cut these only if they outlast the
-    others, ``heads_of_block`` says how many of the heads that run side by side there are for each block; else it is 0.
-    ``work`` counts the rows of all heads, those that share a map included; ``few`` says that blocks which cut rows
-    outnumber them twice.
+    others, ``heads_of_block`` says how many of the heads that run side by side there are for each block, else it is 0,
+    and ``cut_rows`` how many rows of an order they cut at most. ``work`` counts the rows of all heads, those that share
+    a map included; ``few`` says that blocks which cut rows outnumber them twice.
     """
 
     __slots__ = (
-        "batch", "by_keys", "few", "heads", "heads_of_block", "order", "owner", "rows", "slots", "tile_words", "tiles",
-        "words", "work",
+        "batch", "by_keys", "cut_rows", "few", "heads", "heads_of_block", "order", "owner", "rows", "slots",
+        "tile_words", "tiles", "words", "work",
     )  # fmt: skip
 
     def __init__(self, launch: Launch, axes: TileMapAxes, call: Call) -> None:
@@ -42,7 +42,7 @@ class MapShape:
         self.slots = SLOTS_OF_WORD * self.map_words if axes.slots else 0
         consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
         self.tile_words = 128 * consumers * axes.bits
-        self.heads_of_block, self.few = 0.0, False
+        self.heads_of_block, self.cut_rows, self.few = 0.0, 0, False
         self.work = self.rows * call.batch * (call.kv_heads if launch.by_keys else call.heads)
 
     @property

@@ -110,6 +110,7 @@ class Geometry:
         if launch.cuts and self.map is not None:
             self.map.heads_of_block = self.sizes["heads_in_l2"] / capacity.blocks
             self.map.few = 2 * self.map.work <= capacity.blocks
+            self.map.cut_rows = self.cut.tiles // max(call.batch * call.kv_heads, 1)
 
     @cached_property
     def views(self) -> dict[str, View]:

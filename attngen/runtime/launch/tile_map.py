@@ -41,6 +41,9 @@ _LONG = 2
 #: Steps that a work tile takes beside its own; and by how much a long one, of queries or of keys, has to outlast the
 #: others to be cut.
 _TILE_STEPS, _OUTLASTS, _OUTLASTS_BY_KEYS = 2.6, 1.1, 2.0
+#: Rows of keys are cut if those that stay whole are shorter than this share of the longest one. Where few are long, at
+#: most so many of the heads that run side by side for each block, they are cut if they outlast the others by less.
+_SHORTER, _FEW_LONG, _FEW_OUTLAST = 0.75, 0.1, 1.25
 #: Rows of all heads up to which they are taken by length: eight for each block of an H100.
 _FEW_ROWS = 8 * 132
 #: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile.
@@ -214,8 +217,15 @@ def _long_rows_first(words: Tensor, shape: MapShape) -> Tensor:
     count = long.sum(1).max()
     if shape.heads_of_block:
         steps = tiles / shape.heads + _TILE_STEPS
-        outlasts = _OUTLASTS_BY_KEYS if shape.by_keys else _OUTLASTS
-        count *= steps.max() > outlasts * shape.heads_of_block * steps.sum(1).mean()
+        others = shape.heads_of_block * steps.sum(1).mean()
+        if not shape.by_keys:
+            count *= steps.max() > _OUTLASTS * others
+        else:
+            longest = steps.max(0).values.sort(descending=True).values
+            few = (count * shape.heads_of_block < _FEW_LONG) & (longest[0] > _FEW_OUTLAST * others)
+            count *= few | (longest[0] > _OUTLASTS_BY_KEYS * others)
+            if shape.cut_rows < shape.rows and not shape.few:
+                count *= longest[shape.cut_rows] < _SHORTER * longest[0]
     return torch.cat((order.flatten(), count[None])).int()
 
 
