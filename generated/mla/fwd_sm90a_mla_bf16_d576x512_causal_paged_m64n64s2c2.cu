@@ -24,6 +24,7 @@
 #include "pdl.cuh"
 #include "quad.cuh"
 #include "ring.cuh"
+#include "shares.cuh"
 #include "softmax.cuh"
 #include "split.cuh"
 #include "tma.cuh"
@@ -61,7 +62,6 @@ constexpr int kWholeTiles = 512;  // of a block: with more, idle blocks cost mor
 
 using Partial = PartialRow<kHeadDimV>;
 constexpr int kRowThreads = kHeadDimV / 4;       // of a row of partial results
-constexpr int kPartsAtOnce = 16, kFewParts = 4;  // which a thread reads before it adds any, and those of one row if it reads several rows
 constexpr long long kPatience = 1 << 17;         // clocks that a block waits for parts of others
 constexpr uint32_t kGaveUp = 1 << 16;            // counts a block that has waited in vain
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
@@ -80,6 +80,12 @@ constexpr uint32_t kBegin = kShared + 230432;  // 24 B: where the worker's range
 constexpr uint32_t kLast = kShared + 230456;  // 8 B: whether this block is the last of its item
 constexpr uint32_t kCounts = kShared + 230464;  // 144 B: chunks and items that each warp has counted
 constexpr uint32_t kUnfinished = kShared + 230608;  // 32 B: work items that other workers have parts of, too
+// Memory of a merge: chunks of all parts where values were, words of their rows in the place of Q, and a barrier in that of counts.
+constexpr uint32_t kMerged = kValues, kWords = kQ, kCopied = kCounts;
+constexpr int kPartBytes = 4 * kRows * Partial::kFloats;  // of a block's rows
+constexpr int kWordsAt = 2 * kRows * kHeadDimV;           // bytes before the words of its rows
+constexpr int kMostParts = 256;
+static_assert(kCopied % 8 == 0 && kMerged + 64 * (kRows * kHeadDimV / 32 + kMostParts) <= kRowMax && kWords + kWordBytes * (kRows + 2 * kMostParts) <= kMerged);
 
 // Rings: who fills the stages -> who empties them.
 using ValuesRing = Ring<kValuesFull, kValuesEmpty, 16>;  // a loader -> both consumers
@@ -162,20 +168,8 @@ __device__ __forceinline__ Value& shared_at(uint32_t address) {
   return *reinterpret_cast<Value*>(shared_memory + (address - kShared));
 }
 
-// Rows of partial results that a block does not write, since it merges them itself; a row that it merges in part is written.
-struct KeptRows {
-  int first = 0, end = 0;
-
-  __device__ __forceinline__ KeptRows() {}
-  // The rows of a share of units of four columns.
-  __device__ __forceinline__ KeptRows(const EvenRanges& shares, int own)
-      : first((shares.first(own) + kRowThreads - 1) / kRowThreads), end(shares.first(own + 1) / kRowThreads) {}
-  __device__ __forceinline__ bool has(int row) const { return row >= first && row < end; }
-  __device__ __forceinline__ float* place_of(int row) const { return &shared_at<float>(kValues) + (row - first) * Partial::kFloats; }
-};
-
-// Whether a block has waited in vain, and left its share to others: a word behind the first row of its partial results.
-__device__ __forceinline__ int& left_by(float* of_part) { return reinterpret_cast<int*>(of_part)[Partial::kFloats - 1]; }
+// Whether a block has waited in vain, and left its share to others: the last word of its partial results.
+__device__ __forceinline__ volatile int& left_by(char* of_part) { return *reinterpret_cast<volatile int*>(of_part + kPartBytes - 4); }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d576x512_causal_paged_m64n64s2c2(
     const bf16* q_ptr,
@@ -272,10 +266,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
   int splits = 0, range_end = 0;
   EvenRanges ranges(0, 1);
   Walk begin = {};
+  // The first part, and whether it is found without the list.
+  Part part;
+  bool found = false;
+  // The range is one of `splits` equal parts of an item; false if a short item has fewer parts.
+  const auto cut_part = [&](int number, Part& part) {
+    const EvenRanges tiles(part.tiles, splits);
+    part.chunk = number;
+    part.chunks = max(min(part.tiles, splits), 1);
+    part.first = tiles.first(number);
+    part.end = tiles.first(number + 1);
+    return number < part.chunks;
+  };
   // Up to 32 items, and enough workers to cut each evenly: a lane looks at one of them. Else the list is counted, below.
   if (!listed_splits && items <= 32) {
-    const Place place = place_of_item(min(lane, items - 1));
-    const int tiles = lane < items ? work_of(place).tiles : -1;
+    const Work own = work_of(place_of_item(min(lane, items - 1)));
+    const int tiles = lane < items ? own.tiles : -1;
     const uint32_t existing = __ballot_sync(~0u, tiles >= 0);
     const int count = __popc(existing), chunks = __reduce_add_sync(~0u, tiles <= 0 ? tiles + 1 : tiles), longest = __reduce_max_sync(~0u, tiles);
     const int most = min(max(chunks / kLeastTiles, count), most_workers);
@@ -284,9 +290,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
       if (worker >= count * splits) return;
       const int number = static_cast<uint32_t>(worker) / static_cast<uint32_t>(splits);
       const int from = __ffs(__ballot_sync(~0u, tiles >= 0 && __popc(existing & (1u << lane) - 1) == number)) - 1;
-      const auto of_lane = [from](int value) { return __shfl_sync(~0u, value, from); };
-      begin = {{of_lane(place.hk), of_lane(place.b), of_lane(place.row_block)}, worker - number * splits, 1};
-      range_end = worker + 1;
+      static_cast<Work&>(part) = of_lane(own, from);
+      found = cut_part(worker - number * splits, part);
     }
   }
   if (splits == 0) {
@@ -368,16 +373,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
       advance(walk.place);
       if (walk.place.hk == kv_heads) return false;
     }
+    if (splits > 0) {
+      walk.left = 0;
+      return cut_part(walk.chunk, part);
+    }
     part.chunk = walk.chunk;
     part.list_begin = range_end - walk.left - walk.chunk;
-    if (splits > 0) {  // the range is one of `splits` equal parts of an item; a short item has fewer parts
-      const EvenRanges tiles(part.tiles, splits);
-      part.chunks = max(min(part.tiles, splits), 1);
-      part.first = tiles.first(walk.chunk);
-      part.end = tiles.first(walk.chunk + 1);
-      walk.left = 0;
-      return walk.chunk < part.chunks;
-    }
     part.chunks = chunks_of(part.tiles);
     const int taken = listed_splits ? 1 : min(part.chunks - walk.chunk, walk.left);
     const int chunk_tiles = listed_splits ? split_tiles : 1;
@@ -394,8 +395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
 
   // All warps take the first part by the same instructions: code that runs once waits for L2.
   Walk walk = begin;
-  Part part;
-  if (!__any_sync(~0u, take(walk, part))) return;
+  if (!__any_sync(~0u, found || take(walk, part))) return;
 
   if (warpgroup == kConsumers) {
     shrink_registers<kProducerRegisters>();
@@ -407,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     const auto uniform = [](int value) { return __shfl_sync(~0u, value, 0); };  // and the compiler knows
     const Divisor by_page(page_size, page_size_reciprocal);
     const int row_boxes = kBlockN >> __ffs(box_rows) - 1;  // of a tile, each of rows of one page: a power of two
-    // If a pair of blocks is the only one to read these keys, it prefetches whole rows of a page to L2 before it copies their boxes.
+    // If these blocks are the only ones to read these keys, they prefetch whole rows of a page to L2 before they copy their boxes.
     const bool prefetches = blocks > 1 && read_once && stride_k_s == kHeadDimQk;
     int round = 0;  // tiles so far
     for (bool taken = true; taken; taken = __any_sync(~0u, take(walk, part))) {
@@ -424,6 +424,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
       };
       look_up(part.first + consumer);
       const int hk = uniform(part.hk);
+      // Consumers load Q of the next item when they have finished this one, and keys of it are on their way before.
+      if (round > 0) {
+        const Work& work = part;
+        const int first_row = kRows * rank, rows = min(work.seqlen_q * group - work.row_start - first_row, kRows);
+        // Q of a row; those that do not exist repeat the last one.
+        const auto row_of_q = [&](int row) {
+          const int packed = work.row_start + first_row + min(row, rows - 1), q = by_group.quotient(packed);
+          const int h = work.hk * group + by_group.remainder(packed);
+          return (q_ptr + (work.q_begin + q) * stride_q_s + h * stride_q_h);
+        };
+        const int row = threadIdx.x - 32 * kFirstLoader;
+        if (row < rows) prefetch_bytes(row_of_q(row), kHeadDimQk * sizeof(Element));
+      }
       for (int number = part.first + consumer; __any_sync(~0u, number < part.end); number += kTiles) {
         const int key = uniform(tile_of(part, number) * kBlockN);
         const uint32_t phase = round++ & 1;
@@ -756,6 +769,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             }
           }
         } else {  // other blocks have the rest of the keys: a second launch merges, or, with splits of a fixed size, the last block
+          using Rows = ShortRows<kHeadDimV>;
           const int first_worker = listed_splits ? 0 : splits > 0 ? worker - part.chunk : ranges.worker_of(part.list_begin);
           const int parts = listed_splits || splits > 0 ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
           const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
@@ -764,11 +778,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
             return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
           };
-          // With equal parts no keys follow, so that rows that this block merges itself stay in shared memory, where values were.
-          float* const own_part = of_worker(listed_splits ? part.chunk : worker - first_worker);
-          const KeptRows kept = splits > 0 ? KeptRows(EvenRanges(rows * kRowThreads, parts), worker - first_worker) : KeptRows();
-          const auto row_place = [&](int row) { return kept.has(row) ? kept.place_of(row) : own_part + row * Partial::kFloats; };
-          store_half_at<kHeadDimV>(row_place, own_row, rows, kHalf * half, lane, acc, row_max, row_sum);
+          // With equal parts no keys follow, so that rows that this block merges itself may stay in shared memory, where values were.
+          char* const own_part = reinterpret_cast<char*>(of_worker(listed_splits ? part.chunk : worker - first_worker));
+          const auto kept = Rows::kKept && splits > 0 ? KeptRows<Rows>(Shares<Rows>(max(rows, 0), parts), worker - first_worker, kMerged) : KeptRows<Rows>();
+          const auto place_of_row = [&](int row) { return kept.has(row) ? &shared_at<char>(kept.place_of(row)) : own_part + row * 16 * Rows::kChunks; };
+          const auto words_of = [&](int row) { return own_part + kWordsAt + row * kWordBytes; };
+          if (listed_splits) {
+            store_half<kHeadDimV>(reinterpret_cast<float*>(own_part), own_row, rows, kHalf * half, lane, acc, row_max, row_sum);
+          } else {
+            Rows::store_half(place_of_row, words_of, own_row, rows, half, lane, acc, row_max, row_sum);
+          }
           if (!listed_splits) {
             sync_consumers();  // both consumers have stored their columns
             if (threadIdx.x == 0) {
@@ -801,6 +820,114 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
               const int row = i / (kHeadDimV / 4), column = i % (kHeadDimV / 4) * 4;
               write(Partial::added(parts, column, Partial::kOfWarp, [&](int number) { return of_worker(number) + row * Partial::kFloats; }), row, column);
             }
+          }
+        }
+      }
+    };
+    const auto merge_shares = [&](auto format) {
+      using Rows = decltype(format);
+      // Merge of partial results where other blocks have parts of this one's first or last item: each merges some of the rows once all parts are there.
+      // No block depends on others being resident: one that has waited in vain leaves, and the last one to leave does what is left.
+      if (!listed_splits) {
+        constexpr int kMergers = 128 * kConsumers;  // threads
+        const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, kMergers); };
+        if (threadIdx.x == 0) {
+          init_barrier(here + kCopied, 1);
+          fence_barrier_init();
+        }
+        uint32_t phase = 0;
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+          sync_consumers();
+          const Unfinished shared = shared_at<Unfinished>(kUnfinished + i * static_cast<uint32_t>(sizeof(Unfinished)));
+          const int parts = shared.parts;
+          if (parts == 0) continue;
+          uint32_t* const counter = counters_ptr + 2 * (shared.item * blocks + rank);  // how many parts are there, how many blocks have left
+          const Work work = work_of(place_of_item(shared.item));
+          const int first_row = kRows * rank;
+          const Shares<Rows> shares(max(min(work.seqlen_q * group - work.row_start - first_row, kRows), 0), parts);  // a block may have no rows
+          Share<Rows> share(shares, shared.own);
+          const auto kept = Rows::kKept && splits > 0 ? KeptRows<Rows>(shares, shared.own, kMerged) : KeptRows<Rows>();
+          // A worker has two slots: for an item that another worker begins, and for one that it begins.
+          const int slot_bytes = item_rows * (kPartBytes / kRows);
+          char* const slots = reinterpret_cast<char*>(partials_ptr) + 2ll * shared.first_worker * slot_bytes + rank * kPartBytes;
+          const auto part_of = [&](int part) { return slots + static_cast<long long>(2 * part + (part == 0)) * slot_bytes; };
+          bool own_share = true;
+#pragma unroll 1
+          for (int number = -1;;) {
+            if (warp == 0) {
+              int there = 1;
+              if (own_share) {
+                if (lane == 0) shared_at<int>(kLast) = there = await_count(counter, parts, kPatience);
+                there = __shfl_sync(~0u, there, 0);
+                __syncwarp();  // one lane has waited for what all copy
+              }
+              if (there) share.copy(here + kMerged, here + kWords, here + kCopied, kWordsAt, parts, own_share && kept.end > kept.first ? shared.own : -1, lane, part_of);
+            }
+            sync_consumers();
+            const bool merges = !own_share || shared_at<int>(kLast);
+            if (!merges) {  // others may merge the rows of this block
+              for (int chunk = threadIdx.x; chunk < (kept.end - kept.first) * Rows::kChunks; chunk += kMergers) {
+                reinterpret_cast<uint4*>(part_of(shared.own))[kept.first * Rows::kChunks + chunk] = shared_at<uint4>(kept.place_of(kept.first) + 16 * chunk);
+              }
+              if (threadIdx.x == 0) left_by(part_of(shared.own)) = 1;
+              sync_consumers();
+            }
+            if (own_share && threadIdx.x == 0) {  // while copies are under way
+              if (!merges) __threadfence();
+              const uint32_t own = merges ? 1 : 1 + kGaveUp, left = count_left(counter + 1, own) + own;
+              const bool last = left % kGaveUp == parts;
+              shared_at<int>(kLast + 4) = last && left >= kGaveUp;
+              if (last) counter[0] = counter[1] = 0;  // as the next launch expects them
+            }
+            __syncwarp();
+            if (merges) {
+              wait(here + kCopied, phase);
+              phase ^= 1;
+              // Eight lanes have a row or, with so many parts that a block has at most eight rows, a warp.
+              const int lanes = parts <= 8 ? 8 : 32, of_share = threadIdx.x / lanes, row = first_row + share.first_row + of_share;
+              const auto words_of = [&](int part) { return &shared_at<float>(kWords + kWordBytes * (part * share.rows + of_share)); };
+              weigh_row<Rows>(of_share < share.rows ? parts : 0, lane % lanes, lanes, words_of, [&](auto& sum) {
+                if (of_share >= share.rows) return;
+                const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
+                const bool writes_lse = write_lse && lane % lanes == 0 && (share.first_row + of_share) * Rows::kChunks >= share.first;
+                if (writes_lse) lse_ptr[h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(sum.row_max, sum.sum);
+              });
+            }
+            sync_consumers();
+            const bool goes_on = shared_at<int>(kLast + 4);
+#pragma unroll 1
+            for (int chunk = threadIdx.x; merges && __any_sync(~0u, chunk < share.chunks); chunk += kMergers) {
+              const bool exists = chunk < share.chunks;
+              const int place = share.first + (exists ? chunk : 0), row = place / Rows::kChunks, of_row = place % Rows::kChunks;
+              uint32_t from = kMerged + 16 * (place - share.first), weight_at = kWords + kWordBytes * (row - share.first_row) + 4 * Rows::weight_of(of_row);
+              float sum[Rows::kColumns] = {};
+#pragma unroll 4
+              for (int part = 0; part < parts; ++part) {
+                Rows::add(sum, shared_at<uint4>(from), shared_at<float>(weight_at));
+                from += 16 * share.chunks;
+                weight_at += kWordBytes * share.rows;
+              }
+              const int packed = work.row_start + first_row + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
+              OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h) + Rows::kColumns * of_row;
+              uint32_t two_columns[Rows::kColumns / 2];
+#pragma unroll
+              for (int i = 0; i < Rows::kColumns / 2; ++i) two_columns[i] = pack<OutElement>(sum[2 * i], sum[2 * i + 1]);
+              if constexpr (Rows::kColumns == 8) {
+                gather_block(two_columns);
+                if (exists) *reinterpret_cast<uint4*>(to) = {two_columns[0], two_columns[1], two_columns[2], two_columns[3]};
+              } else {
+                if (exists) *reinterpret_cast<uint2*>(to) = {two_columns[0], two_columns[1]};
+              }
+            }
+            if (!goes_on) break;
+            __threadfence();
+            do ++number;
+            while (number < parts && left_by(part_of(number)) == 0);
+            if (number == parts) break;
+            share = Share<Rows>(shares, number);
+            own_share = false;
+            sync_consumers();  // all have read what this block has merged before
           }
         }
       }
@@ -1126,6 +1253,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           }
           for_each([&](int column, int number, float value) { to[number][column] = to_element<OutElement>(value * normalize[number]); });
         } else {  // other blocks have the rest of the keys: a second launch merges, or, with splits of a fixed size, the last block
+          using Rows = FloatRows<kHeadDimV>;
           const int first_worker = listed_splits ? 0 : splits > 0 ? worker - part.chunk : ranges.worker_of(part.list_begin);
           const int parts = listed_splits || splits > 0 ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
           const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
@@ -1134,19 +1262,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
             return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
           };
-          // With equal parts no keys follow, so that rows that this block merges itself stay in shared memory, where values were.
-          float* const own_part = of_worker(listed_splits ? part.chunk : worker - first_worker);
-          const KeptRows kept = splits > 0 ? KeptRows(EvenRanges(rows * kRowThreads, parts), worker - first_worker) : KeptRows();
-          const auto row_place = [&](int row) { return kept.has(row) ? kept.place_of(row) : own_part + row * Partial::kFloats; };
+          // With equal parts no keys follow, so that rows that this block merges itself may stay in shared memory, where values were.
+          char* const own_part = reinterpret_cast<char*>(of_worker(listed_splits ? part.chunk : worker - first_worker));
+          const auto kept = Rows::kKept && splits > 0 ? KeptRows<Rows>(Shares<Rows>(max(rows, 0), parts), worker - first_worker, kMerged) : KeptRows<Rows>();
+          const auto place_of_row = [&](int row) { return kept.has(row) ? &shared_at<char>(kept.place_of(row)) : own_part + row * 16 * Rows::kChunks; };
+          const auto words_of = [&](int row) { return own_part + kWordsAt + row * kWordBytes; };
           float* places[kLaneHeads];
 #pragma unroll
-          for (int number = 0; number < kLaneHeads; ++number) places[number] = row_place(head_of(number));
+          for (int number = 0; number < kLaneHeads; ++number) places[number] = reinterpret_cast<float*>(listed_splits ? own_part + head_of(number) * 4 * Partial::kFloats : place_of_row(head_of(number)));
           for_each([&](int column, int number, float value) { places[number][column] = value; });
           if (half == 0 && warp % 4 == 0 && lane < 4) {
 #pragma unroll
             for (int number = 0; number < kLaneHeads; ++number) {
               if (head_of(number) < rows) {
-                *reinterpret_cast<float2*>(places[number] + kHeadDimV) = {row_max[number], row_sum[number]};
+                *reinterpret_cast<float2*>(listed_splits ? reinterpret_cast<char*>(places[number] + kHeadDimV) : words_of(head_of(number)) + kRowMaxAt) = {row_max[number], row_sum[number]};
               }
             }
           }
@@ -1190,102 +1319,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     const int most_rows = split_tiles > 0 ? kRows : max_seqlen_q * group;
     if (most_rows <= 16) {
       consume_few(Constant<16>());
+      merge_shares(FloatRows<kHeadDimV>());
     } else {
       consume();
-    }
-    // Merge of partial results where other blocks have parts of this one's first or last item: each merges some of the rows once all parts are there.
-    // No block depends on others being resident: one that has waited in vain leaves, and the last one to leave does what is left.
-    if (!listed_splits) {
-      const auto sync_consumers = [] { named_sync(Named::kConsumers, 0, 128 * kConsumers); };
-      for (int i = 0; i < 2; ++i) {
-        sync_consumers();
-        const Unfinished shared = shared_at<Unfinished>(kUnfinished + i * static_cast<uint32_t>(sizeof(Unfinished)));
-        if (shared.parts == 0) continue;
-        uint32_t* const counter = counters_ptr + 2 * (shared.item * blocks + rank);  // how many parts are there, how many blocks have left
-        if (threadIdx.x == 0) shared_at<int>(kLast) = await_count(counter, shared.parts, kPatience);
-        const Work work = work_of(place_of_item(shared.item));
-        const int first_row = kRows * rank, units = min(work.seqlen_q * group - work.row_start - first_row, kRows) * kRowThreads;
-        const EvenRanges shares(units, shared.parts);
-        sync_consumers();
-        const bool there = shared_at<int>(kLast);
-        const auto part_of = [&](int number) {
-          const int slot = 2 * (shared.first_worker + number) + (number == 0);
-          return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
-        };
-        const KeptRows kept = splits > 0 ? KeptRows(shares, shared.own) : KeptRows();
-        if (!there) {  // others may merge the rows of this block
-          for (int i = threadIdx.x; i < (kept.end - kept.first) * Partial::kFloats / 4; i += 128 * kConsumers) {
-            reinterpret_cast<float4*>(part_of(shared.own) + kept.first * Partial::kFloats)[i] = reinterpret_cast<const float4*>(kept.place_of(kept.first))[i];
-          }
-          sync_consumers();  // the word lies in a row that may have been copied
-          if (threadIdx.x == 0) left_by(part_of(shared.own)) = 1;
-        }
-        int share = -1;  // of another block
-        int first = there ? shares.first(shared.own) : 0, end = there ? shares.first(shared.own + 1) : 0;
-        for (bool has_left = false;;) {
-          // Adds up four columns of kUnits rows at a time, so that the latencies of their parts overlap.
-          const auto merge = [&](auto units_at_once, auto parts_at_once) {
-            constexpr int kUnits = units_at_once.kValue, kParts = parts_at_once.kValue, kApart = 128 * kConsumers;
-            for (int unit = first + threadIdx.x; unit < end; unit += kUnits * kApart) {
-              const auto from = [&](int i, int number) {
-                const int row = (unit + i * kApart) / kRowThreads;
-                return number == shared.own && kept.has(row) ? kept.place_of(row) : part_of(number) + row * Partial::kFloats;
-              };
-              const int column = unit % kRowThreads * 4;  // of all of them
-              static_assert(kApart % kRowThreads == 0);
-              Partial sums[kUnits];
-#pragma unroll
-              for (int i = 0; i < kUnits; ++i) sums[i] = {{}, kUnseen, 0.0f};
-              for (int number = 0; number < shared.parts; number += kParts) {
-                PartialRows<kHeadDimV, kParts> some[kUnits];
-#pragma unroll
-                for (int i = 0; i < kUnits; ++i) {
-                  const int count = unit + i * kApart < end ? shared.parts - number : 0;
-                  some[i].load(count, column, Partial::kOfWarp, [&](int part) { return from(i, number + part); });
-                }
-#pragma unroll
-                for (int i = 0; i < kUnits; ++i) sums[i].add(some[i].added());
-              }
-#pragma unroll
-              for (int i = 0; i < kUnits; ++i) {
-                const int row = first_row + (unit + i * kApart) / kRowThreads;
-                Partial sum = sums[i];
-                if (unit + i * kApart < end) {
-                  const int packed = work.row_start + row, q = by_group.quotient(packed), h = work.hk * group + by_group.remainder(packed);
-                  const float normalize = sum.sum == 0.0f ? 0.0f : __frcp_rn(sum.sum);
-                  OutElement* const to = (out_ptr + (work.q_begin + q) * stride_out_s + h * stride_out_h);
-                  const uint2 four = {
-                      pack<OutElement>(sum.acc.x * normalize, sum.acc.y * normalize), pack<OutElement>(sum.acc.z * normalize, sum.acc.w * normalize)};
-                  *reinterpret_cast<uint2*>(to + column) = four;
-                  if (write_lse && column == 0) lse_ptr[h * static_cast<long long>(total_q) + work.q_begin + q] = log_sum_exp(sum.row_max, sum.sum);
-                }
-              }
-            }
-          };
-          if (shared.parts <= kFewParts) {
-            merge(Constant<kPartsAtOnce / kFewParts>(), Constant<kFewParts>());
-          } else {
-            merge(Constant<1>(), Constant<kPartsAtOnce>());
-          }
-          if (!has_left) {
-            sync_consumers();
-            if (threadIdx.x == 0) {
-              const uint32_t own = there ? 1 : 1 + kGaveUp, left = arrive_counted(counter + 1, own) + own;
-              const bool last = left % kGaveUp == shared.parts;
-              shared_at<int>(kLast) = last && left >= kGaveUp;
-              if (last) counter[0] = counter[1] = 0;  // as the next launch expects them
-            }
-            sync_consumers();
-            has_left = shared_at<int>(kLast);
-            if (!has_left) break;
-          }
-          do ++share;
-          while (share < shared.parts && left_by(part_of(share)) == 0);
-          if (share == shared.parts) break;
-          first = shares.first(share);
-          end = shares.first(share + 1);
-        }
-      }
+      merge_shares(ShortRows<kHeadDimV>());
     }
   }
 }

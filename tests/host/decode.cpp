@@ -5,10 +5,10 @@
 #include "launch.h"
 
 // MERGE is a launch that adds up partial results; with MERGES_IN_PLACE blocks do so themselves. In both cases one or two
-// blocks have the rows of a unit.
+// blocks have the rows of a unit, or four.
 #if defined(MERGE) || MERGES_IN_PLACE
 #define PAIRS 1
-constexpr int kMostBlocks = 2;
+constexpr int kMostBlocks = MERGES_IN_PLACE && !LATENT_ROWS ? 4 : 2;
 #else
 #define PAIRS 0
 constexpr int kMostBlocks = kCluster;
@@ -128,7 +128,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   const TensorMap k_map = map_of(k, kBlockN);
 #endif
 #if PAIRS
-  const int row_bits = cluster > 1 ? 1 : 0;
+  const int row_bits = cluster / 2;  // 1, 2 or 4 blocks
 #else
   int row_bits = 0;
   while ((2 << row_bits) < kWarps && (kRows << row_bits) < rows * group) ++row_bits;
@@ -225,7 +225,7 @@ int main(int count, char** arguments) {
 #else
     const bool single = numbers[4] > 0;  // splits that the call asks for are of single blocks
 #endif
-    for (int cluster : {1, kMostBlocks}) {
+    for (int cluster = 1; cluster <= kMostBlocks; cluster *= PAIRS ? 2 : std::max(kMostBlocks, 2)) {
       if (cluster > 1 && single) continue;
       run({numbers.begin() + 6, numbers.end()}, numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], cluster);
     }

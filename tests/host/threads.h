@@ -237,6 +237,8 @@ inline long long clock64() {
   return now;
 }
 inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __fdividef(float x, float y) { return x / y; }
+inline void __threadfence() {}
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }

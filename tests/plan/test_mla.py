@@ -32,7 +32,7 @@ def test_every_layout_and_mask_has_one_kernel_that_reads_no_v(layout: str, varia
     kernel = planned(f"variant: {variant}, layout: {layout}")
     assert (kernel.schedule, kernel.backend, kernel.split_kv, kernel.v_of_key) == ("hopper_mla", "cuda", True, True)
     (launch,) = kernel.launches
-    assert (launch.grid, launch.row_blocks, launch.cluster, launch.merges) == ("splits", 2, 1, True)
+    assert (launch.grid, launch.row_blocks, launch.cluster, launch.merges) == ("splits", 4, 1, True)
     maps = [argument.of for argument in launch.arguments if argument.kind == "descriptor"]
     assert maps == ["k"]
     assert "v_ptr" not in render(kernel).text

@@ -29,7 +29,7 @@ from tests.render.cuda_sources import SPECS, code, identifiers, kernels, rendere
 
 MAX_BYTES = 41_000
 #: The same of latent attention, whose two consumers exchange parts of S and P, or multiply the transposes of few rows.
-MAX_LATENT_BYTES = 72_000
+MAX_LATENT_BYTES = 73_500
 #: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
 MAX_LINE = 320
 

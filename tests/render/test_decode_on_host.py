@@ -29,7 +29,7 @@ HOST = root() / "tests" / "host"
 COMPILED = (
     "softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh", "pair.cuh",
     "quad.cuh", "lane_max.cuh", "few_heads.cuh", "gather.cuh", "quick_ranges.cuh", "staged_rows.cuh",
-    "short_parts.cuh",
+    "short_parts.cuh", "shares.cuh",
 )  # fmt: skip
 
 #: Stand-ins on the host for the PTX in headers.
@@ -55,7 +55,8 @@ PTX = {
     r'asm volatile\("cp\.async\.bulk\.prefetch.*?\);': "",
     r'asm volatile\("\{\.reg \.pred p; elect\.sync .*?\);': "own = threadIdx.x % 32 == 0;",
     r'asm volatile\("ld\.acquire\.gpu\.global\.u32 .*?\);': "done = *counter;",
-    r'asm volatile\("atom\.acq_rel\.gpu\.global\.add\.u32 .*?\);': "before = *counter, *counter += times;",
+    r'asm volatile\("atom\.(?:acq_rel|relaxed)\.gpu\.global\.add\.u32 .*?\);': "before = *counter, *counter += times;",
+    r'asm volatile\("fence\.proxy\.async;" .*?\);': "",
     r'asm volatile\(\s*"\{\.reg \.pred p, q; .*? barrier\.cta\.red\.or.*?\);': "any = named_or(id, threads, value);",
 }
 
@@ -140,7 +141,7 @@ def test_one_that_reads_8_bits_is_right(fields: dict[str, object], tmp_path: Pat
 KEY_VALUE_CASES = [
     "16,1,1,4,0,64,64,1,200", "24,1,1,3,0,16,500", "128,1,1,6,0,64,330,77", "48,1,3,4,2,16,300,0,5", "40,2,4,6,3,1,150",
     "8,1,2,3,0,16,700,90", "16,1,1,5,0,64,1000", "64,1,1,9,0,64,2000", "8,1,1,9,0,64,1500,0,70",
-    "96,1,1,16,0,64,500,300,80",
+    "96,1,1,16,0,64,500,300,80", "16,1,9,16,0,64,500,1000", "128,1,1,8,0,64,1000",
 ]  # fmt: skip
 
 

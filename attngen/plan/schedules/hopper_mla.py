@@ -47,6 +47,7 @@ WIDENING_REGISTERS = 136, 208, 160
 _FEW_ROWS = (16,)
 _WHOLE_TILES = 512  # 66 pairs of blocks and 128 items: 3 % of the time, and merging costs 30 us
 _PAIR = 2  # most blocks that have the rows of one work item
+_FOUR = 4  # the same where blocks copy keys for themselves, from L2 if they are neighbours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         products=(2 + 2 * len(few), 5 + 16 * len(few)) if row is None else (1, 2),
         structure_of=partial(HopperMla, few_heads=few, alike=row is None, merges=True),
         cluster=1,
+        row_blocks=_FOUR if row is None else _PAIR,
         whole_tiles=_WHOLE_TILES,
     )
 
@@ -104,14 +106,15 @@ def plan_latent(
     spills: Spills = MLA_SPILLS,
     least_tiles: int = 2,
     cluster: int = _PAIR,
+    row_blocks: int = _PAIR,
     whole_tiles: int = 64,
 ) -> Plan:
     """Plan a kernel of latent attention, or of wide heads, and the launch that merges its partial results.
 
     ``products``: how many S = Q K^T of a tile the source has, and how many O += P V. ``widths``: columns of q and k,
     and of v, with padding. ``least_tiles``: fewest tiles of a block, unless it has a whole work item.
-    ``cluster``: 1 if the two blocks with the rows of an item are no cluster. ``whole_tiles``: tiles of a block up to
-    which equal items stay whole, if few blocks are then idle.
+    ``row_blocks``: most blocks that have the rows of an item. ``cluster``: 1 if these are no cluster. ``whole_tiles``:
+    tiles of a block up to which equal items stay whole, if few blocks are then idle.
     """
     iteration = iteration_of(replace(spec, pack_gqa=True))
     element = operands_of(spec).shared("q", "p")
@@ -159,7 +162,7 @@ def plan_latent(
     of_s, of_o = width_qk // element.mma_k, KEYS // element.mma_k
     forward = Launch(
         "forward", planned.name, GRID, ROWS, KEYS, TILES, planned.num_warps, planned.iteration, arguments_of(planned),
-        persistent=True, cluster=cluster, row_warps=_PAIR, row_blocks=_PAIR, pdl=True,
+        persistent=True, cluster=cluster, row_warps=row_blocks, row_blocks=row_blocks, pdl=True,
         shared_bytes=structure.shared_bytes, products=products[0] * of_s + products[1] * of_o,
         max_spills=spills.bytes, merges=structure.merges,
     )  # fmt: skip

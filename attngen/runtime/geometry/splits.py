@@ -132,7 +132,7 @@ class SplitNumbers:
             max_splits = -(-kv_tiles // split_tiles)
         shared, least, most, size = self._shared, self._least, self._cluster, self._fixed
         if not shared:
-            clustered = row_bits > 0
+            size, clustered = min(size, 1 << row_bits), row_bits > 0
         elif split_tiles or most == 1 or units > clusters:
             clustered = False
         else:
