@@ -141,7 +141,8 @@ def check_map(words: Tensor, shape: Any, tiles: tuple[int, int], call: Call, *, 
 
 def check_order(order: Tensor, tiles: Tensor, *, by_keys: bool = True) -> None:
     """Compare an order with that of rows as they are, and with those that begin with the rows of many more tiles, whose
-    number follows, or 0 where none of them is to be cut: the others as they are, or by their tiles as well."""
+    number follows, or 0 where none of them is to be cut: the others as they are, or by their tiles as well. By their
+    tiles, all that have any may be cut."""
     orders, most = order[:-1].view(tiles.shape).tolist(), int(order[-1])
     wanted, by_length, numbers, natural = [], [], [], list(range(tiles.shape[1]))[:: 1 if by_keys else -1]
     for counts in tiles.tolist():
@@ -151,7 +152,8 @@ def check_order(order: Tensor, tiles: Tensor, *, by_keys: bool = True) -> None:
         by_length.append(sorted(natural, key=lambda row, own=counts: -own[row]))  # type: ignore[misc]
         numbers.append(len(first))
     assert orders in (wanted, by_length) or (orders == [natural] * len(wanted) and most == 0)
-    assert most in (0, max(numbers))
+    nonempty = max(sum(count > 0 for count in counts) for counts in tiles.tolist())
+    assert most in (0, max(numbers)) or (most == nonempty and orders == by_length)
 
 
 def pairs_of(words: Tensor, width: int) -> Tensor:

@@ -92,7 +92,7 @@ def test_tiles_that_the_mask_proves_empty_change_nothing(name: str, value: float
             arguments = {"sinks": 0, "window": 3} if name.startswith("sink") else {"window": 3}
         run = Run.of(name, case, **arguments)
         tile, changed = run.kernel.tile_n, 0
-        near = tile if run.kernel.manifest.get("structure", {}).get("anchor") else 0
+        near = tile if run.kernel.manifest.get("structure", {}).get("end_alignment") else 0
         for sequence, visible in enumerate(run.visible()):
             seen = visible.any(0).any(0)
             for start in range(0, len(seen), tile):

@@ -346,7 +346,8 @@ def test_new_rows_of_e4m3_have_the_bits_of_torch() -> None:
 
 
 def test_every_byte() -> None:
-    """One key a query: O is its first 512 columns, each rounded once, from the smallest scale to large ones."""
+    """One key a query: O is its first 512 columns, from the smallest scale to large ones. In fp16 a number keeps its
+    bits down to 2⁻¹⁷ of the largest scale of its part, which is that of its row here."""
     torch.manual_seed(2)
     keys = 256
     cache, _ = large_cache("fp8_mla_656", 1, keys)
@@ -363,9 +364,11 @@ def test_every_byte() -> None:
     )
     assert isinstance(out, Tensor)
     numbers = eights.view(torch.float8_e4m3fn).double() * scales.double().repeat_interleave(128, -1)
-    wanted = numbers.bfloat16()
-    torch.testing.assert_close(out[0, :, 0].cpu(), wanted, rtol=2**-7, atol=0.0)
-    assert (out[0, :, 0].cpu() == wanted).double().mean() > 0.98
+    got, largest = out[0, :, 0].cpu(), scales.amax(1, keepdim=True)
+    assert ((got.double() - numbers).abs() <= 2**-7 * numbers.abs() + 2**-17 * largest.double()).all()
+    near = (32 * scales >= largest).repeat_interleave(128, -1)
+    torch.testing.assert_close(got[near].double(), numbers[near], rtol=2**-7, atol=0.0)
+    assert (got == numbers.bfloat16())[near].double().mean() > 0.9
 
 
 def appended(name: str, device: str, **given: Any) -> Tensor:

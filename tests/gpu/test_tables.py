@@ -56,7 +56,7 @@ def values(name: str, batch: int, heads: int) -> dict[str, Tensor]:
         case "of_pairs":
             return {"bias": random(heads, 49, 49)}
         case "causal_by_blocks":
-            return {"table": random(batch, 30).half(), "other": random(heads, 3, 6)}
+            return {"table": random(batch, 41).half(), "other": random(heads, 3, 6)}
         case "multiplied":
             return {"table": random(heads, 19)}
         case "learned":
