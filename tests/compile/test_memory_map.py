@@ -34,8 +34,8 @@ def kernel(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool, layou
     mask, tensors = BOUNDS[bounds]
     variant = f"variants:\n  own:\n    mask: {mask!r}\n" + (f"    {tensors}\n" if tensors else "")
     fields = {"pack_gqa": str(pack_gqa).lower(), "layout": layout, "tile": f"{{m: {64 * consumers}, n: 64}}", **more}
-    if bounds in ((1, 0), (2, 0)) or (pack_gqa and bounds is None):
-        fields["tile_map"] = "never"  # which masks that read tensors of queries have otherwise; it lists single heads
+    if bounds in ((1, 0), (2, 0), (4, 4)) or (pack_gqa and bounds is None):
+        fields["tile_map"] = "never"  # which masks that read tensors of queries, or see more than three ranges, have
     return planned("own", backend="cuda", declared=variant, **fields)
 
 

@@ -27,7 +27,7 @@ PROGRAM = """
 #include <cstdlib>
 #include <algorithm>
 using std::min, std::max;
-constexpr int kBlockM = {tile_m}, kBlockN = {tile_n}, kConsumers = {consumers}, kEndAlign = {anchor};
+constexpr int kBlockM = {tile_m}, kBlockN = {tile_n}, kConsumers = {consumers}, kEndAlign = {end_alignment};
 static int of_all;
 struct Spans {{ int visible_lo, visible_hi, full_lo, full_hi, offset; }};
 static Spans spans(int part, int q_tile, int group_bits, int seqlen_q, int seqlen_k, int u_window) {{
