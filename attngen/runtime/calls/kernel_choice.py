@@ -67,8 +67,8 @@ def backward_of(request: Request, given: Given) -> Request:
 
 
 def kernel_for(resolved: Resolved, request: Request, given: Given, *, learns: bool = False) -> Kernel:
-    """Return the kernel for a call, also one that was built since or is made now, with its backward if the call
-    ``learns``; or raise NoKernelError."""
+    """Return the kernel that serves a call, or raise NoKernelError. If no loaded kernel does, load those that were
+    built in the meantime, or compile one, with its backward if the call ``learns``."""
     variant, package = given.variant, given.package
     try:
         kernel = choose(resolved, request)
@@ -81,7 +81,7 @@ def kernel_for(resolved: Resolved, request: Request, given: Given, *, learns: bo
             raise
         try:
             kernel = choose(find(variant, package), request)
-        except NoKernelError:  # what was built since is another one
+        except NoKernelError:  # the newly built kernels do not serve this call either
             if package is not None or not on_demand.make(request):
                 raise
             kernel = choose(find(variant, package), request)

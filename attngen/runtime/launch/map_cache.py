@@ -184,9 +184,9 @@ class _KeptMaps:
         return entry.words
 
     def get(self, key: Any, decide: Sequence[Tensor], make: Callable[..., Tensor], new: Callable[[], Entry]) -> Tensor:
-        """Return the map of a key and its tensors: the kept one if nothing was written since, with visible pairs from
-        the second use on. ``make`` is told whether to add these, and to which map if not to a new one, which the entry
-        that ``new`` returns then holds."""
+        """Return the map of a key and its tensors. A kept map is reused unless a tensor was written, and gets the
+        visible pairs of partial tiles at its second use. Otherwise ``new`` returns an entry for a new map.
+        ``make(pairs, words)`` makes the map, or adds the pairs to the words of a kept one."""
         versions = tuple(one._version for one in decide)
         entry = self._entries.get(key)
         if entry is not None and entry.words is not None and entry.is_of(decide, versions):
