@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 #: Oldest driver that loads a cubin, as cuDriverGetVersion gives it: by CUDA major, or by capability if that is newer.
 #: Source: CUDA Compatibility, "Minor Version Compatibility": a cubin runs on every driver of its CUDA major.
 _OF_MAJOR = {11: 11000, 12: 12000, 13: 13000}
@@ -10,9 +12,8 @@ _OF_CAPABILITY = {89: 11080, 90: 11080, 100: 12080, 120: 12080}
 #: Driver branch that came with a CUDA release. Source: CUDA Toolkit release notes, table of driver versions.
 _BRANCHES = {11000: "r450", 11080: "r520", 12000: "r525", 12080: "r570", 12090: "r575", 13000: "r580"}
 
-#: Command that installs the NVRTC whose cubins load on most drivers, and the newest capability that CUDA 12 serves.
+#: Command that installs the NVRTC whose cubins load on most drivers.
 INSTALL_NVRTC_12 = "pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"
-MOST_FOR_CUDA_12 = 90
 
 
 def min_driver(cuda_major: int, capability: int) -> int:
@@ -29,3 +30,12 @@ def driver_text(version: int) -> str:
     """Name of the oldest driver that a kernel needs: ``CUDA 12.0 (r525)``."""
     branch = _BRANCHES.get(version)
     return f"CUDA {cuda_release(version)}" + (f" ({branch})" if branch else "")
+
+
+def drivers_text(drivers: Mapping[str, int]) -> str:
+    """Names of the oldest drivers of arches: ``CUDA 12.0 (r525) or later for sm80, sm90a``."""
+    parts = []
+    for version in sorted(set(drivers.values())):
+        arches = ", ".join(arch for arch, needed in drivers.items() if needed == version)
+        parts.append(f"{driver_text(version)} or later for {arches}")
+    return "; ".join(parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +17,7 @@ from attngen import cli, resources
 from attngen.arch import ARCHES
 from attngen.cards import SUPPORT
 from attngen.commands.output import counted, print_json
-from attngen.drivers import cuda_release, driver_text
+from attngen.drivers import cuda_release, driver_text, drivers_text
 from attngen.errors import AttngenError
 from attngen.store.limits import available_bytes, job_limit
 from attngen.store.store import Store
@@ -55,7 +55,9 @@ def command(context: click.Context, as_json: bool) -> None:
                 if finding.part == part:
                     click.echo(f"  {_MARKS[finding.state]} {finding.name}: {finding.text}")
     works = any(finding.state == "ok" for finding in (*_only(built, "arch "), *_only(run, "GPU ")))
-    if not works or any(finding.state == "broken" for finding in (*_only(built, "NVRTC"), *_only(built, "arch "))):
+    if not works or any(
+        finding.state == "broken" for finding in (*_only(built, "CUDA compiler"), *_only(built, "arch "))
+    ):
         context.exit(cli.EXIT_FAILURE)
 
 
@@ -112,43 +114,32 @@ def _build() -> list[Finding]:
         path = nvidia_tool(tool)
         state = "ok" if path else "missing"
         findings.append(Finding("build", tool, state, tool_version(path) if path else "not in the Triton wheel"))
-    return [*findings, *_nvrtc(), *_arches()]
+    return [*findings, *_cuda_compiler(), *_arches()]
 
 
-def _nvrtc() -> list[Finding]:
-    """Compile a tiny kernel by each NVRTC that compiles for some arch.
+def _cuda_compiler() -> list[Finding]:
+    """Compile a tiny kernel by CuPy and NVRTC, in a process of its own, which a broken compiler may end.
 
-    If only NVRTC is missing, builds of CUDA kernels fail, so that it counts as broken.
+    If only one of these is missing, builds of CUDA kernels fail, so that it counts as broken.
     """
-    from attngen.compile.toolchain import Nvrtc, missing, newer_driver_note, nvrtc_for
-
-    arches: dict[Nvrtc, list[str]] = {}
-    for arch in ARCHES:
-        if nvrtc := nvrtc_for(arch):
-            arches.setdefault(nvrtc, []).append(arch)
-    if not arches:
-        return [Finding("build", "NVRTC", "missing" if _lacking() else "broken", str(missing("cuda", arch)))]
-    findings = []
-    for nvrtc, served in arches.items():
-        finding = _probed("cuda", served[-1], "NVRTC")
-        if finding.state == "ok":
-            text = f"{nvrtc.version} ({nvrtc.distribution}), for {', '.join(served)}: {finding.text}"
-            finding = replace(finding, text=text)
-        findings.append(finding)
-    if note := newer_driver_note(ARCHES):
-        findings.append(Finding("build", "NVRTC", "missing", note))
-    return findings
-
-
-def _probed(backend: str, arch: str, name: str) -> Finding:
-    """Compile a tiny kernel in a process of its own, which a broken compiler may end."""
+    from attngen.compile.toolchain import chosen_nvrtc, installed_cupy, lacking_for_cuda, newer_driver_note
     from attngen.store.jobs import Job, run_jobs
 
-    job = Job(f"NVRTC for {arch}", "attngen.compile.probe:probe_job", (backend, arch))
+    name, nvrtc, lacking = "CUDA compiler", chosen_nvrtc(), lacking_for_cuda()
+    if nvrtc is None or lacking is not None:
+        return [Finding("build", name, "missing" if _lacking() else "broken", str(lacking))]
+    job = Job(f"{nvrtc} for sm90a", "attngen.compile.probe:probe_job", ("cuda", "sm90a"))
     (result,) = run_jobs([job], 1, timeout=120.0)
-    if result.error is None:
-        return Finding("build", name, "ok", result.value)
-    return Finding("build", name, "broken", str(result.error).splitlines()[0])
+    if result.error is not None:
+        return [Finding("build", name, "broken", str(result.error).splitlines()[0])]
+    ((cupy, version),) = installed_cupy().items()
+    drivers = {arch.name: nvrtc.min_driver(arch.name) for arch in ARCHES.values() if not arch.portable}
+    text = (
+        f"{nvrtc} ({nvrtc.distribution}), called by CuPy {version} ({cupy}), compiled a kernel in "
+        f"{result.value[0]:.2f} s; its cubins need a driver for {drivers_text(drivers)}"
+    )
+    note = newer_driver_note(ARCHES)
+    return [Finding("build", name, "ok", text), *([Finding("build", name, "missing", note)] if note else ())]
 
 
 def _cache() -> str:
@@ -173,7 +164,9 @@ def _arches() -> list[Finding]:
     for result in run_jobs(calls, 1, timeout=120.0):
         name = names[result.index]
         if result.error is None:
-            findings[name] = Finding("build", f"arch {name}", "ok", result.value)
+            seconds, driver = result.value
+            text = f"compiled a kernel in {seconds:.2f} s, for drivers from {driver_text(driver)} on"
+            findings[name] = Finding("build", f"arch {name}", "ok", text)
         else:
             findings[name] = Finding("build", f"arch {name}", "broken", str(result.error).splitlines()[0])
     return [findings[name] for name in names]

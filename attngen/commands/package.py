@@ -10,6 +10,7 @@ import click
 
 from attngen import resources
 from attngen.commands.output import Progress, print_json, print_table, warn
+from attngen.drivers import drivers_text
 
 if TYPE_CHECKING:
     from attngen.packaging.make import PackageFiles
@@ -80,8 +81,6 @@ def _print(made: PackageFiles) -> None:
     for path in made.files:
         click.echo(f"{path}: {path.stat().st_size:,} B")
     if made.drivers:
-        from attngen.packaging.view import drivers_text
-
         click.echo(f"The wheel needs an NVIDIA driver: {drivers_text(made.drivers)}.")
     if made.note:
         warn(made.note)

@@ -17,10 +17,12 @@ from pathlib import Path
 
 from attngen.arch import Arch
 from attngen.compile.inspect import nvidia_tool, tool_release
-from attngen.drivers import MOST_FOR_CUDA_12
 
 #: NVIDIA's wheel that holds the ptxas of CUDA 12.
 PTXAS_WHEEL = "nvidia-cuda-nvcc-cu12"
+
+#: The newest capability for which ptxas of CUDA 12 assembles.
+MOST_FOR_CUDA_12 = 90
 
 #: The oldest ptxas that keeps the descriptors of wgmma.
 _OLDEST_FOR_WGMMA = (12, 9)

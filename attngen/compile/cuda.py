@@ -1,8 +1,9 @@
-"""CUDA source → cubin by NVRTC, offline: no GPU, no driver, no header of the toolkit."""
+"""CUDA source → cubin by CuPy's NVRTC, offline: no GPU, no driver, no header of the toolkit."""
 
 from __future__ import annotations
 
 import re
+import struct
 import time
 from collections.abc import Mapping
 from hashlib import sha256
@@ -11,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from attngen.compile.artifact import Artifact
 from attngen.compile.hazards import misjudged_clamps
 from attngen.compile.inspect import Resources, parameter_places, resources_of_log
-from attngen.compile.machine import count_products
-from attngen.compile.nvrtc import NVRTCError, broken, load
+from attngen.compile.machine import count_products, extent
+from attngen.compile.nvrtc import broken, load
 from attngen.compile.options import nvrtc_options
 from attngen.compile.parameters import placed_parameters
 from attngen.compile.ptx import driver_of_ptx, image_of
 from attngen.compile.speed import require_fast
-from attngen.compile.toolchain import Nvrtc, missing, nvrtc_for, toolchain
+from attngen.compile.toolchain import Nvrtc, chosen_nvrtc, lacking_for_cuda, toolchain
 from attngen.errors import ChoiceError, CompileError, ToolchainError
 from attngen.lang.constant_conditions import reads_products
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from attngen.plan.model import Launch, Plan
     from attngen.render import Source
 
+#: nvrtcResult of a source that is refused, and of one on which the compiler itself fails: another one may compile.
+_OF_SOURCE = (6, 11)
+
+#: nvrtcResult of a process that has too little memory.
+_OUT_OF_MEMORY = 1
 
 #: The error of a kernel whose machine code has a known fault of ptxas.
 WRONG_CODE = "NVRTC compiled it wrongly; NVRTC 13 or later may help"
@@ -54,7 +60,7 @@ def compile_cuda(plan: Plan, source: Source) -> Artifact:
         }
         for launch in plan.launches
     ]
-    nvrtc = _nvrtc(plan.arch.name)
+    nvrtc = _nvrtc()
     manifest["toolchain"] = toolchain("cuda", plan.arch.name)
     manifest["cuda_major"] = nvrtc.release[0]
     manifest["min_driver"] = driver_of_ptx(ptx) if ptx is not None else nvrtc.min_driver(plan.arch.name)
@@ -81,33 +87,53 @@ def compile_text(name: str, text: str, headers: Mapping[str, str], arch: str) ->
 
 def _compiled(name: str, text: str, headers: Mapping[str, str], arch: str) -> tuple[bytes, str, str]:
     """The cubin, the log and the PTX of a source, as ``compile_text`` makes them."""
-    nvrtc = _nvrtc(arch)
-    library = load(nvrtc)
-    included = {file.encode(): body.encode() for file, body in headers.items()}
-    program = library.createProgram(text, f"{name}.cu", list(included.values()), list(included))
+    installed = _nvrtc()
+    nvrtc = load(installed)
+    program, log = None, ""
     try:
-        library.compileProgram(program, nvrtc_options(arch))
-        return library.getCUBIN(program), library.getProgramLog(program), library.getPTX(program)
-    except NVRTCError as error:
-        said = f"{error}\n{library.getProgramLog(program)}".rstrip()
-        if error.of_source:
+        bodies, files = [body.encode() for body in headers.values()], [file.encode() for file in headers]
+        program = nvrtc.createProgram(text, f"{name}.cu", bodies, files)
+        try:
+            nvrtc.compileProgram(program, nvrtc_options(arch))
+        finally:
+            log = nvrtc.getProgramLog(program).rstrip("\0\n")
+        return _whole(installed, nvrtc.getCUBIN(program)), log, nvrtc.getPTX(program).decode()
+    except nvrtc.NVRTCError as error:
+        said = f"{error}\n{log}".rstrip()
+        if error.status in _OF_SOURCE:
             raise ChoiceError(f"{name}: NVRTC refused the source: {said}") from None
-        if error.of_memory:
+        if error.status == _OUT_OF_MEMORY:
             raise CompileError(f"{name}: NVRTC ran out of memory; fewer --jobs need less") from None
-        raise broken(nvrtc, said) from None
+        raise broken(installed, said) from None
     finally:
-        library.destroyProgram(program)
+        if program is not None:
+            nvrtc.destroyProgram(program)
 
 
-def load_compiler(arch: str) -> None:
+def _whole(nvrtc: Nvrtc, cubin: bytes) -> bytes:
+    """A cubin with its last byte, which CuPy takes for the end of a string: the highest byte of a 64-bit number, a 0.
+
+    Raises ToolchainError for anything else than an ELF file that lacks it.
+    """
+    try:
+        lacking = extent(cubin) - len(cubin)
+    except (struct.error, ValueError) as error:
+        raise broken(nvrtc, f"it returned no ELF file: {error}") from None
+    if lacking not in (0, 1):
+        raise broken(nvrtc, f"it returned an ELF file of {len(cubin)} bytes, which lacks {lacking}")
+    return cubin + bytes(lacking)
+
+
+def load_compiler() -> None:
     """Load the compiler, so that the first compile of a process does not wait for it."""
-    load(_nvrtc(arch))
+    load(_nvrtc())
 
 
-def _nvrtc(arch: str) -> Nvrtc:
-    nvrtc = nvrtc_for(arch)
-    if nvrtc is None:
-        raise ToolchainError(str(missing("cuda", arch)))
+def _nvrtc() -> Nvrtc:
+    """The NVRTC that compiles. Raises ToolchainError if there is none, or no CuPy to call it by."""
+    nvrtc, lacking = chosen_nvrtc(), lacking_for_cuda()
+    if nvrtc is None or lacking is not None:
+        raise ToolchainError(str(lacking))
     return nvrtc
 
 

@@ -183,6 +183,18 @@ def sections(elf: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield elf[start : elf.index(b"\0", start)], elf[offset : offset + size]
 
 
+def extent(elf: bytes) -> int:
+    """The size in bytes of a 64-bit ELF file: where the later of its two tables of headers ends.
+
+    Raises ValueError or struct.error for anything else.
+    """
+    if not elf.startswith(b"\x7fELF\x02"):
+        raise ValueError("no magic number of a 64-bit ELF file")
+    segments, table = struct.unpack_from("<QQ", elf, 0x20)
+    segment_size, segment_count, header_size, count = struct.unpack_from("<4H", elf, 0x36)
+    return int(max(segments + segment_size * segment_count, table + header_size * count))
+
+
 def _decode(place: int, low: int, high: int) -> Instruction:
     operation = low & _OPERATION
     result, operand = low >> 16 & 0xFF, low >> 24 & 0xFF

@@ -1,126 +1,54 @@
-"""NVRTC by its C interface: a compiler as a library, which needs no GPU, no driver and no header of the toolkit."""
+"""NVRTC through CuPy: a compiler as a library, which needs no GPU, no driver and no header of the toolkit.
 
-# ruff: noqa: N802
+CuPy calls whichever NVRTC its process holds, 13 before 12, and searches for one, 13 before 12 again, where it holds
+none. So the library that the cache key names is loaded before CuPy's first call.
+"""
+
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_void_p
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from types import ModuleType
 
-from attngen.compile.toolchain import Nvrtc
+from attngen.compile.toolchain import Nvrtc, installed_cupy, reinstall
 from attngen.errors import ToolchainError
 
-#: nvrtcResult of a source that is refused, and of one on which the compiler itself fails.
-_COMPILATION, _INTERNAL_ERROR = 6, 11
-
-#: nvrtcResult of a process that has too little memory.
-_OUT_OF_MEMORY = 1
-
-
-class NVRTCError(RuntimeError):
-    """A call of NVRTC that failed. ``code`` is its nvrtcResult."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(f"{text} ({code})")
-        self.code = code
-
-    @property
-    def of_source(self) -> bool:
-        """Whether another source may compile."""
-        return self.code in (_COMPILATION, _INTERNAL_ERROR)
-
-    @property
-    def of_memory(self) -> bool:
-        """Whether there was too little memory."""
-        return self.code == _OUT_OF_MEMORY
-
-
-class Library:
-    """A loaded libnvrtc."""
-
-    def __init__(self, path: str) -> None:
-        """Raises OSError for what is no libnvrtc."""
-        self._library = ctypes.CDLL(path)
-        try:
-            self._library.nvrtcGetErrorString.restype = c_char_p
-            self._library.nvrtcGetErrorString.argtypes = [c_int]
-            for name, *arguments in (
-                ("Version", POINTER(c_int), POINTER(c_int)),
-                ("CreateProgram", POINTER(c_void_p), c_char_p, c_char_p, c_int, c_void_p, c_void_p),
-                ("CompileProgram", c_void_p, c_int, c_void_p), ("DestroyProgram", POINTER(c_void_p)),
-                ("GetCUBINSize", c_void_p, POINTER(c_size_t)), ("GetCUBIN", c_void_p, c_char_p),
-                ("GetPTXSize", c_void_p, POINTER(c_size_t)), ("GetPTX", c_void_p, c_char_p),
-                ("GetProgramLogSize", c_void_p, POINTER(c_size_t)), ("GetProgramLog", c_void_p, c_char_p),
-            ):  # fmt: skip
-                getattr(self._library, f"nvrtc{name}").argtypes = arguments
-        except AttributeError as error:
-            raise OSError(str(error)) from error
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        result = getattr(self._library, f"nvrtc{name}")(*arguments)
-        if result:
-            raise NVRTCError(self._library.nvrtcGetErrorString(result).decode(), result)
-
-    def getVersion(self) -> tuple[int, int]:
-        """Major and minor version."""
-        major, minor = c_int(), c_int()
-        self._call("Version", major, minor)
-        return major.value, minor.value
-
-    def createProgram(self, text: str, name: str, headers: Sequence[bytes], names: Sequence[bytes]) -> c_void_p:
-        """Make a program of a source and the headers that it may include."""
-        program, many = c_void_p(), c_char_p * len(headers)
-        self._call("CreateProgram", program, text.encode(), name.encode(), len(headers), many(*headers), many(*names))
-        return program
-
-    def compileProgram(self, program: c_void_p, options: Sequence[str]) -> None:
-        """Compile a program. Raises NVRTCError; the log has the reason."""
-        given = (c_char_p * len(options))(*(option.encode() for option in options))
-        self._call("CompileProgram", program, len(options), given)
-
-    def getCUBIN(self, program: c_void_p) -> bytes:
-        """The machine code, an ELF file."""
-        return self._bytes("GetCUBIN", program)
-
-    def getPTX(self, program: c_void_p) -> str:
-        """The PTX of a program that was compiled for a virtual architecture."""
-        return self._bytes("GetPTX", program).rstrip(b"\0").decode()
-
-    def getProgramLog(self, program: c_void_p) -> str:
-        """The messages of the compiler."""
-        return self._bytes("GetProgramLog", program).rstrip(b"\0\n").decode("utf-8", "replace")
-
-    def _bytes(self, name: str, program: c_void_p) -> bytes:
-        size = c_size_t()
-        self._call(f"{name}Size", program, size)
-        buffer = ctypes.create_string_buffer(max(size.value, 1))
-        self._call(name, program, buffer)
-        return buffer.raw[: size.value]
-
-    def destroyProgram(self, program: c_void_p) -> None:
-        """Free it."""
-        self._call("DestroyProgram", program)
+#: The variable that OpenBLAS reads when numpy loads it.
+_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 @cache
-def load(nvrtc: Nvrtc) -> Library:
-    """Load an installed NVRTC. Raises ToolchainError if it is damaged.
+def load(nvrtc: Nvrtc) -> ModuleType:
+    """CuPy's module of the functions of NVRTC, by an installed NVRTC. Raises ToolchainError if either does not work.
 
     NVRTC opens libnvrtc-builtins by name while it compiles. That of 13.0 has no run path to the folder that both lie
     in, so the builtins are loaded first: the loader then finds them by their soname.
     """
-    major, minor = nvrtc.release
+    release = ".".join(map(str, nvrtc.release))
     try:
-        _keep_loaded(str(nvrtc.library.with_name(f"libnvrtc-builtins.so.{major}.{minor}")))
-        library = Library(str(nvrtc.library))
-        version = library.getVersion()
-    except (OSError, NVRTCError) as error:
+        for name in (f"libnvrtc-builtins.so.{release}", nvrtc.library.name):
+            _keep_loaded(str(nvrtc.library.with_name(name)))
+    except OSError as error:
         raise broken(nvrtc, f"it cannot be loaded: {error}") from None
-    if version != (major, minor):
-        raise broken(nvrtc, f"{nvrtc.library} is NVRTC {version[0]}.{version[1]}")
-    return library
+    try:
+        with _no_thread():
+            from cupy_backends.cuda.libs import nvrtc as functions
+
+            held = functions.getVersion()  # CuPy's first call, which imports all of it, and numpy
+    except Exception as error:  # an installation may be damaged in any way
+        raise _broken_cupy(error) from None
+    if held != nvrtc.release:
+        raise _other_library(nvrtc, ".".join(map(str, held)))
+    module: ModuleType = functions
+    return module
+
+
+def broken(nvrtc: Nvrtc, fault: str) -> ToolchainError:
+    """The error of an NVRTC that does not work."""
+    return ToolchainError(f"{nvrtc} ({nvrtc.distribution}) does not work: {fault}; {nvrtc.remedy}")
 
 
 @cache
@@ -128,6 +56,34 @@ def _keep_loaded(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
 
 
-def broken(nvrtc: Nvrtc, fault: str) -> ToolchainError:
-    """The error of an NVRTC that does not work."""
-    return ToolchainError(f"{nvrtc} ({nvrtc.distribution}) does not work: {fault}; {nvrtc.remedy}")
+@contextmanager
+def _no_thread() -> Iterator[None]:
+    """Keep OpenBLAS, if it is loaded meanwhile, from starting threads, since the process may fork."""
+    before = os.environ.get(_THREADS)
+    os.environ[_THREADS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_THREADS]
+        os.environ.update({} if before is None else {_THREADS: before})
+
+
+def _broken_cupy(error: Exception) -> ToolchainError:
+    """The error of a CuPy that cannot be imported, or that finds no NVRTC."""
+    said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    ((distribution, version),) = installed_cupy().items()
+    return ToolchainError(f"CuPy {version} ({distribution}) does not work: {said}; {reinstall(distribution, version)}")
+
+
+def _other_library(nvrtc: Nvrtc, held: str) -> ToolchainError:
+    """The error of a process in which CuPy calls another release than the one that the cache key names."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    path = load_nvidia_dynamic_lib("nvrtc").abs_path  # by which CuPy found it
+    if path is None or nvrtc.library.samefile(path):
+        return broken(nvrtc, f"{nvrtc.library} is NVRTC {held}")
+    return ToolchainError(
+        f"{nvrtc} ({nvrtc.distribution}) cannot compile in this process, which had loaded NVRTC {held} before "
+        f"({path}), as an import of torch does: CuPy calls that one; compile in a process of its own, as "
+        "'attngen build' and attngen.jit() do"
+    )

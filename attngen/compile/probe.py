@@ -9,8 +9,8 @@ from attngen.arch import ARCHES
 from attngen.compile.inspect import resources_of_log
 from attngen.compile.options import triton_options
 from attngen.compile.ptx import cuda_major
-from attngen.compile.toolchain import missing, nvrtc_for, toolchain
-from attngen.drivers import driver_text, min_driver
+from attngen.compile.toolchain import chosen_nvrtc, missing, reinstall, toolchain
+from attngen.drivers import min_driver
 from attngen.errors import CompileError, ToolchainError
 
 _TRITON = """
@@ -26,8 +26,8 @@ def probe(x):
 _CUDA = 'extern "C" __global__ void probe(int* x) { x[blockIdx.x] = 1; }'
 
 
-def probe(backend: str, arch: str) -> str:
-    """Compile a tiny kernel; returns a sentence with the seconds and the oldest driver for such kernels.
+def probe(backend: str, arch: str) -> tuple[float, int]:
+    """Compile a tiny kernel; returns the seconds that it took, and the oldest driver for such kernels.
 
     Raises ToolchainError if it does not compile.
     """
@@ -43,7 +43,7 @@ def probe(backend: str, arch: str) -> str:
         raise ToolchainError(
             f"{compiler} does not work: it cannot compile a kernel of one line for {arch}: {error}; {remedy}"
         ) from None
-    return f"compiled a kernel in {time.perf_counter() - start:.2f} s, for drivers from {driver_text(driver)} on"
+    return time.perf_counter() - start, driver
 
 
 def _compile(backend: str, arch: str) -> int:
@@ -52,7 +52,7 @@ def _compile(backend: str, arch: str) -> int:
         from attngen.compile.cuda import compile_text
 
         resources_of_log(compile_text("probe", _CUDA, {}, arch)[1])
-        nvrtc = nvrtc_for(arch)
+        nvrtc = chosen_nvrtc()
         assert nvrtc is not None  # it has just compiled
         return nvrtc.release[0]
     from attngen.compile.triton import compile_function
@@ -65,11 +65,11 @@ def _compile(backend: str, arch: str) -> int:
 
 def _compiler(backend: str, arch: str) -> tuple[str, str]:
     """The name of a compiler, and advice if it does not work."""
-    nvrtc = nvrtc_for(arch)
+    nvrtc = chosen_nvrtc()
     if backend == "cuda" and nvrtc is not None:
         return str(nvrtc), nvrtc.remedy
-    version = toolchain("triton", arch)["triton"]
-    return f"Triton {version}", f"reinstall it: pip install --force-reinstall --no-deps triton=={version}"
+    version = str(toolchain("triton", arch)["triton"])
+    return f"Triton {version}", reinstall("triton", version)
 
 
 @cache
@@ -78,6 +78,6 @@ def require_working(backend: str, arch: str) -> None:
     probe(backend, arch)
 
 
-def probe_job(backend: str, arch: str, _last: bool) -> str:
+def probe_job(backend: str, arch: str, _last: bool) -> tuple[float, int]:
     """``probe`` for a worker of ``attngen.store.jobs``."""
     return probe(backend, arch)

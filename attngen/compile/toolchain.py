@@ -2,9 +2,9 @@
 
 Part of every cache key: two installations that could compile differently have different toolchains.
 
-Two releases of NVRTC may be installed side by side. For arches up to sm90a the oldest one compiles, 12.9 where it is
-there: its cubins load on drivers of CUDA 12 and later, those of NVRTC 13 on drivers of CUDA 13 only. For newer arches
-the newest one compiles. ``attngen.compile.assembler`` chooses the ptxas of Triton's kernels.
+Two releases of NVRTC may be installed side by side. The oldest one compiles, 12.9 where it is there: its cubins load on
+drivers of CUDA 12 and later, those of NVRTC 13 on drivers of CUDA 13 only. CuPy calls it, whose version changes no
+cubin and is in no key. ``attngen.compile.assembler`` chooses the ptxas of Triton's kernels.
 """
 
 from __future__ import annotations
@@ -18,14 +18,21 @@ from importlib import metadata
 from pathlib import Path
 
 from attngen.arch import ARCHES
-from attngen.compile.assembler import PTXAS_WHEEL, ptxas_of_wheel, unfit_assembler
-from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_CUDA_12, driver_text, min_driver
+from attngen.compile.assembler import MOST_FOR_CUDA_12, PTXAS_WHEEL, ptxas_of_wheel, unfit_assembler
+from attngen.drivers import INSTALL_NVRTC_12, drivers_text, min_driver
 
 #: The oldest release of NVRTC that attngen compiles with.
 OLDEST_NVRTC = (12, 9)
 
 #: Wheels that hold an NVRTC, one for each CUDA major.
 NVRTC_WHEELS = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
+
+#: Distributions of CuPy for CUDA. All write the same folders, so that only one of them may be installed.
+CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+
+#: The oldest major version of CuPy that attngen calls NVRTC by, and the command that installs one.
+_OLDEST_CUPY = 14
+_INSTALL_CUPY = f"pip install 'cupy-cuda12x>={_OLDEST_CUPY}'"
 
 #: An NVRTC that no wheel holds, in cache keys and manifests.
 NVRTC_ELSEWHERE = "nvrtc"
@@ -52,7 +59,7 @@ class Nvrtc:
         """Advice if it does not work."""
         if self.distribution == NVRTC_ELSEWHERE:
             return f"install another one: {INSTALL_NVRTC_12}"
-        return f"reinstall it: pip install --force-reinstall --no-deps {self.distribution}=={self.version}"
+        return reinstall(self.distribution, self.version)
 
     def min_driver(self, arch: str) -> int:
         """Oldest driver that loads its cubins for an arch."""
@@ -62,12 +69,15 @@ class Nvrtc:
         return f"NVRTC {self.version}"
 
 
-def nvrtc_for(arch: str) -> Nvrtc | None:
-    """The NVRTC that compiles for an arch; None if none is installed, or only ones that are too old."""
-    usable = sorted((one for one in installed_nvrtc() if one.release >= OLDEST_NVRTC), key=lambda one: one.release)
-    if not usable:
-        return None
-    return usable[0] if ARCHES[arch].capability <= MOST_FOR_CUDA_12 else usable[-1]
+def reinstall(distribution: str, version: str) -> str:
+    """Advice to install a wheel that does not work once more."""
+    return f"reinstall it: pip install --force-reinstall --no-deps {distribution}=={version}"
+
+
+def chosen_nvrtc() -> Nvrtc | None:
+    """The NVRTC that compiles; None if none is installed, or only ones that are too old."""
+    usable = (one for one in installed_nvrtc() if one.release >= OLDEST_NVRTC)
+    return min(usable, key=lambda one: one.release, default=None)
 
 
 @cache
@@ -90,7 +100,7 @@ def _nvrtc_of_wheels() -> Iterator[Nvrtc]:
 
 
 def _nvrtc_elsewhere() -> Nvrtc | None:
-    """The NVRTC of a CUDA toolkit, of conda or of the system. cuda-pathfinder comes with cuda-bindings."""
+    """The NVRTC of a CUDA toolkit, of conda or of the system. cuda-pathfinder comes with CuPy."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -110,26 +120,59 @@ def missing(backend: str, arch: str) -> str | None:
         if toolchain("triton", arch)["triton"] is None:
             return "Triton is not installed; pip install 'attngen[build]'"
         return unfit_assembler(ARCHES[arch])
-    if backend == "cuda" and nvrtc_for(arch) is None:
-        old = ", ".join(f"{one.distribution} {one.version}" for one in installed_nvrtc())
-        least = ".".join(map(str, OLDEST_NVRTC))
-        lacking = f"NVRTC {least} or later is needed, found {old}" if old else "NVRTC is not installed"
-        return f"CUDA kernels cannot be compiled: {lacking}; {INSTALL_NVRTC_12}, or say 'backend: triton' in the spec"
+    return lacking_for_cuda() if backend == "cuda" else None
+
+
+def lacking_for_cuda() -> str | None:
+    """The missing piece of the toolchain for CUDA, and how to install it; None if nothing is missing."""
+    fault = _cupy_fault() or _nvrtc_fault()
+    return f"CUDA kernels cannot be compiled: {fault}, or say 'backend: triton' in the spec" if fault else None
+
+
+def installed_cupy() -> dict[str, str]:
+    """Distribution → version of each CuPy that is installed."""
+    versions = {name: _installed(name)[0] for name in CUPY}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def _cupy_fault() -> str | None:
+    """The reason why CuPy cannot call NVRTC, and how to get one that can; None if it can."""
+    versions = installed_cupy()
+    listed = " and ".join(f"{name} {version}" for name, version in versions.items())
+    if not versions:
+        return f"CuPy is not installed; {_INSTALL_CUPY}"
+    if len(versions) > 1:
+        return (
+            f"{listed} are both installed, and overwrite each other's files; "
+            f"pip uninstall --yes {' '.join(versions)}, then {_INSTALL_CUPY}"
+        )
+    (version,) = versions.values()
+    if int(version.split(".")[0]) < _OLDEST_CUPY:
+        return f"CuPy {_OLDEST_CUPY} or later is needed, found {listed}; {_INSTALL_CUPY}"
     return None
+
+
+def _nvrtc_fault() -> str | None:
+    """The reason why no NVRTC here compiles, and how to get one that does; None if one does."""
+    if chosen_nvrtc() is not None:
+        return None
+    old = ", ".join(f"{one.distribution} {one.version}" for one in installed_nvrtc())
+    least = ".".join(map(str, OLDEST_NVRTC))
+    lacking = f"NVRTC {least} or later is needed, found {old}" if old else "NVRTC is not installed"
+    return f"{lacking}; {INSTALL_NVRTC_12}"
 
 
 def newer_driver_note(arches: Iterable[str]) -> str | None:
     """A note that CUDA kernels for some arches need a newer driver than by NVRTC 12.9; None if they do not."""
-    known = {arch: nvrtc_for(arch) for arch in dict.fromkeys(arches) if ARCHES[arch].capability <= MOST_FOR_CUDA_12}
-    newer = {arch: nvrtc for arch, nvrtc in known.items() if nvrtc is not None and nvrtc.release[0] > OLDEST_NVRTC[0]}
-    if not newer:
+    nvrtc = chosen_nvrtc()
+    cubins = [arch for arch in dict.fromkeys(arches) if not ARCHES[arch].portable]
+    if nvrtc is None or nvrtc.release[0] == OLDEST_NVRTC[0] or not cubins:
         return None
-    arch, nvrtc = next(iter(newer.items()))
-    older = max(min_driver(OLDEST_NVRTC[0], ARCHES[each].capability) for each in newer)
+    by_nvrtc_12 = {arch: min_driver(OLDEST_NVRTC[0], ARCHES[arch].capability) for arch in cubins}
     return (
-        f"CUDA kernels for {', '.join(newer)} are compiled by {nvrtc} and need a driver for "
-        f"{driver_text(nvrtc.min_driver(arch))} or later; those by NVRTC 12.9 need {driver_text(older)} or later: "
-        f"{INSTALL_NVRTC_12}"
+        f"CUDA kernels are compiled by {nvrtc} and need a driver for "
+        f"{drivers_text({arch: nvrtc.min_driver(arch) for arch in cubins})}; those by NVRTC 12.9 need "
+        f"{drivers_text(by_nvrtc_12)}: {INSTALL_NVRTC_12}"
     )
 
 
@@ -141,7 +184,7 @@ def toolchain(backend: str, arch: str) -> dict[str, str | None]:
     keeps its version counts as another compiler.
     """
     if backend == "cuda":
-        nvrtc = nvrtc_for(arch)
+        nvrtc = chosen_nvrtc()
         if nvrtc is None:
             return {NVRTC_WHEELS[0]: None, "content": None}
         return {nvrtc.distribution: nvrtc.version, "content": nvrtc.content}

@@ -14,12 +14,13 @@ from typing import Any
 from zipfile import ZipFile
 
 from attngen.compile.toolchain import newer_driver_note
+from attngen.drivers import drivers_text
 from attngen.errors import PackageError, SettingError
 from attngen.files import cause
 from attngen.packaging.project import Choices, project_files
 from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import WheelSizes, sizes_of
-from attngen.packaging.view import DRIVER_LINE, drivers_text
+from attngen.packaging.view import DRIVER_LINE
 from attngen.runtime.registry.shipped import INDEX
 from attngen.tools.build.pipeline import Observer
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from attngen.compile.assembler import PTXAS_WHEEL
 from attngen.compile.toolchain import NVRTC_ELSEWHERE, NVRTC_WHEELS
-from attngen.drivers import driver_text
 from attngen.dtypes import SCALAR_TYPES
 from attngen.formats import VERSION
 from attngen.lang.dropout import RNG_STATE
@@ -95,15 +94,6 @@ def drivers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     for manifest in manifests:
         oldest[manifest["arch"]] = max(oldest.get(manifest["arch"], 0), manifest.get("min_driver") or 0)
     return oldest
-
-
-def drivers_text(drivers: Mapping[str, int]) -> str:
-    """Name the oldest drivers of ``drivers_of``: ``CUDA 12.0 (r525) or later for sm80, sm90a``."""
-    parts = []
-    for version in sorted(set(drivers.values())):
-        arches = ", ".join(arch for arch, needed in drivers.items() if needed == version)
-        parts.append(f"{driver_text(version)} or later for {arches}")
-    return "; ".join(parts)
 
 
 def compiler_lines(compilers: Mapping[str, str]) -> tuple[str, ...]:

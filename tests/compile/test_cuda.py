@@ -17,7 +17,7 @@ import pytest
 from attngen.compile import Artifact, compile_source, cuda
 from attngen.compile.cuda import compile_text
 from attngen.compile.inspect import count_instructions, parameter_places
-from attngen.compile.toolchain import nvrtc_for
+from attngen.compile.toolchain import chosen_nvrtc
 from attngen.errors import CompileError
 from attngen.plan import Plan
 from attngen.plan.allowances import SPILLS
@@ -139,7 +139,7 @@ def test_an_artifact_holds_what_it_says() -> None:
     assert (artifact.name, manifest["main"], manifest["threads"]) == (plan.name, "forward", plan.threads)
     assert manifest["backend"] == "cuda"
     assert manifest["structure"]["persistent"] is True
-    nvrtc = nvrtc_for("sm90a")
+    nvrtc = chosen_nvrtc()
     assert nvrtc is not None
     assert manifest["toolchain"] == {nvrtc.distribution: nvrtc.version, "content": nvrtc.content}
     assert manifest["cuda_major"] == nvrtc.release[0]

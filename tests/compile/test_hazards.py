@@ -5,7 +5,7 @@ import pytest
 from attngen.compile.cuda import compile_text
 from attngen.compile.hazards import misjudged_clamps, overwritten
 from attngen.compile.machine import parse
-from attngen.compile.toolchain import nvrtc_for
+from attngen.compile.toolchain import chosen_nvrtc
 
 _LOOP = """
         /*0100*/                   LDSM.16.M88.4 R100, [R6+UR32] ;
@@ -52,7 +52,7 @@ extern "C" __global__ void clamps(const int* x, int* out) {
 @pytest.mark.parametrize(("stored", "compares"), [("clamped", False), ("clamped == 32 ? 7 : clamped", True)])
 def test_integers_that_are_clamped_and_compared_at_once_are_found(stored: str, compares: bool) -> None:
     """NVRTC 12.9 does so, and no later one."""
-    nvrtc = nvrtc_for("sm90a")
+    nvrtc = chosen_nvrtc()
     assert nvrtc is not None
     cubin, _ = compile_text("clamps", _CLAMPS % stored, {}, "sm90a")
     assert (misjudged_clamps(cubin) is not None) == (compares and nvrtc.release < (13, 0))

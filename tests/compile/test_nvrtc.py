@@ -1,7 +1,8 @@
-"""The NVRTC that compiles for each arch: how it is chosen and loaded, and what happens where it does not work."""
+"""NVRTC through CuPy: which one compiles, how it is loaded, and what happens where either does not work."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,10 +15,11 @@ from click.testing import CliRunner
 
 from attngen.arch import ARCHES
 from attngen.cli import group
+from attngen.commands import doctor
 from attngen.compile import compile_source, nvrtc, probe, toolchain
 from attngen.compile.cuda import compile_text
-from attngen.compile.nvrtc import Library, NVRTCError
-from attngen.errors import ChoiceError, CrashError, ToolchainError
+from attngen.compile.options import nvrtc_options
+from attngen.errors import ChoiceError, CompileError, CrashError, ToolchainError
 from attngen.render import render
 from attngen.store import Store
 from attngen.store.key import key_of
@@ -27,7 +29,13 @@ from tests.plan.specs import kernel_spec, planned
 ROOT = Path(__file__).parents[2]
 
 #: Distribution → the folder that its libraries lie in.
-LAYOUTS = {"nvidia-cuda-nvrtc-cu12": "nvidia/cuda_nvrtc/lib", "nvidia-cuda-nvrtc": "nvidia/cu13/lib"}
+LAYOUTS = {
+    "nvidia-cuda-nvrtc-cu12": "nvidia/cuda_nvrtc/lib", "nvidia-cuda-nvrtc": "nvidia/cu13/lib",
+    **dict.fromkeys(toolchain.CUPY, "cupy_backends"),
+}  # fmt: skip
+
+#: A kernel of one line.
+KERNEL = 'extern "C" __global__ void probe(int* x) { x[blockIdx.x] = 1; }'
 
 Install = Callable[..., Path]
 
@@ -40,7 +48,7 @@ def forget() -> None:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Install wheels of NVRTC ahead of the real ones; ``libraries`` maps names of files to what they hold."""
+    """Install wheels of NVRTC or CuPy ahead of the real ones; ``libraries`` maps names of files to what they hold."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
@@ -71,32 +79,38 @@ def broken(install: Install) -> Path:
     return install("nvidia-cuda-nvrtc-cu12", "12.9.99")
 
 
+def functions() -> object:
+    """CuPy's module of NVRTC's functions, loaded."""
+    installed = toolchain.chosen_nvrtc()
+    assert installed is not None
+    return nvrtc.load(installed)
+
+
 # --- which one ------------------------------------------------------------------------------------------------
 
 
-def test_the_oldest_one_compiles_up_to_hopper_and_the_newest_one_beyond(install: Install) -> None:
+def test_the_oldest_one_compiles_for_every_arch(install: Install) -> None:
     install("nvidia-cuda-nvrtc-cu12", "12.9.86")
     install("nvidia-cuda-nvrtc", "13.0.88")
-    chosen = {arch: str(toolchain.nvrtc_for(arch)) for arch in ("sm80", "sm90a", "sm100a", "sm120a")}
-    assert chosen == {
-        "sm80": "NVRTC 12.9.86", "sm90a": "NVRTC 12.9.86", "sm100a": "NVRTC 13.0.88", "sm120a": "NVRTC 13.0.88",
-    }  # fmt: skip
+    assert {toolchain.toolchain("cuda", arch)["nvidia-cuda-nvrtc-cu12"] for arch in ARCHES} == {"12.9.86"}
     assert toolchain.newer_driver_note(ARCHES) is None
-    hopper = toolchain.nvrtc_for("sm90a")
-    assert hopper is not None
-    assert (hopper.min_driver("sm90a"), hopper.library.name) == (12000, "libnvrtc.so.12")
+    chosen = toolchain.chosen_nvrtc()
+    assert chosen is not None
+    assert (str(chosen), chosen.library.name) == ("NVRTC 12.9.86", "libnvrtc.so.12")
+    assert [chosen.min_driver(arch) for arch in ("sm90a", "sm120a")] == [12000, 12080]
 
 
-def test_nvrtc_13_alone_compiles_for_hopper_and_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvrtc_13_alone_compiles_and_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = toolchain.Nvrtc("nvidia-cuda-nvrtc", "13.0.88", "0", Path("libnvrtc.so.13"))
     monkeypatch.setattr(toolchain, "installed_nvrtc", lambda: (alone,))
-    assert toolchain.nvrtc_for("sm90a") is alone
+    assert toolchain.chosen_nvrtc() is alone
     assert alone.min_driver("sm90a") == 13000
-    assert toolchain.newer_driver_note(["sm80", "sm90a", "sm90a", "sm100a"]) == (
-        "CUDA kernels for sm80, sm90a are compiled by NVRTC 13.0.88 and need a driver for CUDA 13.0 (r580) or later; "
-        "those by NVRTC 12.9 need CUDA 12.0 (r525) or later: pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"
+    assert toolchain.newer_driver_note(["sm80", "sm90a", "sm90a", "sm100a", "ptx80"]) == (
+        "CUDA kernels are compiled by NVRTC 13.0.88 and need a driver for CUDA 13.0 (r580) or later for sm80, sm90a, "
+        "sm100a; those by NVRTC 12.9 need CUDA 12.0 (r525) or later for sm80, sm90a; CUDA 12.8 (r570) or later for "
+        "sm100a: pip install 'nvidia-cuda-nvrtc-cu12>=12.9,<13'"
     )
-    assert toolchain.newer_driver_note(["sm100a"]) is None
+    assert toolchain.newer_driver_note(["ptx80"]) is None
 
 
 def test_a_release_that_is_too_old_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,44 +131,60 @@ def test_keys_tell_compilers_apart(install: Install) -> None:
     assert toolchain.toolchain("cuda", "sm90a")["nvidia-cuda-nvrtc-cu12"] == "12.9.99"
     keys.add(key_of(plan, source))
     assert len(keys) >= 2  # where a real 12.9 is installed, another 13 changes nothing
-    assert len(keys) == 3 or str(toolchain.nvrtc_for("sm90a")).startswith("NVRTC 12.9")
+    assert len(keys) == 3 or str(toolchain.chosen_nvrtc()).startswith("NVRTC 12.9")
+
+
+def test_keys_leave_out_the_version_of_cupy(install: Install) -> None:
+    plan = planned("causal", backend="cuda")
+    source, (distribution,) = render(plan), toolchain.installed_cupy()
+    before = key_of(plan, source)
+    install(distribution, "99.0.0")
+    assert toolchain.installed_cupy() == {distribution: "99.0.0"}
+    assert key_of(plan, source) == before
 
 
 # --- loading it -----------------------------------------------------------------------------------------------
 
-SCRIPT = """
-import sys
+
+def in_a_process(script: str, site: str = "") -> str:
+    """What a fresh process prints, without torch, whose import would load the builtins of its NVRTC."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [site]), str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+SCRIPT = f"""
+import os, sys
+os.environ["OPENBLAS_NUM_THREADS"] = "3"
 from attngen.compile.cuda import compile_text
-cubin, _ = compile_text("probe", 'extern "C" __global__ void probe(int* x) { x[blockIdx.x] = 1; }', {}, "sm90a")
-print(cubin[:4], 'torch' in sys.modules)
+from attngen.errors import ToolchainError
+%s
+try:
+    cubin, _ = compile_text("probe", {KERNEL!r}, {{}}, "sm90a")
+    print(cubin[:4], "torch" in sys.modules, os.environ["OPENBLAS_NUM_THREADS"])
+except ToolchainError as error:
+    print(error)
 """
 
 
 def test_a_process_without_torch_finds_the_builtins() -> None:
     """Builtins are found whatever the run path says: torch's import loads them, and its NVRTC may need that."""
-    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment, check=False)
-    assert (done.stdout, done.returncode) == ("b'\\x7fELF' False\n", 0), done.stderr
+    assert in_a_process(SCRIPT % "") == "b'\\x7fELF' False 3\n"
 
 
 def test_builtins_are_loaded_before_the_library(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And both before CuPy's first call."""
+    module = functions()
     folder = install("nvidia-cuda-nvrtc-cu12", "12.9.99")
     loaded: list[str] = []
-
-    class Recorder:
-        def __init__(self, path: str) -> None:
-            loaded.append(path)
-
-        def getVersion(self) -> tuple[int, int]:
-            return 12, 9
-
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", Recorder)
-    monkeypatch.setattr(nvrtc, "Library", Recorder)
-    installed = toolchain.nvrtc_for("sm90a")
+    monkeypatch.setattr(module, "getVersion", lambda: loaded.append("CuPy") or (12, 9))
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", loaded.append)
+    installed = toolchain.chosen_nvrtc()
     assert installed is not None
     nvrtc.load.__wrapped__(installed)
-    assert loaded == [str(folder / name) for name in ("libnvrtc-builtins.so.12.9", "libnvrtc.so.12")]
+    assert loaded == [*(str(folder / name) for name in ("libnvrtc-builtins.so.12.9", "libnvrtc.so.12")), "CuPy"]
 
 
 @pytest.mark.parametrize("libraries", [{"libnvrtc.so.12": b""}, None], ids=["no builtins", "damaged"])
@@ -167,18 +197,112 @@ def test_a_library_that_cannot_be_loaded_is_named(install: Install, libraries: d
     assert message.endswith("reinstall it: pip install --force-reinstall --no-deps nvidia-cuda-nvrtc-cu12==12.9.99")
 
 
-def test_a_library_of_another_release_than_its_wheel_says_is_refused(
-    install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install("nvidia-cuda-nvrtc-cu12", "12.9.99")
-    real = Library.__new__(Library)
-    monkeypatch.setattr(nvrtc, "Library", lambda path: real)
-    monkeypatch.setattr(nvrtc.ctypes, "CDLL", lambda path: None)
-    monkeypatch.setattr(Library, "getVersion", lambda self: (12, 6))
-    installed = toolchain.nvrtc_for("sm90a")
+@pytest.mark.parametrize("held", [False, True], ids=["mislabelled", "held before"])
+def test_a_library_of_another_release_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
+    """Whether the wheel has it, or the process holds it, as with NVRTC 13 after an import of torch."""
+    real = toolchain.chosen_nvrtc()
+    assert real is not None
+    nvrtc.load(real)
+    folder = install("nvidia-cuda-nvrtc-cu12", "12.99.1")
+    if not held:
+        (folder / "libnvrtc.so.12").unlink()
+        (folder / "libnvrtc.so.12").symlink_to(real.library)
+    monkeypatch.setattr(nvrtc, "_keep_loaded", lambda path: None)
+    release = ".".join(map(str, real.release))
+    installed = toolchain.Nvrtc("nvidia-cuda-nvrtc-cu12", "12.99.1", "0", folder / "libnvrtc.so.12")
+    expected = [
+        f"libnvrtc.so.12 is NVRTC {release}; reinstall it",
+        f"had loaded NVRTC {release} before ({real.library})",
+    ]
+    with pytest.raises(ToolchainError) as caught:
+        nvrtc.load(installed)
+    assert expected[held] in str(caught.value)
+
+
+# --- what CuPy returns ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["sm90a", "sm120a"])
+def test_cubins_are_whole(arch: str) -> None:
+    """The bytes that NVRTC gives a caller in C."""
+    installed, module = toolchain.chosen_nvrtc(), functions()
     assert installed is not None
-    with pytest.raises(ToolchainError, match=r"libnvrtc.so.12 is NVRTC 12\.6; reinstall it"):
-        nvrtc.load.__wrapped__(installed)
+    program = module.createProgram(KERNEL, "probe.cu", [], [])
+    module.compileProgram(program, nvrtc_options(arch))
+    library, size = ctypes.CDLL(str(installed.library)), ctypes.c_size_t()
+    assert library.nvrtcGetCUBINSize(ctypes.c_void_p(program), ctypes.byref(size)) == 0
+    whole = ctypes.create_string_buffer(size.value)
+    assert library.nvrtcGetCUBIN(ctypes.c_void_p(program), whole) == 0
+    module.destroyProgram(program)
+    assert compile_text("probe", KERNEL, {}, arch)[0] == whole.raw
+
+
+def test_cubins_of_another_length_than_their_tables_say_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cubin, _ = compile_text("probe", KERNEL, {}, "sm90a")
+    module = functions()
+    monkeypatch.setattr(module, "getCUBIN", lambda program: cubin)  # as a CuPy would that drops nothing
+    assert compile_text("probe", KERNEL, {}, "sm90a")[0] == cubin
+    for returned, said in (
+        (cubin[:-2], "lacks 2"),
+        (cubin + b"\0", "lacks -1"),
+        (b"", "no ELF file"),
+        (b"x" * 99, "no ELF"),
+    ):
+        monkeypatch.setattr(module, "getCUBIN", lambda program, returned=returned: returned)
+        with pytest.raises(ToolchainError, match=said):
+            compile_text("probe", KERNEL, {}, "sm90a")
+
+
+# --- CuPy -----------------------------------------------------------------------------------------------------
+
+
+def test_two_distributions_of_cupy_are_refused(install: Install) -> None:
+    ((distribution, version),) = toolchain.installed_cupy().items()
+    install("cupy", "14.2.0")
+    message = toolchain.missing("cuda", "sm90a")
+    assert message is not None
+    assert f"CUDA kernels cannot be compiled: {distribution} {version} and cupy 14.2.0 are both installed" in message
+    assert f"pip uninstall --yes {distribution} cupy, then pip install 'cupy-cuda12x>=14'" in message
+    with pytest.raises(ToolchainError, match="are both installed"):
+        compile_text("probe", KERNEL, {}, "sm90a")
+    (finding,) = doctor._cuda_compiler()
+    assert (finding.state, finding.text) == ("broken", message)
+
+
+def test_a_machine_without_cupy_compiles_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "CUPY", ())
+    message = "CUDA kernels cannot be compiled: CuPy is not installed; pip install 'cupy-cuda12x>=14', or say"
+    assert str(toolchain.missing("cuda", "sm90a")).startswith(message)
+    assert toolchain.missing("triton", "sm90a") is None
+
+
+def test_a_cupy_that_is_too_old_is_refused(install: Install) -> None:
+    (distribution,) = toolchain.installed_cupy()
+    install(distribution, "13.6.0")
+    assert f"CuPy 14 or later is needed, found {distribution} 13.6.0; pip" in str(toolchain.missing("cuda", "sm90a"))
+
+
+def test_a_broken_cupy_stops_a_build(install: Install, tmp_path: Path) -> None:
+    (distribution,) = toolchain.installed_cupy()
+    install(distribution, "14.9.9", {"__init__.py": b"raise ImportError('libstdc++.so.6 is missing')"})
+    (tmp_path / "mine.yaml").write_text(SPEC)
+    with pytest.raises(ToolchainError) as caught:
+        build(tmp_path / "mine.yaml", store=Store(tmp_path / "cache"), jobs=1)
+    assert str(caught.value) == (
+        f"CuPy 14.9.9 ({distribution}) does not work: ImportError: libstdc++.so.6 is missing; reinstall it: "
+        f"pip install --force-reinstall --no-deps {distribution}==14.9.9"
+    )
+
+
+def test_an_nvrtc_that_cupy_does_not_find_is_an_error_of_the_toolchain() -> None:
+    lost = """
+from cuda import pathfinder
+def lost(name):
+    raise pathfinder.DynamicLibNotFoundError(f"no lib{name}.so")
+pathfinder.load_nvidia_dynamic_lib = lost
+"""
+    said = in_a_process(SCRIPT % lost)
+    assert "does not work: DynamicLibNotFoundError: no libnvrtc.so; reinstall it: pip install" in said
 
 
 # --- a compiler that does not work ----------------------------------------------------------------------------
@@ -211,9 +335,21 @@ def test_commands_say_it_once_and_exit_1(tmp_path: Path, broken: Path, monkeypat
         assert result.exit_code == 1
         assert result.stderr.count("does not work") == 1
         assert "Traceback" not in result.output
-    doctor = CliRunner().invoke(group, ["doctor"])
-    assert doctor.exit_code == 1
-    assert "! NVRTC: NVRTC 12.9.99 (nvidia-cuda-nvrtc-cu12) does not work" in doctor.stdout
+    result = CliRunner().invoke(group, ["doctor"])
+    assert result.exit_code == 1
+    assert "! CUDA compiler: NVRTC 12.9.99 (nvidia-cuda-nvrtc-cu12) does not work" in result.stdout
+
+
+def test_doctor_shows_cupy_nvrtc_and_the_drivers_of_its_cubins() -> None:
+    (cupy,), nvrtc = toolchain.installed_cupy(), toolchain.chosen_nvrtc()
+    assert nvrtc is not None
+    finding, *_ = doctor._cuda_compiler()
+    assert finding.state == "ok"
+    assert finding.text.startswith(f"{nvrtc} ({nvrtc.distribution}), called by CuPy ")
+    assert f"({cupy}), compiled a kernel in " in finding.text
+    newest = {12: "CUDA 12.8 (r570)", 13: "CUDA 13.0 (r580)"}[nvrtc.release[0]]
+    assert finding.text.endswith("sm100a, sm120a")
+    assert newest in finding.text
 
 
 def test_every_compile_stops_when_nvrtc_does_not_work(tmp_path: Path, broken: Path) -> None:
@@ -226,28 +362,38 @@ def test_every_compile_stops_when_nvrtc_does_not_work(tmp_path: Path, broken: Pa
     assert not (tmp_path / "cache" / "refusals").exists()
 
 
+def failing(monkeypatch: pytest.MonkeyPatch, function: str, status: int) -> None:
+    """Have one of CuPy's functions raise its error of a status."""
+    module = functions()
+
+    def fails(*_: object) -> None:
+        raise module.NVRTCError(status)
+
+    monkeypatch.setattr(module, function, fails)
+
+
+@pytest.mark.parametrize("function", ["createProgram", "compileProgram"])
 @pytest.mark.parametrize(
-    ("code", "kind"), [(6, ChoiceError), (11, ChoiceError), (7, ToolchainError), (5, ToolchainError)]
+    ("status", "kind", "said"),
+    [
+        (6, ChoiceError, r"refused the source: NVRTC_ERROR_COMPILATION \(6\)"),
+        (11, ChoiceError, r"refused the source: NVRTC_ERROR_INTERNAL_ERROR \(11\)"),
+        (1, CompileError, "ran out of memory; fewer --jobs need less"),
+        (7, ToolchainError, r"does not work: NVRTC_ERROR_BUILTIN_OPERATION_FAILURE \(7\)"),
+        (5, ToolchainError, r"does not work: NVRTC_ERROR_INVALID_OPTION \(5\)"),
+    ],
 )
 def test_errors_of_sources_and_of_nvrtc_differ(
-    monkeypatch: pytest.MonkeyPatch, code: int, kind: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, function: str, status: int, kind: type[Exception], said: str
 ) -> None:
-    """COMPILATION and INTERNAL_ERROR are of a source; BUILTIN_OPERATION_FAILURE and INVALID_OPTION are not."""
-
-    def fails(self: Library, program: object, options: object) -> None:
-        raise NVRTCError("NVRTC_ERROR", code)
-
-    monkeypatch.setattr(Library, "compileProgram", fails)
-    with pytest.raises(kind, match="NVRTC_ERROR") as caught:
+    failing(monkeypatch, function, status)
+    with pytest.raises(kind, match=said) as caught:
         compile_text("probe", "", {}, "sm90a")
     assert type(caught.value) is kind
 
 
 def test_a_compiler_that_refuses_everything_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(self: Library, program: object, options: object) -> None:
-        raise NVRTCError("NVRTC_ERROR_COMPILATION", 6)
-
-    monkeypatch.setattr(Library, "compileProgram", refuses)
+    failing(monkeypatch, "compileProgram", 6)
     probe.require_working.cache_clear()
     plan = planned("causal", backend="cuda")
     with pytest.raises(ToolchainError, match=r"NVRTC .* does not work: it cannot compile a kernel of one line for"):

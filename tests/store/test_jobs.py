@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from attngen import first_call
 from attngen.errors import CompileError, DiskFullError, InternalError, SpecError
 from attngen.store import limits
 from attngen.store.jobs import Job, JobResult, run_jobs, worker_processes
 from attngen.store.spare import SpareWorkers
+from attngen.tools.build import compiles
 from tests.store import fakes
 
 FAKES = "tests.store.fakes"
@@ -66,6 +68,15 @@ def test_workers_fork_from_a_process_that_has_loaded_what_jobs_need() -> None:
     assert not loaders & {os.getpid(), None}
     with worker_processes("attngen.no_such_module:load") as workers:
         assert run([job("add", 1, 2)], shared=workers)[0].value == 3
+
+
+@pytest.mark.parametrize("load", [compiles.LOAD, first_call.LOAD], ids=["build", "jit"])
+def test_compilers_are_loaded_without_torch_and_without_a_thread(load: str) -> None:
+    """CuPy loads OpenBLAS, which starts threads: a fork has none of them, but every lock that they hold."""
+    with worker_processes(load) as workers:
+        threads, modules = run([job("server")], shared=workers)[0].value
+    assert threads == 1
+    assert modules == ["cupy", "numpy", "triton"][: 3 if load == compiles.LOAD else 2]
 
 
 def test_workers_start_again_where_the_process_that_forks_was_killed() -> None:

@@ -8,7 +8,7 @@ from math import prod
 
 from torch import Tensor
 
-from attngen.drivers import INSTALL_NVRTC_12, MOST_FOR_CUDA_12, cuda_release, driver_text, min_driver
+from attngen.drivers import INSTALL_NVRTC_12, cuda_release, driver_text, min_driver
 from attngen.dtypes import PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.lang.listed import EXTRA_K
 from attngen.manifest import Argument
@@ -185,8 +185,8 @@ def against_device(kernel: Kernel, device: int, driver: Driver) -> str | None:
 
 def _driver_remedy(kernel: Kernel, version: int) -> str:
     """Say what helps against a driver that is too old: a compiler of its CUDA release, if that compiles the kernel."""
-    capability = kernel.arch.capability
-    if kernel.backend == "cuda" and capability <= MOST_FOR_CUDA_12 and min_driver(12, capability) <= version:
+    cubin = kernel.backend == "cuda" and not kernel.arch.portable
+    if cubin and min_driver(12, kernel.arch.capability) <= version:
         return f"update the driver, or build the kernel with NVRTC 12.9 ({INSTALL_NVRTC_12})"
     return "update the driver"
 

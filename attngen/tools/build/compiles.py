@@ -367,7 +367,7 @@ def load() -> None:
 
     importlib.import_module("attngen.plan")
     importlib.import_module("attngen.render")
-    cuda.load_compiler("sm90a")
+    cuda.load_compiler()
 
 
 def load_all() -> None:
