@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli, resources
+from attngen.compile import toolchain
 from attngen.tools import record as records
 from attngen.tools.record import Record
 from tests.gpu import prebuilt, record
@@ -248,6 +249,16 @@ def test_the_command_writes_a_record_for_each_card(tmp_path: Path, monkeypatch: 
     assert first.changed() == []
     assert [name.split("::")[-1] for name in first.failed] == ["test_fails"]
     assert "assert 0" in log.read_text()
+
+
+def test_a_record_names_cupy_and_the_nvrtc_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not a second one, which torch may bring."""
+    compiler = toolchain.Nvrtc("nvidia-cuda-nvrtc-cu12", "12.9.86", "0", Path("libnvrtc.so.12"))
+    other = toolchain.Nvrtc("nvidia-cuda-nvrtc", "13.0.88", "0", Path("libnvrtc.so.13"))
+    monkeypatch.setattr(toolchain, "installed_nvrtc", lambda: (compiler, other))
+    versions = record.versions()
+    assert versions["nvrtc"] == "12.9.86"
+    assert versions.keys() >= toolchain.installed_cupy().keys() != set()
 
 
 def test_some_files_are_no_record_of_the_suite(capsys: pytest.CaptureFixture[str]) -> None:

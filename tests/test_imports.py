@@ -169,7 +169,9 @@ def loaded(code: str, *names: str) -> list[str]:
     return done.stdout.split()
 
 
-COMPILERS = ("triton", "cupy", "jinja2", "pydantic", "yaml", "attngen.schema", "attngen.plan", "attngen.render")
+COMPILERS = (
+    "triton", "cupy", "cupy_backends", "jinja2", "pydantic", "yaml", "attngen.schema", "attngen.plan", "attngen.render",
+)  # fmt: skip
 OTHERS = ("torch", "numpy", "rich", "click", "platformdirs", "attngen.compile", "attngen.lang")
 
 
@@ -201,3 +203,12 @@ def test_building_needs_no_torch() -> None:
         "del sys.modules['torch']"
     )
     assert loaded(code, "torch") == []
+
+
+def test_keys_and_lookups_of_compilers_import_none() -> None:
+    code = (
+        "from attngen.compile import toolchain\n"
+        "import attngen.compile.cuda, attngen.compile.nvrtc, attngen.store.receipt\n"
+        "toolchain.missing('cuda', 'sm90a'), attngen.store.receipt.generator_digest()"
+    )
+    assert loaded(code, "triton", "cupy", "cupy_backends", "numpy", "torch") == []

@@ -32,6 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from attngen.compile.toolchain import CUPY, chosen_nvrtc
 from attngen.store.limits import available_cores
 from attngen.tools.record import FAILED, NOT_RUN, PASSED, REFUSED, Record, records, source_hashes, table, write
 from tests.gpu.events import NEARLY
@@ -317,15 +318,11 @@ def cards() -> int:
 def versions() -> dict[str, str]:
     """Return the versions of what compiles and runs kernels."""
     by_name = {"python": platform.python_version()}
-    for name in ("torch", "triton", "cupy-cuda13x", "transformers"):
+    for name in ("torch", "triton", *CUPY, "transformers"):
         with suppress(metadata.PackageNotFoundError):
             by_name[name] = metadata.version(name)
-    compilers = [metadata.version(d) for d in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12") if _has(d)]
-    return by_name | ({"nvrtc": ", ".join(compilers)} if compilers else {})
-
-
-def _has(distribution: str) -> bool:
-    return any(metadata.distributions(name=distribution))
+    nvrtc = chosen_nvrtc()
+    return by_name | ({"nvrtc": nvrtc.version} if nvrtc else {})
 
 
 def clean_commit() -> str | None:

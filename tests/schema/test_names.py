@@ -77,6 +77,8 @@ def test_names_of_kernels_are_free(section, name):
 
 
 REQUIRED = {
+    "cupy-cuda12x": "cupy",
+    "cupy-cuda13x": "cupy",
     "nvidia-cuda-nvrtc-cu12": "nvidia",
     "nvidia-cuda-nvcc-cu12": "nvidia",
     "pytest-xdist": "xdist",
