@@ -21,10 +21,13 @@ def print_ladders(report: GridReport) -> None:
 
     for ladder in report.ladders:
         click.secho(f"ladder of {ladder.of.name}", bold=True)
-        first = next(rung for rung in ladder.rungs if rung.kernel is not None)
-        click.echo(f"  {first.name}, as an entry of 'kernels'; a line of a later rung replaces the line of its field:")
-        for index, line in enumerate(first.lines):
-            click.echo(f"  {'- ' if index == 0 else '  '}{line}")
+        first = next((rung for rung in ladder.rungs if rung.kernel is not None), None)
+        if first is not None:
+            click.echo(
+                f"  {first.name}, as an entry of 'kernels'; a line of a later rung adds its field, or replaces it:"
+            )
+            for index, line in enumerate(first.lines):
+                click.echo(f"  {'- ' if index == 0 else '  '}{line}")
         rows = [row for row in report.rows_of(ladder) if any(result.tflops is not None for result in row.results)]
         for row in rows:
             _print_case(report, row, steps(ladder, row))
@@ -45,7 +48,7 @@ def _print_case(report: GridReport, row: GridRow, steps: Sequence[RungResult]) -
         memory = memory_of(step.rung, report.resources)
         used = (_registers(memory), _number(memory["shared_memory"]))
         lines.append([step.rung.name, *_figures(step), *used, _change(step)])
-    names = ["rung", "TFLOP/s", "/ previous", "/ last", "registers", "shared B", "changed"]
+    names = ["rung", "TFLOP/s", "/ first", "/ previous", "/ last", "registers", "shared B", "changed"]
     print_table(names, lines, title=row.name)
 
 
@@ -60,11 +63,12 @@ def _print_plan(report: GridReport, ladder: Ladder) -> None:
     print_table(["rung", "shared B", "changed"], lines)
 
 
-def _figures(step: RungResult) -> tuple[str, str, str]:
+def _figures(step: RungResult) -> tuple[str, ...]:
     if step.result is None or step.result.tflops is None:
-        return step.result.status if step.result else "", "", ""
+        return step.result.status if step.result else "", "", "", ""
     mark = "*" if step.result.timing is not None and step.result.timing.host_bound else ""
-    return f"{step.result.tflops:5.0f}{mark}", ratio(step.to_previous, 3), ratio(step.to_last, 3)
+    ratios = (step.to_first, step.to_previous, step.to_last)
+    return f"{step.result.tflops:5.0f}{mark}", *(ratio(each, 3) for each in ratios)
 
 
 def _number(value: int | None) -> str:

@@ -258,7 +258,8 @@ def test_a_dry_run_shows_what_changes_from_rung_to_rung(spec: Path, tmp_path: Pa
     output = run(spec, "--ladder", "--dry-run", "--seqlen", 512, "--json", tmp_path / "plan.json").stdout
     assert "ladder of fwd_sm90a_wgmma_bf16_d64_causal_m192n128s2c3" in output
     assert "  - variant: causal\n    head_dim: 64\n    arch: sm90a\n" in output
-    assert "    warps: {producer: 1, schedule: cooperative, overlap: false}\n" in output
+    assert "    loads: pointer\n" in output
+    assert "warps: {producer: 1, schedule: cooperative, overlap: false}; loads: descriptor\n" in output
     line = next(line for line in output.splitlines() if line.startswith("persistent, longest first"))
     assert line.split(maxsplit=4)[-1].strip() == "persistent: true; order: longest_first"
     assert "left out: 1 kernel: only CUDA kernels have a ladder" in output
@@ -285,15 +286,15 @@ def test_the_table_of_a_ladder(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     output = run(spec, "--ladder", "--variant", "causal", "--json", tmp_path / "figures.json").stdout
     table = [line.split() for line in output.splitlines()]
     assert ["causal", "d64", "bf16", "512"] in table
-    assert ["warp", "specialization", "400", "0.571", "128,", "160", "to", "multiply", "115464"] in table
+    assert ["mma.sync", "400", "1.000", "0.533", "128", "49152"] in table
     warps = ["warps:", "{producer:", "1,", "schedule:", "cooperative,", "overlap:", "true}"]
-    assert next(line for line in table if line[:2] == ["overlap", "450"])[2:] == [
-        "1.125", "0.643", "128,", "160", "to", "multiply", "115464", *warps,
+    assert next(line for line in table if line[:2] == ["overlap", "500"])[2:] == [
+        "1.250", "1.111", "0.667", "128,", "160", "to", "multiply", "115464", *warps,
     ]  # fmt: skip
     document = json.loads((tmp_path / "figures.json").read_text())
     jsonschema.validate(document, SCHEMA)
     last = document["ladders"][0]["cases"][0]["rungs"][-1]
-    assert (last["tflops"], last["to_last"]) == (pytest.approx(700), 1.0)
+    assert (last["tflops"], last["to_last"]) == (pytest.approx(750), 1.0)
 
 
 def test_a_ladder_has_no_picture(spec: Path) -> None:

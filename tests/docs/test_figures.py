@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from attngen.tools.bench.ladder import RUNGS
 from tests.docs.blocks import ROOT, tables
 
 COLUMNS = ("FA3", "FA4", "cuDNN", "attngen")
@@ -60,3 +61,16 @@ def test_speeds_of_the_cookbook_are_those_of_the_table_of_masks() -> None:
     assert len(quoted) >= 24
     for forward, backward, name in quoted:
         assert ratios[name] == (forward, backward), name
+
+
+def test_the_ladder_of_the_docs_has_all_rungs_and_ratios_of_its_speeds() -> None:
+    (described,) = tables(ROOT / "docs/benchmarks.md", "rung", "what changes in the entry")
+    header = ("rung", "full 4k / 16k", "over mma.sync", "causal 4k / 16k", "over mma.sync")
+    (measured,) = tables(ROOT / "docs/performance/forward.md", *header)
+    assert [row[0] for row in described] == [row[0] for row in measured] == list(RUNGS)
+    for speeds, ratios in ((1, 2), (3, 4)):
+        first = measured[0][speeds].split(" / ")
+        for row in measured:
+            for speed, base, ratio in zip(row[speeds].split(" / "), first, row[ratios].split(" / "), strict=True):
+                assert (ratio == "–") == ("–" in (speed, base)), row
+                assert ratio == "–" or abs(float(speed) / float(base) - float(ratio)) < 0.012, row

@@ -37,7 +37,7 @@ def test_loads_and_expands(path):
         ("blackwell_consumer", 8, 24),
         ("blackwell", 8, 24),
         ("portable", 8, 32),
-        ("ladder", 7, 7),
+        ("ladder", 8, 8),
         ("training", 50, 100),
         ("serving", 60, 135),
     ],

@@ -276,7 +276,9 @@ SCHEMA = _object(
         )),
         cases=_each(_object(
             name={"type": "string"},
-            rungs=_each(_object(name={"type": "string"}, tflops=NUMBER, to_previous=NUMBER, to_last=NUMBER)),
+            rungs=_each(_object(
+                name={"type": "string"}, tflops=NUMBER, to_first=NUMBER, to_previous=NUMBER, to_last=NUMBER,
+            )),
         )),
     )),
 )  # fmt: skip

@@ -99,13 +99,15 @@ class GridRow(Row[GridResult]):
 
 @dataclass(frozen=True, slots=True)
 class RungResult:
-    """A rung of a ladder in one case: its speed, and its ratios to the speeds of the rung before and of the last one.
+    """A rung of a ladder in one case: its speed, and its ratios to the speeds of the first rung, the one before and the
+    last one.
 
-    All three are None where the rung, or the one that it is compared with, was not measured.
+    All four are None where the rung, or the one that it is compared with, was not measured.
     """
 
     rung: Rung
     result: GridResult | None = None
+    to_first: float | None = None
     to_previous: float | None = None
     to_last: float | None = None
 
@@ -114,18 +116,14 @@ def steps(ladder: Ladder, row: GridRow) -> tuple[RungResult, ...]:
     """The rungs of a ladder with their figures in a case."""
     results = {result.contender: result for result in row.results}
     speeds = {name: result.tflops for name, result in results.items() if result.tflops is not None}
-    last = speeds.get(ladder.rungs[-1].name)
+    first, last = (speeds.get(ladder.rungs[end].name) for end in (0, -1))
     climbed, previous = [], None
     for rung in ladder.rungs:
         speed = speeds.get(rung.name)
-        climbed.append(
-            RungResult(
-                rung,
-                results.get(rung.name),
-                speed / previous if speed is not None and previous is not None else None,
-                speed / last if speed is not None and last is not None else None,
-            )
+        ratios = (
+            speed / other if speed is not None and other is not None else None for other in (first, previous, last)
         )
+        climbed.append(RungResult(rung, results.get(rung.name), *ratios))
         previous = speed if speed is not None else previous
     return tuple(climbed)
 
@@ -215,6 +213,7 @@ class GridReport(Report[GridRow]):
                         {
                             "name": step.rung.name,
                             "tflops": step.result and step.result.tflops,
+                            "to_first": step.to_first,
                             "to_previous": step.to_previous,
                             "to_last": step.to_last,
                         }

@@ -1,4 +1,4 @@
-"""The ladder of a Hopper kernel: from warp specialization alone to its own form, one choice of the spec at a time."""
+"""The ladder of a Hopper kernel: from FlashAttention-2's form to the kernel's own, one choice of the spec at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from attngen.schema import KernelSpec
 from attngen.schema.kernel_spec import Roles
 from attngen.tools.build.pipeline import Prepared
 
-#: Choices of an entry of ``kernels``, including those of ``warps``, at the start of the ladder.
-_START: Mapping[str, Any] = {
-    "producer": 1, "schedule": "cooperative", "overlap": False, "softmax": "exact_max", "persistent": False,
-    "order": "natural", "epilogue": "direct",
-}  # fmt: skip
-_OF_WARPS = ("producer", "schedule", "overlap")
+#: Choices of an entry of ``kernels`` at the start of the ladder.
+_START: Mapping[str, Any] = {"softmax": "exact_max", "persistent": False, "order": "natural", "epilogue": "direct"}
 
-#: Additions of each rung to the one before, in the order of the published kernels: FlashAttention-3 specializes warps,
-#: overlaps and adds ping-pong; the lazy maximum is FlashAttention-4's.
+#: Additions of each rung to the one before, in the order of the published kernels. FlashAttention-2 copies by pointers
+#: and multiplies by mma.sync; FlashAttention-3 has TMA, wgmma and roles of warps, overlaps and adds ping-pong; the lazy
+#: maximum is FlashAttention-4's.
 _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    ("warp specialization", {}),
+    ("mma.sync", {"loads": "pointer"}),
+    (
+        "wgmma, warp specialization",
+        {"loads": "descriptor", "producer": 1, "schedule": "cooperative", "overlap": False},
+    ),
     ("overlap", {"overlap": True}),
     ("ping-pong", {"schedule": "pingpong"}),
     ("TMA store", {"epilogue": "staged"}),
@@ -33,6 +34,9 @@ _STEPS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("persistent, longest first", {"persistent": True, "order": "longest_first"}),
 )
 RUNGS = tuple(name for name, _ in _STEPS)
+
+#: Choices that stand in ``warps`` of an entry.
+_OF_WARPS = ("producer", "schedule", "overlap")
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ def reason_against(plan: Plan) -> str | None:
     """Reason why a kernel has no ladder, or None."""
     if plan.backend != "cuda":
         return "only CUDA kernels have a ladder"
+    if not plan.structure.warp_roles:
+        return "a ladder leads to a kernel with warp specialization"
     return "a ladder is for kernels of single heads" if plan.pack_gqa else None
 
 
@@ -101,42 +107,47 @@ def _rungs(base: Prepared) -> tuple[Rung, ...]:
 
 
 def _spec(base: Prepared, choices: Mapping[str, Any]) -> KernelSpec:
-    """The kernel of a rung: that of the spec, with its tile and these choices."""
-    roles = base.spec.roles or Roles()
-    roles = replace(roles, consumer=None, **{name: choices[name] for name in _OF_WARPS})
-    return replace(
-        base.spec,
-        tile_m=base.plan.tile_m,
-        tile_n=base.plan.tile_n,
-        stages=base.plan.stages,
-        roles=roles,
-        **{name: value for name, value in choices.items() if name not in _OF_WARPS},
-    )
+    """The kernel of a rung: that of the spec with these choices, and with its tile once warps have roles."""
+    of_warps, others = _parted(choices)
+    tile: dict[str, Any] = {"tile_m": None, "tile_n": None, "stages": None, "roles": None}
+    if of_warps:
+        roles = replace(base.spec.roles or Roles(), consumer=None, **of_warps)
+        tile = {"tile_m": base.plan.tile_m, "tile_n": base.plan.tile_n, "stages": base.plan.stages, "roles": roles}
+    return replace(base.spec, backend="cuda", **tile, **others)
 
 
 def _lines(base: Prepared, choices: Mapping[str, Any]) -> tuple[str, ...]:
     """The entry of ``kernels`` that builds a rung, a field on each line."""
     spec, base_plan = base.spec, base.plan
-    warps: dict[str, Any] = {name: choices[name] for name in _OF_WARPS}
-    if spec.roles and (spec.roles.producer_registers or spec.roles.consumer_registers):
+    warps, others = _parted(choices)
+    if warps and spec.roles and (spec.roles.producer_registers or spec.roles.consumer_registers):
         registers = {"producer": spec.roles.producer_registers, "consumer": spec.roles.consumer_registers}
         warps["registers"] = {role: count for role, count in registers.items() if count}
     same = spec.head_dim_qk == spec.head_dim_v
+    tile: dict[str, Any] = {
+        "tile": {"m": base_plan.tile_m, "n": base_plan.tile_n},
+        "pipeline": {"stages": base_plan.stages},
+        "warps": warps,
+    }
     entry: dict[str, Any] = {
         "variant": spec.variant.name,
         "head_dim": spec.head_dim_qk if same else {"qk": spec.head_dim_qk, "v": spec.head_dim_v},
         "arch": spec.arch,
         "dtype": spec.dtype,
         "backend": "cuda",
-        "tile": {"m": base_plan.tile_m, "n": base_plan.tile_n},
-        "pipeline": {"stages": base_plan.stages},
-        "warps": warps,
-        **{name: value for name, value in choices.items() if name not in _OF_WARPS},
+        **(tile if warps else {}),
+        **others,
         **({} if spec.fast_math else {"fast_math": False}),
         **({} if spec.tile_map == "auto" else {"tile_map": spec.tile_map}),
         **({"allow": list(spec.allow)} if spec.allow else {}),
     }
     return tuple(f"{name}: {_yaml(value)}" for name, value in entry.items())
+
+
+def _parted(choices: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Choices that stand in ``warps`` of an entry, none where warps have no roles; and all others."""
+    of_warps = {name: choices[name] for name in _OF_WARPS if name in choices}
+    return of_warps, {name: value for name, value in choices.items() if name not in of_warps}
 
 
 def _yaml(value: Any) -> str:
