@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from re import sub
 from typing import Any
 
+from attngen.arch import ARCHES
+from attngen.cards import KINDS
 from attngen.errors import PackageError, PlanError, SpecError
 from attngen.integrations import catalogue
 from attngen.integrations.model_requests import Asking, Request, Use
@@ -16,8 +18,8 @@ from attngen.schema import expand, load_spec_text, preset_names
 from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.writing import declaration, spec_text
 
-#: Arch and dtypes of kernels for servers (pages, and split-KV).
-_SERVED_ARCH, _SERVED_DTYPES = "sm90a", ("bf16", "fp16")
+#: Kinds of kernels that servers ask for, and their dtypes.
+_SERVED, _SERVED_DTYPES = ("keys in pages", "split-KV"), ("bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +118,10 @@ def _check(asking: Sequence[Asking], wish: Wish) -> None:
     """Raise SpecError for a wish that no kernel fulfils."""
     if not wish.serving:
         return
+    served = [name for name in ARCHES if all(name in KINDS[kind].arches for kind in _SERVED)]
     for arch in wish.arches:
-        if arch != _SERVED_ARCH:
-            raise SpecError(f"--serving: kernels for caches are for {_SERVED_ARCH} alone, found --arch {arch}")
+        if arch not in served:
+            raise SpecError(f"--serving: kernels for caches are for {', '.join(served)}, found --arch {arch}")
     for request in (request for each in asking for request in each.requests):
         if request.dtype not in _SERVED_DTYPES:
             raise SpecError(

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen.arch import ARCHES
+from attngen.arch import arch_of
+from attngen.cards import KINDS
 from attngen.dtypes import HEAD_DIMS, WIDE_HEAD_DIMS
 from attngen.errors import CallError
 from attngen.integrations import catalogue
@@ -278,11 +279,19 @@ def head_dim_reason(head_dim: int, *, fp8: bool = False) -> str | None:
     return f"head size {head_dim}{cache} is not a multiple of 8 from 8 to {widest}"
 
 
-def card_reason(major: int, minor: int) -> str | None:
-    """Reason why no paged kernel can be built for a card, or None."""
-    if any(arch.wgmma and arch.runs_on(10 * major + minor) for arch in ARCHES.values()):
-        return None
-    return f"kernels with keys in pages are for Hopper (sm90a), and the card is sm{major}{minor}"
+def card_reason(major: int, minor: int, *kinds: str) -> str | None:
+    """The first of some ``kinds`` of kernels (``cards.KINDS``) that cannot be built for a card, in words, or None."""
+    arch = arch_of(10 * major + minor)
+    for kind in kinds:
+        arches = KINDS[kind].arches
+        if arch is None or arch.name not in arches:
+            return f"{kind}, of which there are kernels for {', '.join(arches)}; the card is sm{major}{minor}"
+    return None
+
+
+def paged_kinds(head_dim: int, *, fp8: bool) -> list[str]:
+    """Kinds of kernels (``cards.KINDS``) that layers over a cache ask for."""
+    return ["keys in pages", *["head dims beyond 256"] * (head_dim > HEAD_DIMS[-1]), *["caches in e4m3"] * fp8]
 
 
 def image_ranges(

@@ -108,7 +108,18 @@ class AttngenAttnBackend(AttentionBackend):
             return "chunked local attention"
         if model.is_encoder_decoder and runner.page_size != 1:
             return "cross attention with pages of more than one token"
-        return self._form_reason(runner)
+        return self._form_reason(runner) or self._card_reason(runner)
+
+    def _card_reason(self, runner: Any) -> str | None:
+        """The first kind of kernels that a model needs and the runner's card lacks, or None."""
+        if torch.device(runner.device).type != "cuda":
+            return None
+        return engines.card_reason(*torch.cuda.get_device_capability(runner.device), *self._kinds(runner))
+
+    def _kinds(self, runner: Any) -> list[str]:
+        """Kinds of kernels (``cards.KINDS``) that a model asks for."""
+        fp8 = getattr(runner, "kv_cache_dtype", None) == torch.float8_e4m3fn
+        return engines.paged_kinds(runner.model_config.head_dim, fp8=fp8)
 
     def _form_reason(self, runner: Any) -> str | None:
         """The first unsupported property of a model's heads or cache, or None."""

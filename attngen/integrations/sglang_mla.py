@@ -46,6 +46,10 @@ class AttngenMLABackend(AttngenAttnBackend):
             return f"latent rows of {runner.kv_cache_dtype}; kernels read SGLang's in 16 bits"
         return None if engines.configured() is None else "a user's mask with latent attention"
 
+    def _kinds(self, runner: Any) -> list[str]:
+        del runner
+        return ["latent attention"]
+
     def _decodes(self, forward_batch: Any) -> int | None:
         """None: one kernel serves requests with any number of queries."""
         del forward_batch

@@ -105,7 +105,7 @@ class AttngenBackend(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability is None or engines.card_reason(capability.major, capability.minor) is None
+        return capability is None or engines.card_reason(capability.major, capability.minor, "keys in pages") is None
 
     @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
@@ -113,7 +113,9 @@ class AttngenBackend(AttentionBackend):
         reasons: list[str] = super().validate_configuration(*args, **options)
         given = {**dict(zip(("head_size", "dtype", "kv_cache_dtype", "block_size", "use_mla"), args, strict=False)),
                  **options}  # fmt: skip
-        capability = given.get("device_capability")
+        capability, fp8 = given.get("device_capability"), given.get("kv_cache_dtype") in _FP8
+        kinds = engines.paged_kinds(given["head_size"], fp8=fp8)
+        card = capability and engines.card_reason(capability.major, capability.minor, *kinds)
         words = {
             "head_size not supported": engines.head_dim_reason(given["head_size"]),
             "dtype not supported": f"dtype {given['dtype']} is not torch.float16 or torch.bfloat16",
@@ -121,10 +123,11 @@ class AttngenBackend(AttentionBackend):
             f"{', '.join(cls.supported_kv_cache_dtypes)}",
             "MLA not supported": f"MLA: --attention-backend {MLA_NAME} serves it",
             "sparse not supported": "sparse attention: no kernel of attngen takes a list of keys from vLLM",
-            "compute capability not supported": capability and engines.card_reason(capability.major, capability.minor),
+            "compute capability not supported": card,
         }
         reasons = [words.get(reason) or reason for reason in reasons]
-        fp8 = given.get("kv_cache_dtype") in _FP8
+        if card and card not in reasons:
+            reasons.append(card)
         wide = engines.head_dim_reason(given["head_size"], fp8=fp8)
         if wide is not None and cls.supports_head_size(given["head_size"]):
             reasons.append(wide)

@@ -73,7 +73,7 @@ class AttngenMLABackend(MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability is None or engines.card_reason(capability.major, capability.minor) is None
+        return capability is None or engines.card_reason(capability.major, capability.minor, "latent attention") is None
 
     @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
@@ -208,7 +208,7 @@ class AttngenMLAPrefill(MLAPrefillBackend):
     def supports_compute_capability(cls, device_capability: Any) -> bool:
         return (
             device_capability is None
-            or engines.card_reason(device_capability.major, device_capability.minor) is None
+            or engines.card_reason(device_capability.major, device_capability.minor, "forward") is None
         )  # fmt: skip
 
     def run_prefill_new_tokens(

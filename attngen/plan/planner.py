@@ -18,7 +18,7 @@ from attngen.dtypes import (
     QUANTIZED_DTYPES,
 )
 from attngen.errors import PlanError
-from attngen.formats import APPEND
+from attngen.formats import APPEND, HELPERS
 from attngen.lang.constant_conditions import fold_conditions
 from attngen.lang.listed import LISTS
 from attngen.plan.choices import is_beyond_256, refuse
@@ -30,7 +30,8 @@ from attngen.schema.kernel_spec import KernelSpec
 
 
 def plan(spec: KernelSpec) -> Plan:
-    """Return the plan of one kernel; PlanError names the field, the arithmetic and the nearest legal choice."""
+    """Return the plan of one kernel; PlanError names the field, the arithmetic, the nearest legal choice, and other
+    arches that have such a kernel."""
     arch = ARCHES[spec.arch]
     spec = replace(spec, variant=fold_conditions(spec.variant))
     kv_dtype = spec.kv_dtype or spec.dtype
@@ -86,9 +87,12 @@ def plan(spec: KernelSpec) -> Plan:
         )  # fmt: skip
     if spec.scale_block == 1 and spec.layout == "paged":
         raise refuse(spec, "descale", "keys in pages cannot have a scale each; allowed: head, 64, 128, page")
-    if spec.backend is None:
-        return _fastest(spec, arch)
-    return replace(_of_backend(spec, arch), backend_reason="the spec names it")
+    try:
+        if spec.backend is None:
+            return _fastest(spec, arch)
+        return replace(_of_backend(spec, arch), backend_reason="the spec names it")
+    except PlanError as error:
+        raise _beside_arches(error, spec) from None
 
 
 def _check_latent_rows(spec: KernelSpec) -> None:
@@ -119,7 +123,7 @@ def _check_two_caches(spec: KernelSpec) -> None:
 
 def _fastest(spec: KernelSpec, arch: Arch) -> Plan:
     """Return the plan of the fastest backend that can do all that a spec asks for, and why it is that one."""
-    offered = backends(arch, spec.direction)
+    offered = backends(arch, spec.direction) or backends(None, spec.direction)
     refusals: list[PlanError] = []
     for backend in offered:
         try:
@@ -136,22 +140,10 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
     """Return the plan of the first schedule of a spec's backend that takes it. ``named``: the spec names the backend,
     which accepts what another one would do more exactly."""
     refusals: list[PlanError] = []
-    if not candidates(spec, spec.backend or "") and spec.variant.keys is not None:
-        raise refuse(spec, "variant", _without_listed_keys(spec))
-    if not candidates(spec, spec.backend or "") and spec.v_of_key:
-        raise refuse(spec, "v", f"{spec.backend} has no kernel that takes the values from k; leave it out")
-    if not candidates(spec, spec.backend or "") and is_beyond_256(spec) and not spec.split_tiles:
-        raise refuse(
-            spec, "head_dim", f"{spec.backend} has no {spec.direction} of head dims beyond {HEAD_DIMS[-1]}; nearest: "
-            f"{HEAD_DIMS[-1]}"
-        )  # fmt: skip
-    if not candidates(spec, spec.backend or ""):
-        kind, whose = (f" in {spec.dtype}", "tile of queries") if spec.split_tiles else ("", "sequence")
-        raise refuse(
-            spec, "split_kv", f"{spec.backend} has no {spec.direction}{kind} whose blocks share the keys of a {whose}; "
-            "allowed: false"
-        )  # fmt: skip
-    for schedule in candidates(spec, spec.backend or ""):
+    schedules = candidates(spec, spec.backend or "")
+    if not schedules:
+        raise _without_schedule(spec, arch)
+    for schedule in schedules:
         try:
             _check_layout(spec, schedule)
             if not named:
@@ -163,10 +155,54 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
     raise _together(refusals)
 
 
-def _without_listed_keys(spec: KernelSpec) -> str:
-    """The reason why no kernel of a spec takes keys by index, with what is allowed."""
-    keys = f"variant '{spec.variant.name}' has 'keys: {spec.variant.keys}'"
-    return f"{keys}, of which {spec.backend} has no kernel; allowed: backend: cuda"
+def _without_schedule(spec: KernelSpec, arch: Arch) -> PlanError:
+    """The error for a kernel that no schedule of a spec's backend has on an arch: it names the field that asks for its
+    form, and the backends that have it there."""
+    backend, instead = str(spec.backend), ()
+    if spec.variant.keys is not None:
+        field, form = "variant", f" with 'keys: {spec.variant.keys}'"
+    elif spec.v_of_key:
+        field, form = "v", " with 'v: key'"
+    elif is_beyond_256(spec) and not spec.split_tiles:
+        field, form, instead = "head_dim", f" of head dims beyond {HEAD_DIMS[-1]}", (f"head_dim {HEAD_DIMS[-1]}",)
+    elif spec.split_tiles:
+        field, form = "split_kv", f" in {spec.dtype} whose blocks share the keys of a tile of queries"
+        instead = ("split_kv: false",)
+    elif spec.split_kv:
+        field, form, instead = "split_kv", " whose blocks share the keys of a sequence", ("split_kv: false",)
+    else:
+        field, form = "backward" if spec.direction == "backward" else "backend", ""
+    elsewhere = any(candidates(replace(spec, arch=name), backend) for name in ARCHES)
+    others = (f"backend: {other}" for other in backends(arch, spec.direction) if _takes(spec, other, arch))
+    allowed = ", ".join((*instead, *others))
+    kind = f"{spec.direction} kernel" if spec.direction in HELPERS else spec.direction
+    return refuse(
+        spec, field, f"{backend} has no {kind}{form}{f' for {arch.name}' if elsewhere else ''}"
+        f"{'; allowed: ' if allowed else ''}{allowed}"
+    )  # fmt: skip
+
+
+def _takes(spec: KernelSpec, backend: str, arch: Arch) -> bool:
+    """Whether a backend has a kernel of a spec for an arch."""
+    moved = replace(spec, arch=arch.name, backend=backend)
+    for schedule in candidates(moved, backend):
+        try:
+            _check_layout(moved, schedule)
+            schedule.plan(moved, arch)
+        except PlanError:
+            continue
+        return True
+    return False
+
+
+def _beside_arches(error: PlanError, spec: KernelSpec) -> PlanError:
+    """The refusal of a spec, with the arches for which the same kernel can be planned."""
+    named = (spec.backend,) if spec.backend else backends(None, spec.direction)
+    arches = [name for name, arch in ARCHES.items() if any(_takes(spec, backend, arch) for backend in named)]
+    if not arches or spec.arch in arches:
+        return error
+    listed = f"{', '.join(arches)} {'takes' if len(arches) == 1 else 'take'} it"
+    return PlanError(f"{error.message}; arch {listed}", location=error.location, field=error.field)
 
 
 def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
@@ -188,7 +224,8 @@ def _together(refusals: Sequence[PlanError], names: Sequence[str] = ()) -> PlanE
     first = refusals[0]
     if len({error.message for error in refusals}) == 1:
         return first
-    lines = (f"{name}: {error.message}" for name, error in zip(names, refusals, strict=True)) if names else (
-        error.message for error in refusals
-    )  # fmt: skip
+    lines = [error.message for error in refusals]
+    if names:
+        named = zip(names, lines, strict=True)
+        lines = [line if line.startswith(f"{name} has no") else f"{name}: {line}" for name, line in named]
     return PlanError("; ".join(lines), location=first.location, field=first.field)

@@ -204,6 +204,16 @@ def test_a_spec_for_serving_has_what_continuous_batching_takes(family: str, tmp_
             assert any(each.pack_gqa for each in siblings)
 
 
+def test_a_spec_for_serving_on_other_cards(tmp_path: Path) -> None:
+    """All kernels, those over pages and those that share keys among them, are planned for a card without wgmma."""
+    spec, done = written(FAMILIES["gemma3"].make()[1], tmp_path, "--serving", "--arch", "sm80")
+    assert "left out" not in done.stderr
+    kernels = kernels_in(spec)
+    assert {kernel.arch for kernel in kernels} == {"sm80"}
+    forms = {(kernel.layout, kernel.split_kv, plan(kernel).schedule) for kernel in kernels}
+    assert {("paged", False, "mma_forward"), ("paged", True, "mma_decode")} <= forms
+
+
 def test_the_text_is_short_and_the_same_each_time(tmp_path: Path) -> None:
     config = FAMILIES["gemma3"].make()[1]
     first, second = (written(config, tmp_path / name)[0].read_text() for name in ("first", "second"))
@@ -327,7 +337,8 @@ def test_servers_need_an_arch_and_a_dtype_that_have_kernels_for_caches(tmp_path:
     config = FAMILIES["llama"].make()[1]
     config.save_pretrained(tmp_path)
     model = ("spec", "--model", str(tmp_path), "--serving")
-    assert "are for sm90a alone, found --arch sm80" in attngen(*model, "--arch", "sm80", code=2).stderr
+    refused = attngen(*model, "--arch", "sm100a", code=2).stderr
+    assert "are for sm80, sm86, sm89, sm90a, sm120a, ptx80, found --arch sm100a" in " ".join(refused.split())
     assert "are in bf16 and fp16, found fp32" in attngen(*model, "--dtype", "fp32", code=2).stderr
 
 

@@ -83,6 +83,24 @@ def test_what_is_not_served_is_said_in_words(
         cases.sglang_backend.AttngenAttnBackend(runner)
 
 
+def test_cards_without_the_kernels_are_refused(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases.sglang_backend, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=None))
+    runner = cases.runner_of(engine(cases), cases.Case(), None, torch.empty(0))
+    runner.device, runner.kv_cache_dtype = "cuda", torch.bfloat16
+    backend = cases.sglang_backend.AttngenAttnBackend
+    refusals = []
+    for capability, dtype in (((8, 0), torch.bfloat16), ((8, 0), torch.float8_e4m3fn), ((10, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        runner.kv_cache_dtype = dtype
+        refusals.append(backend._card_reason(backend.__new__(backend), runner))
+    few = "sm80, sm86, sm89, sm90a, sm120a, ptx80"
+    assert refusals == [
+        None,
+        "caches in e4m3, of which there are kernels for sm89, sm90a, sm120a; the card is sm80",
+        f"keys in pages, of which there are kernels for {few}; the card is sm100",
+    ]
+
+
 def test_registering_twice_is_the_same_as_once(cases: Any) -> None:
     from attngen.integrations import sglang
 

@@ -152,7 +152,15 @@ def test_what_is_not_served_is_said_in_words(cases: Any) -> None:
         "head size 512 over a cache in fp8 is not a multiple of 8 from 8 to 256"
     ]
     assert "MLA: --attention-backend ATTNGEN_MLA serves it" in validate(**{**given, "use_mla": True})
-    assert any("the card is sm89" in reason for reason in validate(**{**given, "device_capability": ada}))
+    volta, ampere, blackwell = (SimpleNamespace(major=major, minor=0) for major in (7, 8, 10))
+    for card, size, dtype, refused in (
+        (volta, 128, "auto", "keys in pages"), (blackwell, 128, "auto", "keys in pages"), (ampere, 128, "auto", None),
+        (ampere, 128, "fp8", "caches in e4m3"), (ampere, 512, "auto", "head dims beyond 256"), (ada, 128, "fp8", None),
+    ):  # fmt: skip
+        reasons = validate(**{**given, "device_capability": card, "head_size": size, "kv_cache_dtype": dtype})
+        number = f"sm{card.major}{card.minor}"
+        assert [refused] * bool(refused) == [reason.partition(", of which")[0] for reason in reasons], number
+        assert all(reason.endswith(f"; the card is {number}") for reason in reasons)
     apart = validate(**given, use_dcp=True, has_sliding_window=True)
     assert apart == ["a sliding window with decode context parallelism: a rank's keys are not consecutive"]
 

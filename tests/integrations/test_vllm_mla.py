@@ -93,5 +93,5 @@ def test_what_vllm_asks(mla: Any) -> None:
     assert backend.get_supported_head_sizes() == [576, 512]
     assert backend.get_supported_kernel_block_sizes() == [vllm_stub.MultipleOf(16)]
     hopper, ampere = SimpleNamespace(major=9, minor=0), SimpleNamespace(major=8, minor=0)
-    for kind in (backend, mla.AttngenMLAPrefill):
-        assert [kind.supports_compute_capability(card) for card in (None, hopper, ampere)] == [True, True, False]
+    for kind, on_ampere in ((backend, False), (mla.AttngenMLAPrefill, True)):  # prompts are an ordinary forward
+        assert [kind.supports_compute_capability(card) for card in (None, hopper, ampere)] == [True, True, on_ampere]

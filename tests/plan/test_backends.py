@@ -113,6 +113,15 @@ def test_backwards_of_presets_are_in_cuda_where_registers_suffice(name: str, hea
             assert "shared memory for 320 columns of K and V" in other.backend_reason
 
 
+def test_a_kernel_that_no_arch_but_another_has_is_refused_and_not_planned() -> None:
+    """Even if the spec names the backend: cards with tcgen05 have no kernels by mma.sync."""
+    for fields in ({"split_kv": "true"}, {"layout": "paged", "split_kv": "true"}):
+        with pytest.raises(PlanError, match="cuda has no forward .*for sm100a; .*arch sm80, .*ptx80 take it"):
+            planned(arch="sm100a", backend="cuda", **fields)
+    with pytest.raises(PlanError, match="cuda has no index_scores kernel for sm80; arch sm90a takes it"):
+        planned(arch="sm80", backend=None, passes="index_scores", head_dim=128)
+
+
 OWN = """variants:
   own:
     dropout: {dropout}

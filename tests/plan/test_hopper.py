@@ -313,7 +313,7 @@ def test_a_tile_map_is_not_for_packed_heads() -> None:
         ({"tile": "{m: 96}"}, r"tile\.m: 96 is not allowed; allowed: 64, 128, 192 \(64 rows per consumer\)"),
         ({"tile": "{m: 192}", "warps": "{consumer: 2}"}, r"192 rows are not 2 consumers x 64; nearest: 128"),
         ({"pipeline": "{stages: 1}"}, r"pipeline\.stages: 1 is not allowed; allowed: 2 to 8"),
-        ({"arch": "sm100a"}, r"backend: cuda kernels need wgmma, which sm100a lacks; allowed: triton"),
+        ({"arch": "sm100a"}, r"backend: cuda has no forward for sm100a; allowed: backend: triton; arch sm80, "),
         ({"dtype": "fp32"}, r"dtype: cuda kernels take bf16 and fp16, not fp32"),
         ({"loads": "pointer", "softmax": "first_max"}, r"loads: cuda kernels load through tensor descriptors; "),
         ({"alignment": "element"}, r"alignment: tensor descriptors need alignment 16, not 2"),

@@ -399,7 +399,11 @@ def test_a_score_and_its_derivative_share_a_cosine_of_the_distance() -> None:
             {"loads": "pointer", "backward": "{backend: cuda, dq: {warps: 4}}"},
             r"loads: .*allowed: descriptor",
         ),
-        ("causal", {"arch": "sm100a"}, r"backward: .*wgmma, which sm100a lacks; allowed: triton"),
+        (
+            "causal",
+            {"arch": "sm100a"},
+            r"backward: cuda has no backward for sm100a; allowed: backend: triton; arch sm80, ",
+        ),
         ("causal", {"backward": "{backend: cuda, dq: {warps: 4}}"}, r"backward\.dq: .*leave it out"),
         ("causal", {"backward": "{backend: cuda, dkdv: {warps: 4}}"}, r"backward\.dkdv\.warps: .*leave it out"),
         ("causal", {"backward": "{backend: cuda, dkdv: {tile: {m: 64}}}"}, r"backward\.dkdv\.tile\.m: .*allowed: 128"),

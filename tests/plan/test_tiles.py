@@ -82,7 +82,7 @@ def test_a_fixed_tile_that_does_not_fit_is_refused_with_its_sum() -> None:
         ({"pipeline": "{stages: 9}"}, r"pipeline\.stages: 9 is not one of .*; nearest: 8"),
         ({"head_dim": 20}, r"head_dim 20 is not a multiple of 8 from 8 to 256; nearest: 24"),
         ({"head_dim": 73}, r"head_dim 73 .* nearest: 72"),
-        ({"head_dim": 272}, r"no forward of head dims beyond 256; nearest: 256"),
+        ({"head_dim": 272}, r"no forward of head dims beyond 256; allowed: head_dim 256"),
         ({"head_dim": "{qk: 64, v: 4}"}, r"head_dim 4 .* nearest: 8"),
     ],
 )

@@ -81,25 +81,20 @@ def named(name: str) -> Schedule:
     raise KeyError(name)
 
 
-def backends(arch: Arch, direction: str) -> tuple[str, ...]:
-    """Backends whose kernels of a direction an arch can run, the fastest first. A spec that names none gets the first
-    that supports all it asks for."""
+def backends(arch: Arch | None, direction: str) -> tuple[str, ...]:
+    """Backends whose kernels of a direction an arch can run, or any arch if it is None, the fastest first. A spec that
+    names none gets the first that supports all it asks for."""
     return tuple(dict.fromkeys(row.backend for row in schedules(direction, arch)))
 
 
 def candidates(spec: KernelSpec, backend: str) -> tuple[Schedule, ...]:
-    """Return the schedules of a backend that suit a spec, the fastest first."""
+    """Schedules of a backend that suit a spec and run on its arch, the fastest first."""
     listed = spec.variant.keys is not None
-    rows = (
-        row for row in schedules(spec.direction, backend=backend)
+    return tuple(
+        row for row in schedules(spec.direction, ARCHES[spec.arch], backend)
         if row.v_of_key == spec.v_of_key and row.listed_keys == listed
+        and row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
     )  # fmt: skip
-    suitable = [
-        row for row in rows if row.split_kv == spec.split_kv and row.split_tiles >= spec.split_tiles and row.suits(spec)
-    ]
-    supported = tuple(row for row in suitable if row.supports(ARCHES[spec.arch]))
-    # where none runs on the arch, they say why; split tiles are a form that no schedule has there
-    return supported or (() if spec.split_tiles else tuple(suitable))
 
 
 @contextmanager

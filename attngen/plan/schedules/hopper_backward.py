@@ -194,7 +194,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
 
     The loader stores as much beside a tile of Q as shared memory has room for (``_offers``). Raises PlanError.
     """
-    if refused := _refusal(spec, arch):
+    if refused := _refusal(spec):
         raise refused
     check_head_dims(spec)
     wide = is_wide(spec)
@@ -445,10 +445,8 @@ def _dq_columns(qk: int) -> int:
     return 64 if qk > 64 else 32
 
 
-def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec at all, or None."""
-    if not arch.wgmma:
-        return refuse(spec, "backward", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
     if spec.dtype not in _DTYPES:
         return refuse(spec, "dtype", f"a backward in cuda takes {' and '.join(_DTYPES)}, not {spec.dtype}")
     if spec.alignment not in (None, 16):

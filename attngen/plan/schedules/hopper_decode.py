@@ -67,7 +67,7 @@ class HopperDecode(Structure):
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := _refusal(spec, arch):
+    if refused := _refusal(spec):
         raise refused
     return split_plan(spec, arch, schedule="hopper_decode", label="decode", loads="descriptor", cluster=_CLUSTER)
 
@@ -213,10 +213,8 @@ def _memory(spec: KernelSpec, arch: Arch, qk: Columns, v: Columns, by_lanes: boo
     return warps, decode_pipes(warps=warps, stages=stages, by_lanes=by_lanes, **sizes)
 
 
-def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
-    if not arch.wgmma:
-        return refuse(spec, "split_kv", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: false")
     if spec.dtype not in _DTYPES:
         return refuse(spec, "dtype", f"cuda kernels take {', '.join(_DTYPES)}, not {spec.dtype}")
     if spec.scale_block > 0:

@@ -79,7 +79,7 @@ PROBABILITIES = {
 
 def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     """Return the plan of a Hopper forward of that form."""
-    if refused := refusal(spec, arch, form.numbers):
+    if refused := refusal(spec, form.numbers):
         raise refused
     if spec.softmax_scale is not None:
         raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
@@ -227,10 +227,8 @@ def _products(planned: Plan, roles: HopperForward) -> int:
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
-def refusal(spec: KernelSpec, arch: Arch, numbers: Mapping[str, Probabilities]) -> PlanError | None:
+def refusal(spec: KernelSpec, numbers: Mapping[str, Probabilities]) -> PlanError | None:
     """Reason why a schedule cannot serve a spec at all, or None."""
-    if not arch.wgmma:
-        return refuse(spec, "backend", f"cuda kernels need wgmma, which {arch.name} lacks; allowed: triton")
     if spec.dtype not in numbers:
         return refuse(spec, "dtype", f"cuda kernels take {' and '.join(numbers)}, not {spec.dtype}")
     if spec.loads == "pointer":

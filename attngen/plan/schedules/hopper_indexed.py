@@ -38,7 +38,7 @@ _FEW_HEADS = 16, 32
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := _refusal(spec, arch):
+    if refused := _refusal(spec):
         raise refused
     row = row_of_keys(spec.kv_dtype or spec.dtype, spec.head_dim_qk)
     alike, either = _alike(spec, row), row is not None and _has_extra(spec.variant)
@@ -95,13 +95,13 @@ def indexed_pipes_of(plan: Plan) -> Pipes:
     return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands, plan.variant, plan.structure.alike)
 
 
-def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     if spec.loads == "descriptor":
         return refuse(spec, "loads", "keys by index are gathered by address; allowed: pointer")
     if _has_extra(spec.variant) and spec.kv_dtype in CACHE_DTYPES:
         return refuse(spec, "kv_dtype", f"no kernel reads two caches of {spec.kv_dtype}, whose scales lie beside them")
-    return hopper_mla.refusal(replace(spec, loads=None), arch)
+    return hopper_mla.refusal(replace(spec, loads=None))
 
 
 SCHEDULE = Schedule(

@@ -68,7 +68,7 @@ class HopperMla(HopperDecode):
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := refusal(spec, arch):
+    if refused := refusal(spec):
         raise refused
     operands = operands_of(spec)
     row = row_of_keys(operands.k.name, spec.head_dim_qk)
@@ -265,12 +265,8 @@ def mla_pipes_of(plan: Plan) -> Pipes:
     return _pipes(plan.head_dim_qk, plan.head_dim_v, plan.operands)
 
 
-def refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
-    if not arch.wgmma:
-        return refuse(
-            spec, "v", f"kernels that take the values from k need wgmma, which {arch.name} lacks; leave it out"
-        )
     if (spec.head_dim_qk, spec.head_dim_v) not in KEY_VALUE_DIMS:
         allowed = " or ".join(f"{{qk: {qk}, v: {v}}}" for qk, v in KEY_VALUE_DIMS)
         return refuse(

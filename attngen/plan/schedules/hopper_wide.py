@@ -39,7 +39,7 @@ class HopperWide(HopperMla):
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := _refusal(spec, arch):
+    if refused := _refusal(spec):
         raise refused
     return plan_latent(
         spec,
@@ -80,12 +80,10 @@ def wide_pipes_of(plan: Plan) -> Pipes:
     return _pipes(plan.head_dim_qk, plan.operands.k.bytes)
 
 
-def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     widest = WIDE_HEAD_DIMS[-1]
     beyond = f"head dims beyond {HEAD_DIMS[-1]}"
-    if not arch.wgmma:
-        return refuse(spec, "head_dim", f"{beyond} need wgmma, which {arch.name} lacks; nearest: {HEAD_DIMS[-1]}")
     for head_dim in (spec.head_dim_qk, spec.head_dim_v):
         if head_dim % HEAD_DIM_STEP or head_dim > widest:
             nearest = min(max(round(head_dim / HEAD_DIM_STEP), 1) * HEAD_DIM_STEP, widest)

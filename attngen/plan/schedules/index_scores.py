@@ -92,7 +92,7 @@ def tiles_of(head_dim: int, element_bytes: int, shared_memory: int) -> dict[str,
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := _refusal(spec, arch):
+    if refused := _refusal(spec):
         raise refused
     element = dtype(spec.dtype)
     tiles = tiles_of(spec.head_dim_qk, element.bytes, arch.shared_memory)
@@ -167,11 +167,9 @@ def _arguments(plan: Plan, tile: Tile) -> Iterator[Argument]:
             yield Argument(f"{divisor_name(divisor)}_{part}", "size", "i32", of=f"divisor:{divisor.text}:{part}")
 
 
-def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     variant = spec.variant
-    if not arch.wgmma:
-        return refuse(spec, "arch", f"index scores need wgmma, which {arch.name} lacks; allowed: sm90a")
     if spec.dtype not in DTYPES:
         return refuse(spec, "dtype", f"index scores take {', '.join(DTYPES)}, not {spec.dtype}")
     if spec.head_dim_qk != spec.head_dim_v or spec.head_dim_qk not in HEAD_DIMS:

@@ -43,7 +43,7 @@ class IndexedBackward(Structure):
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := _refusal(spec, arch):
+    if refused := _refusal(spec):
         raise refused
     qk, v = spec.head_dim_qk, spec.head_dim_v
     packed = replace(spec, pack_gqa=True, split_kv=True)  # rows are heads of one query
@@ -190,10 +190,8 @@ def sums() -> Argument:
     return Argument("dkv_sum_ptr", "pointer", "*fp32", of="dkv_sum", divisibility=16)
 
 
-def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
-    if not arch.wgmma:
-        return refuse(spec, "backward", f"a backward of keys by index needs wgmma, which {arch.name} lacks")
     if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
         return refuse(spec, "dtype", f"kernels take {' and '.join(KEY_VALUE_DTYPES)} here, not {spec.dtype}")
     if (spec.head_dim_qk, spec.head_dim_v) not in KEY_VALUE_DIMS:

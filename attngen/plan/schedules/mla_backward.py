@@ -73,7 +73,7 @@ class MlaBackward(Structure):
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := _refusal(spec, arch):
+    if refused := _refusal(spec):
         raise refused
     qk, v = spec.head_dim_qk, spec.head_dim_v
     packed = replace(spec, pack_gqa=True, split_kv=True)  # rows are heads of queries, of any number
@@ -177,10 +177,8 @@ def _sizes(plan: Plan) -> Iterator[Argument]:
     yield arguments.size("total_k")
 
 
-def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
+def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
-    if not arch.wgmma:
-        return refuse(spec, "backward", f"a backward with 'v: key' needs wgmma, which {arch.name} lacks")
     if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
         dtypes = " and ".join(KEY_VALUE_DTYPES)
         return refuse(spec, "dtype", f"a backward with 'v: key' takes {dtypes}, not {spec.dtype}")

@@ -12,7 +12,7 @@ from attngen.errors import PlanError
 from attngen.lang.runs import positions
 from attngen.plan import arguments
 from attngen.plan.allowances import MMA_BACKWARD_SPILLS
-from attngen.plan.choices import check_head_dims, iteration_of, refuse
+from attngen.plan.choices import check_head_dims, is_beyond_256, iteration_of, refuse
 from attngen.plan.draft import drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Region, Workspace
 from attngen.plan.operands import operands_of
@@ -332,8 +332,6 @@ def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec at all, or None."""
-    if arch.tensor_memory:
-        return refuse(spec, "backward", f"mma.sync is slow on {arch.name}, which has tcgen05; allowed: triton")
     if positions(spec.variant) is not None:
         return refuse(spec, "backward", "kernels by mma.sync take no tensor of row positions; allowed: triton")
     if spec.dtype not in _DTYPES:
@@ -387,7 +385,7 @@ SCHEDULE = Schedule(
     template="cuda/mma_backward/kernel.cu.j2",
     view="attngen.render.views.mma_backward:mma_backward_view",
     supports=lambda arch: not arch.tensor_memory,
-    suits=lambda spec: not ARCHES[spec.arch].wgmma or spec.loads == "pointer",
+    suits=lambda spec: (not ARCHES[spec.arch].wgmma or spec.loads == "pointer") and not is_beyond_256(spec),
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     keep_promises=_keep_promises,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.errors import PlanError
-from attngen.plan.choices import refuse
+from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
@@ -32,7 +32,7 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             spec, "dtype", f"cuda kernels take {', '.join((*BESIDE_CACHES, *CACHE_DTYPES))}, not {spec.dtype}"
         )
     if quantized and arch.capability < _CONVERTS:
-        return refuse(spec, "kv_dtype", f"{arch.name} does not convert numbers of 8 bits; allowed: sm89 and later")
+        return refuse(spec, "kv_dtype", f"{arch.name} does not convert numbers of 8 bits; leave it out")
     if quantized and any(head_dim % 16 for head_dim in (spec.head_dim_qk, spec.head_dim_v)):
         return refuse(spec, "head_dim", "cp.async copies 16 bytes, so 8-bit head dims are multiples of 16 here")
     if spec.scale_block > 0 or spec.scale_block == PAGE_BLOCK:
@@ -51,7 +51,7 @@ SCHEDULE = Schedule(
     template="cuda/decode/kernel.cu.j2",
     view="attngen.render.views.hopper_decode:decode_view",
     supports=lambda arch: not arch.tensor_memory,
-    suits=lambda spec: not ARCHES[spec.arch].wgmma or spec.loads == "pointer",
+    suits=lambda spec: (not ARCHES[spec.arch].wgmma or spec.loads == "pointer") and not is_beyond_256(spec),
     plan=_plan,
     keep_promises=keep_promises,
     pipes=decode_pipes_of,

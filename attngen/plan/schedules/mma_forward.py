@@ -13,7 +13,7 @@ from attngen.lang.runs import positions
 from attngen.lang.simplify import TRUE
 from attngen.plan import arguments
 from attngen.plan.allowances import MMA_SPILLS
-from attngen.plan.choices import L2_BYTES, check_head_dims, check_sizes, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, check_head_dims, check_sizes, is_beyond_256, iteration_of, refuse
 from attngen.plan.draft import drafted, forward_launches
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Plan, Region
@@ -364,8 +364,6 @@ def _memory(tile: _Tile, spec: KernelSpec) -> int:
 
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec at all, or None."""
-    if arch.tensor_memory:
-        return refuse(spec, "backend", f"mma.sync is slow on {arch.name}, which has tcgen05; allowed: triton")
     if positions(spec.variant) is not None:
         return refuse(spec, "backend", "kernels by mma.sync take no tensor of row positions; allowed: triton")
     if spec.dtype == _8_BITS:
@@ -443,7 +441,7 @@ SCHEDULE = Schedule(
     view="attngen.render.views.mma_forward:mma_view",
     explanation="attngen.tools.explain.mma_forward:MmaForwardExplanation",
     supports=lambda arch: not arch.tensor_memory,
-    suits=lambda spec: not ARCHES[spec.arch].wgmma or spec.loads == "pointer",
+    suits=lambda spec: (not ARCHES[spec.arch].wgmma or spec.loads == "pointer") and not is_beyond_256(spec),
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,

@@ -15,7 +15,6 @@ from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import QUANTIZE
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
@@ -49,8 +48,6 @@ _DIVISORS = ("heads", "kv_heads", "group", "tiles_q", "tiles_k", "tiles_v", "lan
 
 def planned(spec: KernelSpec, arch: Arch) -> Plan:
     """Common part of the plans of quantization kernels: everything but the launch."""
-    if arch.capability < _LEAST_CAPABILITY:
-        raise refuse(spec, "arch", f"{arch.name} does not round to 8 bits, which sm89 and later do")
     name = naming.quantize_name(arch=spec.arch, dtype=spec.dtype)
     return rows_plan(spec, name, QUANTIZE, tile_m=32 * _WARPS, tile_n=1, warps=_WARPS)
 

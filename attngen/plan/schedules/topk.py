@@ -11,7 +11,6 @@ from attngen.arch import Arch
 from attngen.formats import TOPK
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
@@ -48,8 +47,6 @@ def largest_k(launch: str) -> int:
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if arch.capability < _LEAST_CAPABILITY:
-        raise refuse(spec, "arch", f"{arch.name} lacks sums over warps, which sm80 and later have")
     planned = rows_plan(spec, naming.topk_name(arch=spec.arch), TOPK, tile_m=largest_k(TOPK), tile_n=CHUNK, warps=WARPS)
 
     def launch(name: str) -> Launch:

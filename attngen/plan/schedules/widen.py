@@ -12,7 +12,6 @@ from attngen.dtypes import CHUNK_BYTES
 from attngen.formats import WIDEN
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
 from attngen.plan.schedules.rows import rows_plan
@@ -38,8 +37,6 @@ _DIVISORS = ("kv_heads", "vectors_k", "vectors_v", "page_size")
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if arch.capability < _LEAST_CAPABILITY:
-        raise refuse(spec, "arch", f"{arch.name} does not read numbers of 8 bits, which sm89 and later do")
     name = naming.widen_name(arch=spec.arch, dtype=spec.dtype)
     planned = rows_plan(spec, name, WIDEN, tile_m=1, tile_n=_TOKENS, warps=_WARPS)
     row = Launch(
