@@ -96,7 +96,8 @@ def test_what_a_spec_lacks_is_named(own: bool, dims: int, says: bool) -> None:
     assert (no_spec_adds(request, 90) is None) == says
     if says:
         assert "      v: key" in yaml_lines(call, 90, request)
-    assert no_spec_adds(request, 80) is not None  # no wgmma
+    refused = str(no_spec_adds(request, 80))
+    assert ("latent attention, only for sm90a;" if says else "head_dim 576, only for") in refused
 
 
 def test_a_spec_of_rows_of_e4m3_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import yaml
 
 import attngen
 from attngen.arch import ARCHES
+from attngen.cards import KINDS
 from attngen.errors import CallError, NoKernelError
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.runtime.registry.no_kernel import no_spec_adds
 from attngen.runtime.registry.select import Request, select
 from tests.runtime.support import (
     FakeDriver,
@@ -132,6 +135,36 @@ def test_no_spec_is_proposed_that_would_be_refused(
     with pytest.raises(NoKernelError) as caught:
         attngen.attention(*tensors(dim, dtype), variant="causal")
     assert str(caught.value).splitlines()[-1] == f"No kernel can be built for {message}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "kind"),
+    [
+        ({"split_size": 64}, 100, "split-KV"),
+        ({"split_size": 64}, 80, None),
+        ({"dtype": "fp8_e4m3", "kv_dtype": "fp8_e4m3"}, 86, "forward in e4m3"),
+        ({"dtype": "fp8_e4m3", "kv_dtype": "fp8_e4m3"}, 89, None),
+        ({"dtype": "fp8_e4m3", "kv_dtype": "fp8_e5m2"}, 89, "forward in e5m2"),
+        ({"kv_dtype": "fp8_e4m3"}, 80, "caches in e4m3"),
+        ({"kv_dtype": "fp8_e4m3"}, 120, None),
+        ({"layout": "paged"}, 100, "keys in pages"),
+        ({"layout": "paged"}, 86, None),
+        ({"dtype": "fp8_e4m3", "kv_dtype": "fp8_e4m3", "scale_blocks": (128,)}, 120, "scales of blocks or tokens"),
+    ],
+)
+def test_no_spec_is_proposed_for_a_card_that_has_no_such_kernel(
+    asked: dict[str, object], capability: int, kind: str | None
+) -> None:
+    call = bind(
+        variant(), *tensors(), None, softmax_scale=None, seqused_k=None, return_lse=False, layout="bshd", arguments={}
+    )
+    if "scale_blocks" in asked:
+        call.descales = {"q_descale": torch.ones(1)}
+    request = Request(replace(call, **asked), 0, dict.fromkeys("qkv", 0), {})  # type: ignore[arg-type]
+    refused = no_spec_adds(request, capability)
+    assert (refused is None) == (kind is None), refused
+    if kind is not None:
+        assert f"of this kind: {kind}, only for {', '.join(KINDS[kind].arches)};" in str(refused)
 
 
 def test_wide_heads_need_strides_that_copies_take(gpu: FakeDriver) -> None:

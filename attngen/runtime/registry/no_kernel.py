@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from attngen.arch import ARCHES, Arch, arch_of
+from attngen.cards import KINDS
 from attngen.drivers import cuda_release, driver_text
 from attngen.dtypes import (
     ATTENTION_DTYPES,
@@ -59,7 +60,8 @@ def no_spec_adds(request: Request, capability: int) -> str | None:
     listed = request.call.variant.keys is not None
     key_values = (request.direction == "forward" or listed) and takes_key_values(request, capability)
     return (
-        _beyond_all_kernels(request.call, capability, key_values)
+        _beyond_card(request, arch_of(capability))
+        or _beyond_all_kernels(request.call, capability, key_values)
         or _beyond_copies(request.call, request)
         or _beyond_cuda(request.call, capability, request)
     )
@@ -100,7 +102,47 @@ def takes_key_values(request: Request, capability: int) -> bool:
         {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
         or (call.kv_dtype in (*LATENT_ROWS, *CACHE_DTYPES) and call.dtype == BESIDE_LATENT_ROWS)
     )
-    return fits and arch is not None and arch.wgmma and v_of_key(request)
+    return fits and arch is not None and arch.name in KINDS["latent attention"].arches and v_of_key(request)
+
+
+def _kinds_of(request: Request) -> Iterator[str]:
+    """Kinds of kernels (``cards.KINDS``) that a call asks for and not every card has."""
+    call = request.call
+    latent = v_of_key(request) and (call.head_dim_qk, call.head_dim_v) in KEY_VALUE_DIMS
+    if call.variant.keys is not None:
+        which = "latent keys by index" if latent else "keys by index"
+    elif latent:
+        which = "latent attention"
+    else:
+        which = ""
+    if request.direction == "backward":
+        yield f"backward of {which}" if which else "backward"
+        return
+    if which:
+        yield which
+        return
+    if call.layout == "paged":
+        yield "keys in pages"
+    if call.split_size or call.num_splits > 1:
+        yield "split-KV"
+    if call.dtype in QUANTIZED_DTYPES:
+        yield "forward in e4m3" if {call.dtype, call.kv_dtype} <= {*CACHE_DTYPES} else "forward in e5m2"
+    elif _mixes_widths(call):
+        yield "caches in e4m3"
+    if call.descales and 0 not in call.scale_blocks:
+        yield "scales of blocks or tokens" if max(call.scale_blocks) > 0 else "scales of pages"
+
+
+def _beyond_card(request: Request, arch: Arch | None) -> str | None:
+    """Reason why no spec can add a kernel for a call on the GPU where it runs, but for others, or None."""
+    for kind in _kinds_of(request) if arch is not None else ():
+        arches = KINDS[kind].arches
+        if arch is not None and arch.name not in arches:
+            return (
+                f"No kernel can be built for {arch.name} of this kind: {kind}, only for {', '.join(arches)}; the "
+                "reference takes it"
+            )
+    return None
 
 
 def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -> str | None:
@@ -150,7 +192,11 @@ def _beyond_copies(call: Call, request: Request) -> str | None:
 
 def _beyond_head_dims(call: Call, arch: Arch | None) -> str | None:
     """Reason why no kernel can be built for the head dims of a call, and what helps instead, or None."""
-    wide = arch is not None and arch.wgmma and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+    wide = (
+        arch is not None
+        and arch.name in KINDS["head dims beyond 256"].arches
+        and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+    )
     wide = wide and call.variant.keys is None and not call.variant.dropout
     allowed = (*HEAD_DIMS, *WIDE_HEAD_DIMS) if wide else HEAD_DIMS
     for dim in (call.head_dim_qk, call.head_dim_v):
@@ -217,8 +263,8 @@ def _beyond_cuda(call: Call, capability: int, request: Request) -> str | None:
         return None
     access = _access_lines(call, request)
     reason = None
-    if arch.tensor_memory:
-        reason = f"for {arch.name}, only for {', '.join(name for name, row in ARCHES.items() if not row.tensor_memory)}"
+    if arch.name not in KINDS["forward"].cuda:
+        reason = f"for {arch.name}, only for {', '.join(KINDS['forward'].cuda)}"
     elif dtype(call.dtype).mma is None:
         multiplied = [name for name in ATTENTION_DTYPES if dtype(name).mma is not None]
         reason = f"for {call.dtype}, only for {' and '.join(multiplied)}"
