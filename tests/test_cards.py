@@ -1,4 +1,4 @@
-"""What each card has, and the evidence for it: planning, the docs and ``attngen doctor`` say the same."""
+"""Kernels of each card, and the evidence for it: planning, the docs and ``attngen doctor`` say the same."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from attngen.arch import ARCHES
 from attngen.errors import Location, SpecError, StoreError
 from attngen.files import cause
 
@@ -14,7 +15,7 @@ _SCAFFOLD = """\
 # Check with `attngen check {file}`, build with `attngen build {file}`.
 schema: 1
 package: {name}
-arch: [sm90a]                    # sm80, sm86, sm89, sm90a, sm100a, sm120a
+arch: [sm90a]                    # {arches}
 
 variants:
 {variant}
@@ -60,7 +61,7 @@ def scaffold(name: str, preset: str | None, file: str) -> str:
     except ValueError as error:
         raise SpecError(str(error), field="NAME") from error
     body = _EXAMPLE.format(name=name) if preset is None else _copy_of(preset, name)
-    return _SCAFFOLD.format(name=name, file=file, variant=_NOTES + body)
+    return _SCAFFOLD.format(name=name, file=file, arches=", ".join(ARCHES), variant=_NOTES + body)
 
 
 def _copy_of(preset: str, name: str) -> str:

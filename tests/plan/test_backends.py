@@ -113,6 +113,18 @@ def test_backwards_of_presets_are_in_cuda_where_registers_suffice(name: str, hea
             assert "shared memory for 320 columns of K and V" in other.backend_reason
 
 
+@pytest.mark.parametrize("arch", [name for name, arch in ARCHES.items() if not (arch.wgmma or arch.tensor_memory)])
+def test_fields_that_decide_on_cards_without_wgmma(arch: str) -> None:
+    in_cuda = ({"loads": "pointer"}, {"warps": 8}, {"softmax": "lazy"}, {"pack_gqa": "true"}, {"tile": "{m: 128}"})
+    in_triton = ({"dtype": "fp32"}, {"alignment": "element"}, {"fast_math": "false"}, {"tile": "{m: 32}"})
+    for fields, backend in (*((one, "cuda") for one in in_cuda), *((one, "triton") for one in in_triton)):
+        assert free(arch=arch, **fields).backend == backend, fields
+    assert free_backward(arch=arch, loads="pointer").backend == "cuda"
+    assert {free_backward(arch=arch, **one).backend for one in in_triton[:3]} == {"triton"}
+    if ARCHES[arch].descriptors:
+        assert free(arch=arch, loads="descriptor").backend == "triton"
+
+
 def test_a_kernel_that_no_arch_but_another_has_is_refused_and_not_planned() -> None:
     """Even if the spec names the backend: cards with tcgen05 have no kernels by mma.sync."""
     for fields in ({"split_kv": "true"}, {"layout": "paged", "split_kv": "true"}):
