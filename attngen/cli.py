@@ -89,13 +89,15 @@ class LazyGroup(click.Group):
             if as_json:
                 _print_json([each.to_dict() for each in error.each or (error,)])
             ctx.exit(exit_code(error))
-        except OSError as error:  # a full disk may show itself anywhere
-            if error.errno not in FULL or error.filename is None:
+        except OSError as error:  # a full disk, or a file of somebody else's, may show itself anywhere
+            if error.filename is None:
                 raise
-            full = DiskFullError(f"cannot write to {error.filename}: {cause(error)}; free some space")
-            print_error(full)
+            told = AttngenError(f"{error.filename}: {cause(error)}")
+            if error.errno in FULL:
+                told = DiskFullError(f"cannot write to {error.filename}: {cause(error)}; free some space")
+            print_error(told)
             if as_json:
-                _print_json([full.to_dict()])
+                _print_json([told.to_dict()])
             ctx.exit(EXIT_FAILURE)
         except click.ClickException as error:
             if as_json:

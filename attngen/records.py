@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -19,6 +20,9 @@ T = TypeVar("T")
 Reader = Callable[[Any], Any]
 
 _MOST = 2**31 - 1
+
+#: A name becomes a symbol of C and the name of a file: never a path, nor longer than a file's name with its suffix.
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 
 
 class MisfitError(Exception):
@@ -77,7 +81,7 @@ _FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 _TEXT = Kind("a text", lambda v: isinstance(v, str) and "\0" not in v)
 _BOUND = Kind("a number or an extent", lambda v: isinstance(v, str) or _is_number(v), _number)
 
-Name = Annotated[str, Kind("a name", lambda v: isinstance(v, str) and v.isprintable() and v != "" and "/" not in v)]
+Name = Annotated[str, Kind("a name (at most 200 of A-Z, a-z, 0-9 and _, no digit first)", lambda v: is_name(v))]
 Count = Annotated[int, Kind(f"a number from 0 to {_MOST}", lambda v: type(v) is int and 0 <= v <= _MOST)]
 Some = Annotated[int, Kind(f"a number from 1 to {_MOST}", lambda v: type(v) is int and 0 < v <= _MOST)]
 Signed = Annotated[int, Kind(f"a number from -1 to {_MOST}", lambda v: type(v) is int and -1 <= v <= _MOST)]
@@ -96,6 +100,11 @@ Limits = Annotated[
         lambda v: (_number(v[0]), _number(v[1])),
     ),
 ]
+
+
+def is_name(value: Any) -> bool:
+    """Whether a JSON value is a ``Name``: safe as a part of a path."""
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
 def read(record: type[T], value: Any) -> T:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -90,4 +92,9 @@ def _users(store: Store) -> dict[str, list[str]]:
 
 
 def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0
+    """Bytes of the files of a folder, as far as they can be asked for."""
+    size = 0
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            size += entry.stat(follow_symlinks=False).st_size
+    return size

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from attngen.arch import ARCHES
 from attngen.cards import SUPPORT
 from attngen.commands.output import counted, print_json
 from attngen.drivers import cuda_release, driver_text, drivers_text
-from attngen.errors import AttngenError
+from attngen.errors import AttngenError, LoadError
 from attngen.store.limits import available_bytes, job_limit
 from attngen.store.store import Store
 
@@ -173,15 +174,32 @@ def _arches() -> list[Finding]:
 
 
 def _wheels() -> list[Finding]:
-    """Oldest drivers for the kernels of each installed package."""
-    from attngen.runtime.registry.discovery import installed_packages
+    """Oldest drivers for the kernels of each installed package, and what of it cannot be read."""
+    from attngen.runtime.registry.discovery import read_installed
     from attngen.runtime.registry.shipped import INDEX
 
-    return [
-        _try("wheels", name, partial(_drivers_of, package))
-        for name, package in installed_packages().items()
-        if Path(package.origin, INDEX).is_file()
-    ]
+    findings = []
+    for name, package in read_installed():
+        if isinstance(package, Exception):
+            findings.append(Finding("wheels", name, "broken", str(package)))
+            continue
+        if Path(package.origin, INDEX).is_file():
+            findings.append(_try("wheels", name, partial(_drivers_of, package)))
+        if broken := _unreadable(package):
+            kernels = f"{counted(len(broken), 'kernel')} of {sum(map(len, package.sources.values()))}"
+            findings.append(Finding("wheels", name, "broken", f"{kernels} cannot be read: {broken[0]}"))
+    return findings
+
+
+def _unreadable(package: Package) -> list[str]:
+    """Reasons why kernels of a package cannot be read, one for each."""
+    reasons = []
+    for read in chain.from_iterable(package.sources.values()):
+        try:
+            read()
+        except LoadError as error:
+            reasons.append(str(error))
+    return reasons
 
 
 def _drivers_of(package: Package) -> str:

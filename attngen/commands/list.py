@@ -65,7 +65,8 @@ def _row(manifest: Mapping[str, Any], rank: str) -> dict[str, Any]:
         "layout": manifest["layout"],
         "direction": manifest["direction"],
         "backend": manifest["backend"],
-        **{name: resources[name] for name in ("registers", "spills", "shared_memory", "cubin_bytes")},
+        # figures for people, which no call reads: a manifest may lack them
+        **{name: resources.get(name) for name in ("registers", "spills", "shared_memory", "cubin_bytes")},
     }
 
 

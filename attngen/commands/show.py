@@ -10,7 +10,8 @@ import click
 
 from attngen.commands.output import print_json, print_table
 from attngen.drivers import driver_text
-from attngen.errors import CallError, StoreError, suggest
+from attngen.errors import REMEDY, CallError, LoadError, StoreError, suggest
+from attngen.files import cause, read_regular
 from attngen.store.entry import CUBIN
 
 if TYPE_CHECKING:
@@ -29,7 +30,11 @@ def command(kernel: str, form: str | None) -> None:
     built = find_kernel(kernel)
     folder = Path(built.origin)
     if form is None:
-        print_table(("", ""), facts(built.manifest, folder))
+        try:
+            rows = facts(built.manifest, folder)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # entries that no call reads
+            raise LoadError(f"{folder}: its manifest has no {error} that can be shown; {REMEDY}") from None
+        print_table(("", ""), rows)
     elif form == "json":
         print_json(built.manifest)
     elif form == "source":
@@ -140,6 +145,6 @@ def _text(folder: Path, name: str) -> str:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
-        raise StoreError(f"{path.parent} has no {path.name}: {error.strerror}") from None
+        raise StoreError(f"{path.parent} has no {path.name}: {cause(error)}") from None

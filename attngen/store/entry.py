@@ -6,15 +6,20 @@ The cubin is kept raw, so that ``cuobjdump`` and ``nvdisasm`` work on the cache 
 from __future__ import annotations
 
 import json
+import re
 from hashlib import sha256
 from pathlib import Path
 
 from attngen.compile.artifact import Artifact
 from attngen.files import read_regular
+from attngen.records import is_name, shown
 
 CUBIN = "kernel.cubin"
 MANIFEST = "manifest.json"
 CHECKSUMS = "SHA256SUMS"
+
+#: Files of an entry lie in its folder: no other path is ever opened.
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 
 
 class DamagedEntryError(Exception):
@@ -51,6 +56,8 @@ def read_file(folder: Path, name: str, checksums: dict[str, str]) -> bytes:
     """Return the bytes of one file of an entry, or raise DamagedEntryError if they are not those that were written."""
     if name not in checksums:
         raise DamagedEntryError(f"{CHECKSUMS} does not list {name}")
+    if not _FILE.fullmatch(name):
+        raise DamagedEntryError(f"{CHECKSUMS} lists {shown(name)}, which is not the name of a file of a kernel")
     data = _read(folder, name)
     if sha256(data).hexdigest() != checksums[name]:
         raise DamagedEntryError(f"{name} ({len(data)} bytes) does not match its checksum")
@@ -65,7 +72,7 @@ def read_entry(folder: Path) -> Artifact:
     except (ValueError, RecursionError) as error:
         raise DamagedEntryError(f"{MANIFEST} is not JSON ({error})") from None
     rows = manifest.get("launches") if isinstance(manifest, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(r, dict) and isinstance(r.get("name"), str) for r in rows):
+    if not isinstance(rows, list) or not all(isinstance(r, dict) and is_name(r.get("name")) for r in (manifest, *rows)):
         raise DamagedEntryError(f"{MANIFEST} is not the manifest of a kernel")
     names = [row["name"] for row in rows if f"{row['name']}.cubin" in checksums]
     others = {name: read_file(folder, f"{name}.cubin", checksums) for name in names}

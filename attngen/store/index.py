@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from attngen.files import read_regular
-from attngen.records import Kind, MisfitError, read
+from attngen.records import Kind, MisfitError, Name, read
 from attngen.store.key import digest
 from attngen.store.mark import KEY
 from attngen.store.store import Store, StoreWarning
@@ -27,9 +27,9 @@ _Key = Annotated[str, Kind("a key", lambda value: isinstance(value, str) and KEY
 class IndexEntry:
     """A kernel of a package: enough to choose among them without opening each manifest."""
 
-    name: str
+    name: Name
     key: _Key
-    variant: str
+    variant: Name
     arch: str
     backend: str
 
@@ -42,7 +42,7 @@ class Index:
     too, to the SHA-256 of its content, so that a lookup can tell that a spec changed since.
     """
 
-    package: str
+    package: Name
     spec: str
     spec_hash: str
     inputs: Mapping[str, str]

@@ -20,6 +20,7 @@ from attngen import resources
 from attngen.arch import ARCHES
 from attngen.compile.toolchain import toolchain
 from attngen.files import read_regular
+from attngen.records import is_name
 from attngen.store.key import digest
 from attngen.store.store import Store
 
@@ -68,7 +69,7 @@ def read_receipt(store: Store, spec: Path, arches: Iterable[str], tuned: Sequenc
     try:
         fields = json.loads(read_regular(store.root / _FOLDER / _name(spec, arches, tuned)))
         expected = fields.pop("digest")
-        if digest(fields) != expected:
+        if digest(fields) != expected or not is_name(fields["package"]):
             return None
         kernels = tuple((name, key) for name, key in fields.pop("kernels"))
         receipt = Receipt(kernels=kernels, **fields)

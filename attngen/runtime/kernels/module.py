@@ -265,9 +265,10 @@ def read_kernel(folder: Path, *, sealed: bool = False) -> Kernel:
     ``sealed`` demands checksums of all of them in ``SHA256SUMS``, as entries of the cache have. Raises LoadError for a
     folder without a sound manifest.
     """
+    manifest = read_manifest(folder, sealed=sealed)  # first: a folder that cannot be read is a LoadError there
     images = {path.stem: _reader(path) for path in sorted(folder.glob("*.cubin"))}
     main = images.pop("kernel", _reader(folder / "kernel.cubin"))
-    return Kernel(read_manifest(folder, sealed=sealed), main, images, origin=str(folder))
+    return Kernel(manifest, main, images, origin=str(folder))
 
 
 def _reader(path: Path) -> Callable[[], bytes]:

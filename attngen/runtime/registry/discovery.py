@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from attngen.runtime.registry.shipped import INDEX, read_package
 
 __all__ = [
     "ENTRY_POINTS", "built_packages", "builds_stamp", "installed_packages", "package_at", "package_of_folder", "preset",
-    "preset_names",
+    "preset_names", "read_installed",
 ]  # fmt: skip
 
 ENTRY_POINTS = "attngen.kernels"
@@ -120,14 +120,21 @@ def builds_stamp() -> int | None:
 def installed_packages() -> dict[str, Package]:
     """Return the packages that registered an entry point, by name; one that cannot be read is passed over."""
     packages: dict[str, Package] = {}
+    for name, package in read_installed():
+        if isinstance(package, Package):
+            packages[package.name] = package
+        else:
+            warnings.warn(f"installed package '{name}': {package}", BrokenKernelWarning, stacklevel=2)
+    return packages
+
+
+def read_installed() -> Iterator[tuple[str, Package | Exception]]:
+    """Yield the name of each entry point, with its package or the reason why that cannot be read."""
     for point in metadata.entry_points(group=ENTRY_POINTS):
         try:
-            package = package_of_folder(_folder_of(point))
+            yield point.name, package_of_folder(_folder_of(point))
         except Exception as error:  # a broken installation must not disable the others
-            warnings.warn(f"installed package '{point.name}': {error}", BrokenKernelWarning, stacklevel=2)
-            continue
-        packages[package.name] = package
-    return packages
+            yield point.name, error
 
 
 def _folder_of(point: Any) -> Path:

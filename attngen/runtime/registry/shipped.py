@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attngen.errors import LoadError
 from attngen.files import read_regular
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
+from attngen.records import Count, MisfitError, Name, read
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.packages import Package, reader
 
@@ -28,6 +30,29 @@ _FORMS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A kernel in the index: the name of its folder, and that of its variant."""
+
+    name: Name
+    variant: Name
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The index of a package, as far as the runtime reads it.
+
+    Packages that were made before there was a driver for each arch in ``drivers`` have one number for all of them.
+    """
+
+    package: Name
+    kernels: tuple[_Row, ...]
+    attngen: str
+    arches: tuple[Name, ...] = ()
+    drivers: Mapping[str, Count] | None = None
+    min_driver: Count = 0
+
+
 def own_package(folder: Path) -> Package:
     """Return the package that carries this copy of the runtime.
 
@@ -36,10 +61,9 @@ def own_package(folder: Path) -> Package:
     from attngen.lang import check  # noqa: F401  reading a variant needs it: now, rather than in the first call
 
     index = _read_index(folder)
-    made = index.get("attngen")
-    if made != VERSION:
+    if index.attngen != VERSION:
         raise LoadError(
-            f"{folder}: its kernels were packaged by attngen {made}, but the runtime beside them is of attngen "
+            f"{folder}: its kernels were packaged by attngen {index.attngen}, but the runtime beside them is of attngen "
             f"{VERSION}: files of two versions are mixed; reinstall the package"
         )
     return _package(folder, index)
@@ -59,15 +83,10 @@ def drivers_of_package(folder: Path) -> dict[str, int]:
     Raises LoadError for a package that this runtime does not understand.
     """
     index = _read_index(folder)
-    try:
-        # packages that were made before there was a row for each arch give one number
-        rows = index.get("drivers") or dict.fromkeys(index["arches"], index["min_driver"])
-        return {str(arch): int(version) for arch, version in rows.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise LoadError(f"{folder / INDEX} is damaged ({error!r}); reinstall the package") from None
+    return dict(index.drivers or dict.fromkeys(index.arches, index.min_driver))
 
 
-def _read_index(folder: Path) -> Mapping[str, Any]:
+def _read_index(folder: Path) -> _Index:
     """Return the index of a folder, in forms that this runtime reads. Raises LoadError."""
     path = folder / INDEX
     try:
@@ -83,7 +102,10 @@ def _read_index(folder: Path) -> Mapping[str, Any]:
                 f"{folder} was made by attngen {index.get('attngen')} and has {what} {listed}; this runtime, of "
                 f"attngen {VERSION}, reads {what} {known}: {_advice(index, listed, known)}"
             )
-    return index
+    try:
+        return read(_Index, index)
+    except MisfitError as misfit:
+        raise LoadError(f"{path} is damaged (it {misfit}); reinstall the package") from None
 
 
 def _advice(index: Mapping[str, Any], listed: Any, known: int) -> str:
@@ -93,12 +115,8 @@ def _advice(index: Mapping[str, Any], listed: Any, known: int) -> str:
     return f"update attngen, or {own}" if newer else f"build the package again, or {own}"
 
 
-def _package(folder: Path, index: Mapping[str, Any]) -> Package:
+def _package(folder: Path, index: _Index) -> Package:
     sources: dict[str, tuple[Callable[[], Kernel], ...]] = {}
-    try:
-        for row in index["kernels"]:
-            place = folder / KERNELS / row["name"]
-            sources[row["variant"]] = (*sources.get(row["variant"], ()), reader(place))
-        return Package(index["package"], str(folder), sources)
-    except (KeyError, TypeError) as error:
-        raise LoadError(f"{folder / INDEX} is damaged ({error!r}); reinstall the package") from None
+    for row in index.kernels:
+        sources[row.variant] = (*sources.get(row.variant, ()), reader(folder / KERNELS / row.name))
+    return Package(index.package, str(folder), sources)
