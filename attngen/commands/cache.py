@@ -94,7 +94,7 @@ def _users(store: Store) -> dict[str, list[str]]:
 def _size(folder: Path) -> int:
     """Bytes of the files of a folder, as far as they can be asked for."""
     size = 0
-    with suppress(OSError):
-        for entry in os.scandir(folder):
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
             size += entry.stat(follow_symlinks=False).st_size
     return size

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from attngen.errors import StoreError
@@ -63,7 +64,7 @@ def claim(root: Path) -> None:
     """
     if not is_marked(root):
         root.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
-        foreign = _foreign(root)
+        foreign = next(_foreign(root), None)
         if foreign and not is_marked(root):  # another process may have marked it since
             raise StoreError(
                 f"{root} is not a cache of attngen: it holds '{foreign}'; nothing in it was touched; "
@@ -83,19 +84,23 @@ def claim(root: Path) -> None:
             )
 
 
-def _foreign(root: Path) -> str | None:
-    """Return a name below ``root`` that no cache holds, or None."""
-    for entry in os.scandir(root):
-        if _TAG_NAMES.fullmatch(entry.name) and entry.name != TAG and entry.is_file(follow_symlinks=False):
-            continue
-        allowed = FOLDERS.get(entry.name)
-        if allowed is None or not entry.is_dir(follow_symlinks=False):
-            return entry.name
-        try:
-            names = os.listdir(entry.path)
-        except FileNotFoundError:
-            continue
-        for name in names:
-            if not allowed.fullmatch(name):
-                return f"{entry.name}/{name}"
-    return None
+def holds_only_a_cache(root: Path) -> bool:
+    """Whether a folder carries our mark, and beside it only what a cache holds. OSError if it cannot be read."""
+    return is_marked(root) and all(name == TAG for name in _foreign(root))
+
+
+def _foreign(root: Path) -> Iterator[str]:
+    """Yield the names below ``root`` that no cache holds, one for each of its folders, and that of a mark."""
+    with os.scandir(root) as entries:
+        for entry in entries:
+            if _TAG_NAMES.fullmatch(entry.name) and entry.name != TAG and entry.is_file(follow_symlinks=False):
+                continue
+            allowed = FOLDERS.get(entry.name)
+            if allowed is None or not entry.is_dir(follow_symlinks=False):
+                yield entry.name
+                continue
+            try:
+                names = os.listdir(entry.path)
+            except FileNotFoundError:
+                continue
+            yield from [f"{entry.name}/{name}" for name in names if not allowed.fullmatch(name)][:1]

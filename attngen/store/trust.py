@@ -7,7 +7,7 @@ import shlex
 import stat
 from pathlib import Path
 
-from attngen.store.mark import FOLDERS
+from attngen.store.mark import FOLDERS, holds_only_a_cache
 
 
 def distrust(root: Path) -> str | None:
@@ -28,9 +28,23 @@ def distrust(root: Path) -> str | None:
                 "would run as you; set ATTNGEN_CACHE to a folder of your own"
             )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            remedy = f"run 'chmod -R go-w {shlex.quote(str(root))}', or " if _is_own(root) else ""
             return (
                 f"the cache {root} is not used: users other than its owner may write to {path} "
-                f"(mode {stat.S_IMODE(status.st_mode):04o}), and what they put there would run as you; run "
-                f"'chmod -R go-w {shlex.quote(str(root))}', or set ATTNGEN_CACHE to a folder of your own"
+                f"(mode {stat.S_IMODE(status.st_mode):04o}), and what they put there would run as you; "
+                f"{remedy}set ATTNGEN_CACHE to a folder of your own"
             )
     return None
+
+
+def _is_own(root: Path) -> bool:
+    """Whether a folder is a cache of this user's and nothing else, so that its modes may be changed.
+
+    A sticky bit marks a folder that users share, as the temporary one.
+    """
+    try:
+        status = os.stat(root)
+        own = os.geteuid() in (0, status.st_uid)
+        return own and not status.st_mode & stat.S_ISVTX and holds_only_a_cache(root)
+    except OSError:
+        return False

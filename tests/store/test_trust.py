@@ -14,7 +14,7 @@ import pytest
 from attngen.errors import StoreError
 from attngen.runtime.registry.lookup import registry
 from attngen.store import Store, StoreWarning
-from attngen.store.mark import FOLDERS
+from attngen.store.mark import FOLDERS, TAG
 from attngen.store.trust import distrust
 from attngen.tools.build.pipeline import build
 from tests.runtime.support import variant, write_build
@@ -61,7 +61,7 @@ def use(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["", *FOLDERS])
-@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o1777])
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777])
 def test_folders_that_others_may_write_to_are_not_used(root: Path, tmp_path: Path, folder: str, mode: int) -> None:
     (root / folder).mkdir(exist_ok=True)
     (root / folder).chmod(mode)
@@ -75,13 +75,27 @@ def test_folders_that_others_may_write_to_are_not_used(root: Path, tmp_path: Pat
     assert registry.find("causal").package == "own"
 
 
-@pytest.mark.parametrize(
-    ("user", "owner", "used"),
-    [(1000, 1000, True), (1000, 0, True), (1000, 1001, False), (0, 0, True), (0, 1001, True)],
-)
-def test_the_owner_is_oneself_or_root(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, owner: int, used: bool
+@pytest.mark.parametrize("share", ["sticky", "other files", "no cache", "another's"])
+def test_modes_of_a_folder_that_is_shared_are_left_alone(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: str
 ) -> None:
+    """As the temporary folder and the root: the advice is a folder of one's own, never a change of this one."""
+    root.chmod(0o1777 if share == "sticky" else 0o777)
+    if share == "other files":
+        (root / "thesis.tex").touch()
+    elif share == "no cache":
+        (root / TAG).unlink()
+    elif share == "another's":
+        owner_is(0, monkeypatch)
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    use(root, tmp_path)
+    reason = str(distrust(root))
+    assert "chmod" not in reason
+    assert reason.endswith("set ATTNGEN_CACHE to a folder of your own")
+
+
+def owner_is(owner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every file an owner."""
     real = os.stat
 
     def owned(path: Path, **named: bool) -> os.stat_result:
@@ -90,6 +104,21 @@ def test_the_owner_is_oneself_or_root(
         return os.stat_result(fields)
 
     monkeypatch.setattr("attngen.store.trust.os.stat", owned)
+
+
+@pytest.mark.parametrize("folder", [Path("/"), Path("/tmp")])
+def test_no_mode_of_a_folder_of_the_system_is_to_be_changed(folder: Path) -> None:
+    assert "chmod" not in (distrust(folder) or "")
+
+
+@pytest.mark.parametrize(
+    ("user", "owner", "used"),
+    [(1000, 1000, True), (1000, 0, True), (1000, 1001, False), (0, 0, True), (0, 1001, True)],
+)
+def test_the_owner_is_oneself_or_root(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, owner: int, used: bool
+) -> None:
+    owner_is(owner, monkeypatch)
     monkeypatch.setattr(os, "geteuid", lambda: user)
     if used:
         assert distrust(root) is None

@@ -63,8 +63,8 @@ def own_package(folder: Path) -> Package:
     index = _read_index(folder)
     if index.attngen != VERSION:
         raise LoadError(
-            f"{folder}: its kernels were packaged by attngen {index.attngen}, but the runtime beside them is of attngen "
-            f"{VERSION}: files of two versions are mixed; reinstall the package"
+            f"{folder}: its kernels were packaged by attngen {index.attngen}, but the runtime beside them is of "
+            f"attngen {VERSION}: files of two versions are mixed; reinstall the package"
         )
     return _package(folder, index)
 
