@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import click
 
 from attngen.errors import AttngenError, CallError, DiskFullError, NoKernelError, SettingError, SpecError, suggest
-from attngen.files import FULL, cause
+from attngen.files import FULL, cause, failed_write
 
 #: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
 COMMANDS: dict[str, str] = {
@@ -94,7 +94,7 @@ class LazyGroup(click.Group):
                 raise
             told = AttngenError(f"{error.filename}: {cause(error)}")
             if error.errno in FULL:
-                told = DiskFullError(f"cannot write to {error.filename}: {cause(error)}; free some space")
+                told = DiskFullError(failed_write(error))
             print_error(told)
             if as_json:
                 _print_json([told.to_dict()])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 #: Reason why nothing more can be written, by errno.
@@ -14,6 +16,28 @@ FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used 
 def cause(error: OSError) -> str:
     """The cause of a failed read or write, in words."""
     return FULL.get(error.errno or 0) or error.strerror or str(error)
+
+
+def failed_write(error: OSError, *places: Path | str) -> str:
+    """A failed write in words: where (one of ``places``, unless the error names a file), why, and what helps."""
+    from tempfile import gettempdir  # takes longer to import than all of this module
+
+    places = (error.filename,) if error.filename else places
+    said = f"cannot write to {' or '.join(map(str, places))}: {cause(error)}"
+    if error.errno not in FULL:
+        return said
+    temporary = any(Path(place).is_relative_to(gettempdir()) for place in places)
+    return f"{said}; free some space{', or set TMPDIR to a folder with more' if temporary else ''}"
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have an OSError name a file, as one of a write does not: it says only that the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def read_regular(path: Path) -> bytes:

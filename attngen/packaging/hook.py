@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin import hookimpl
 
 from attngen.errors import PackageError
+from attngen.files import naming
 from attngen.packaging.contents import Contents, contents_of
 from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import sizes_of
 from attngen.runtime.registry.discovery import ENTRY_POINTS
+from attngen.store.temporary import TemporaryFolder
 from attngen.tools.build.pipeline import Observer
 
 
@@ -77,17 +78,18 @@ class AttngenHook(BuildHookInterface):
         if self.target_name != "wheel":
             return
         settings = self._settings()
-        self._folder = TemporaryDirectory(prefix="attngen-")
+        self._folder = TemporaryFolder()
         included = build_data["force_include"]
         if version == "editable":  # replaces all other forced inclusions, if there are any
             included = build_data["force_include_editable"]
             included.update({**self.build_config.get_force_include(), **build_data["force_include"], **included})
         for contents in self._contents(settings):
-            place = Path(self._folder.name, contents.module)
+            place = self._folder.path / contents.module
             for name, data in contents.files.items():
                 path = place / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+                with naming(path):
+                    path.write_bytes(data)
             included[str(place)] = contents.module
             self._warn_if_unregistered(contents.module)
         build_data["pure_python"] = False
@@ -98,7 +100,7 @@ class AttngenHook(BuildHookInterface):
         """Check the size of the wheel, and remove it if it is larger than allowed."""
         if self.target_name != "wheel":
             return
-        self._folder.cleanup()
+        self._folder.remove()
         most, wheel = self._settings().max_size, Path(artifact_path)
         if most is not None:
             try:

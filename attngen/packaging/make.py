@@ -9,19 +9,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 from zipfile import ZipFile
 
 from attngen.compile.toolchain import newer_driver_note
 from attngen.drivers import drivers_text
 from attngen.errors import PackageError, SettingError
-from attngen.files import cause
+from attngen.files import cause, failed_write, naming
 from attngen.packaging.project import Choices, project_files
 from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import WheelSizes, sizes_of
 from attngen.packaging.view import DRIVER_LINE
 from attngen.runtime.registry.shipped import INDEX
+from attngen.store.temporary import TemporaryFolder
 from attngen.tools.build.pipeline import Observer
 
 
@@ -67,11 +68,12 @@ def package(
     _check_date()
     targets = tuple(targets)
     loaded = load_spec(spec)
-    with TemporaryDirectory(prefix="attngen-project-") as project:
-        root = Path(project).resolve()
+    with TemporaryFolder() as project:
+        root = project.resolve()
         for name, data in project_files(loaded, choices or Choices(), generator="sdist" in targets).items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_bytes(data)
+            with naming(root / name):
+                (root / name).write_bytes(data)
         with _beside(out) as work:
             built = [build_target(target, root, work, jobs=jobs, observer=observer) for target in targets]
             sizes = next((sizes_of(path) for path in built if path.suffix == ".whl"), None)
@@ -109,11 +111,11 @@ def _beside(out: Path) -> Iterator[Path]:
     """Yield a temporary folder in ``out``, from which files are renamed into place. Raises PackageError."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        folder = TemporaryDirectory(prefix=".attngen-", dir=out)
+        folder = TemporaryFolder(out, prefix=".attngen-")
     except OSError as error:
         raise PackageError(f"cannot write to {out}: {cause(error)}") from error
-    with folder as name:
-        yield Path(name)
+    with folder as path:
+        yield path
 
 
 def build_target(
@@ -161,7 +163,8 @@ def build_target(
         with _named_drivers(root / "README.md", drivers):  # hatchling reads it first of all
             (path,) = builder.build(directory=str(directory), versions=[version])
     except OSError as error:
-        raise PackageError(f"cannot write the {target}: {cause(error)}") from error
+        # hatchling writes the archive among the temporary files, and moves it
+        raise PackageError(f"{target}: {failed_write(error, directory, gettempdir())}") from error
     return Path(path)
 
 
@@ -172,7 +175,9 @@ def _named_drivers(readme: Path, drivers: Sequence[Mapping[str, int]]) -> Iterat
     line = f"{DRIVER_LINE}{'; '.join(map(drivers_text, drivers))}."
     try:
         if drivers:
-            readme.write_text(re.sub(rf"^{DRIVER_LINE}.*$", lambda _: line, before, flags=re.MULTILINE), "utf-8")
+            with naming(readme):
+                readme.write_text(re.sub(rf"^{DRIVER_LINE}.*$", lambda _: line, before, flags=re.MULTILINE), "utf-8")
         yield
     finally:
-        readme.write_text(before, "utf-8")
+        with naming(readme):
+            readme.write_text(before, "utf-8")

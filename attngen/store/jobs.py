@@ -12,18 +12,19 @@ import secrets
 import selectors
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 from attngen.compile.environment import is_scrubbed
 from attngen.errors import AttngenError, CompileError, CrashError
 from attngen.store.forks import Fork, ForkServer
+from attngen.store.temporary import TemporaryFolder
 from attngen.store.worker import write_request
 
 #: Longest time for a job; a compile takes seconds, including the wait for another process's compile.
@@ -67,7 +68,7 @@ class Workers:
     They are forks of one that calls ``load`` ("module:name") first; if that fails, it is no error.
     """
 
-    scratch: str  # temporary files of all of them, those that are killed too
+    scratch: Path  # temporary files of all of them, those that are killed too
     load: str | None = None
     idle: list[_Worker] = field(default_factory=list)
     busy: list[_Worker] = field(default_factory=list)
@@ -108,12 +109,12 @@ class Workers:
 
     def _start(self) -> ForkServer:
         environment = {name: value for name, value in os.environ.items() if not is_scrubbed(name)}
-        environment["TMPDIR"] = self.scratch
+        environment["TMPDIR"] = str(self.scratch)
         with self._log() as log:
             return ForkServer(self.load, environment, log, subprocess.Popen)
 
     def _log(self) -> IO[bytes]:
-        return open(os.path.join(self.scratch, f"log-{secrets.token_hex(6)}"), "w+b")
+        return open(self.scratch / f"log-{secrets.token_hex(6)}", "w+b")
 
     def stop(self) -> None:
         """Stop the jobs, which fail."""
@@ -124,7 +125,7 @@ class Workers:
 @contextmanager
 def worker_processes(load: str | None = None) -> Iterator[Workers]:
     """Give processes that several calls of ``run_jobs`` share, one after the other; all have called ``load``."""
-    with tempfile.TemporaryDirectory(prefix="attngen-", ignore_cleanup_errors=True) as scratch:
+    with TemporaryFolder() as scratch:
         workers = Workers(scratch, load)
         try:
             yield workers

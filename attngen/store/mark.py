@@ -14,11 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from attngen.errors import StoreError
+from attngen.store.lock import Lock
 
 TAG = "CACHEDIR.TAG"
 
 #: Modes of what the cache makes: others never write to it, whatever the umask leaves them; see trust.py.
 FOLDER_MODE, FILE_MODE = 0o755, 0o644
+
+#: Seconds to wait for a lock of a new name, which only a process that cleans up can hold, for a moment.
+_SECONDS = 10.0
 
 _SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55\n"
 _OWN = b"# The cache of attngen, form 1. 'attngen cache clear' empties it.\n"
@@ -28,8 +32,11 @@ _KEY = "[0-9a-f]{64}"
 _SMALL = rf"(?:(?:builds|receipts)\.\w+|refusals\.{_KEY})\.json"
 
 KEY = re.compile(_KEY, re.ASCII)
-LOCK = re.compile(f"(?:{_KEY}|{_SMALL})")
-TEMPORARY = re.compile(f"(?:(?P<key>{_KEY}|{_SMALL})|probe)-{_HEX12}")
+#: Key of what is written to see whether anything can be.
+PROBE = "probe"
+
+LOCK = re.compile(f"(?:{_KEY}|{_SMALL}|{PROBE})")
+TEMPORARY = re.compile(f"(?P<key>{LOCK.pattern})-{_HEX12}")
 
 #: Allowed contents of each folder of a cache.
 FOLDERS = {
@@ -70,18 +77,28 @@ def claim(root: Path) -> None:
                 f"{root} is not a cache of attngen: it holds '{foreign}'; nothing in it was touched; "
                 "set ATTNGEN_CACHE to a folder that is empty or does not exist"
             )
-        temporary = root / f"{TAG}-{secrets.token_hex(6)}"
+        temporary = Lock(root / f"{TAG}-{secrets.token_hex(6)}")  # of its own name: others remove what nobody holds
+        temporary.acquire(_SECONDS)
         try:
-            temporary.write_bytes(_SIGNATURE + _OWN)
-            os.replace(temporary, root / TAG)
+            temporary.path.write_bytes(_SIGNATURE + _OWN)
+            os.replace(temporary.path, root / TAG)
         finally:
-            temporary.unlink(missing_ok=True)
+            temporary.release()
     for name in FOLDERS:
         if (root / name).is_symlink():
             raise StoreError(
                 f"{root / name} is a symbolic link, which the cache does not follow; "
                 "set ATTNGEN_CACHE to the folder that is to hold the cache"
             )
+
+
+def sweep_marks(root: Path) -> None:
+    """Remove marks that killed processes have not finished. OSError if that fails."""
+    for name in os.listdir(root):
+        if name != TAG and _TAG_NAMES.fullmatch(name):
+            left = Lock(root / name)
+            if left.acquire(0.0):
+                left.release()
 
 
 def holds_only_a_cache(root: Path) -> bool:

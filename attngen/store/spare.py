@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from attngen.store.jobs import Workers
+from attngen.store.temporary import TemporaryFolder
 
 #: Seconds for which processes without a job wait for one.
 SECONDS = 20.0
@@ -22,6 +21,7 @@ class SpareWorkers:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # of what the timer touches, too
         self._workers: Workers | None = None
+        self._folder: TemporaryFolder | None = None
         self._owner = 0
         self._timer: threading.Timer | None = None
 
@@ -35,7 +35,8 @@ class SpareWorkers:
             self._stop_waiting()
             workers = self._workers
             if workers is None or self._owner != os.getpid():  # those of a parent are its own
-                workers = self._workers = Workers(tempfile.mkdtemp(prefix="attngen-"), load)
+                self._folder = TemporaryFolder()
+                workers = self._workers = Workers(self._folder.path, load)
                 self._owner = os.getpid()
             workers.idle[:] = [worker for worker in workers.idle if worker.process.poll() is None]
             if ahead:
@@ -53,9 +54,10 @@ class SpareWorkers:
         with self._lock:
             self._stop_waiting()
             workers, self._workers = self._workers, None
-            if workers is not None and self._owner == os.getpid():
+            folder, self._folder = self._folder, None
+            if workers is not None and folder is not None and self._owner == os.getpid():
                 workers.close()
-                shutil.rmtree(workers.scratch, ignore_errors=True)
+                folder.remove()
 
     def _stop_waiting(self) -> None:
         if self._timer is not None:

@@ -25,7 +25,7 @@ from attngen.errors import StoreError
 from attngen.store.entry import DamagedEntryError, files_of, read_checksums, read_entry, read_file, verify_entry
 from attngen.store.files import store_error, sync_folder, write_folder, write_synced
 from attngen.store.lock import Lock
-from attngen.store.mark import FOLDER_MODE, FOLDERS, KEY, LOCK, TEMPORARY, claim
+from attngen.store.mark import FOLDER_MODE, FOLDERS, KEY, LOCK, PROBE, TEMPORARY, claim, sweep_marks
 from attngen.store.trust import distrust
 
 #: Seconds to wait for another process to build a kernel; a compile takes seconds.
@@ -211,11 +211,11 @@ class Store:
 
     def require_writable(self) -> None:
         """Raise StoreError if nothing can be written, before work is spent on what could not be kept."""
-        probe = self.root / "tmp" / f"probe-{secrets.token_hex(6)}"
         try:
             self._make_folder("tmp")
-            probe.mkdir()
-            probe.rmdir()
+            with self.locked(PROBE):
+                self._temporary(PROBE).mkdir()
+                self._remove_temporaries(PROBE)
         except OSError as error:
             raise store_error("write to the cache", self.root, error) from error
 
@@ -279,6 +279,7 @@ class Store:
                 with self.locked(key, wait=False) as held:
                     if held:
                         self._remove_temporaries(key)
+            sweep_marks(self.root)
         except OSError:
             pass  # a folder that cannot be written gathers nothing either
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from attngen.errors import AttngenError, DiskFullError, internal_error
-from attngen.files import FULL
+from attngen.files import FULL, failed_write
 
 #: Bytes of the length that precedes a request.
 _LENGTH = 8
@@ -80,13 +80,11 @@ def _full(error: BaseException) -> DiskFullError | None:
     said = str(error)
     link: BaseException | None = error
     while link is not None:
-        full = FULL.get(link.errno or 0) if isinstance(link, OSError) else None
-        full = full or next((text for code, text in FULL.items() if os.strerror(code) in said), None)
-        if full is not None:
-            place = getattr(link, "filename", None) or tempfile.gettempdir()
-            return DiskFullError(
-                f"cannot write to {place}: {full}; free some space, or set TMPDIR to a folder with more"
-            )
+        if isinstance(link, OSError) and link.errno in FULL:
+            return DiskFullError(failed_write(link, tempfile.gettempdir()))
+        for code in FULL:
+            if os.strerror(code) in said:  # as a compiler that is a program of its own reports it
+                return DiskFullError(failed_write(OSError(code, said), tempfile.gettempdir()))
         link = link.__cause__ or link.__context__
     return None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,38 @@ def test_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "mkdir", full)
     with pytest.raises(AttngenError, match="cannot write to .*: the disk is full"), make._beside(tmp_path / "dist"):
         pass
+
+
+def full_without_a_name(*_: Any, **__: Any) -> Any:
+    """As a write to an open file fails."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_temporary_files_of_a_package(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(Path, "write_bytes", full_without_a_name)
+    said = attngen("package", spec, "--out", tmp_path / "dist")
+    assert re.fullmatch(
+        rf"cannot write to {tmp_path}/tmp/attngen-\w+/pyproject.toml: the disk is full; free some space, or set TMPDIR "
+        r"to a folder with more\n", said,
+    )  # fmt: skip
+    assert os.listdir(tmp_path / "tmp") == []
+
+
+def test_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hatchling writes it among the temporary files, and does not say where."""
+    from hatchling.builders.sdist import SdistBuilder
+
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"\n')
+    (tmp_path / "README.md").touch()
+    monkeypatch.setattr(SdistBuilder, "build", full_without_a_name)
+    with pytest.raises(AttngenError) as raised:
+        make.build_target("sdist", tmp_path, tmp_path / "dist")
+    assert str(raised.value) == (
+        f"sdist: cannot write to {tmp_path}/dist or {tempfile.gettempdir()}: the disk is full; free some space, or set "
+        "TMPDIR to a folder with more"
+    )
 
 
 def test_a_full_disk_anywhere_else_is_a_clear_error(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:

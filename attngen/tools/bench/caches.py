@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from attngen.store.temporary import TemporaryFolder
 
 
 @contextmanager
 def fresh_caches() -> Iterator[dict[str, str]]:
     """Give attngen and torch's compiler empty caches; yields the variables of the environment that name these."""
-    with tempfile.TemporaryDirectory(prefix="attngen-flex-") as folder:
+    with TemporaryFolder() as folder:
         variables = {
             "ATTNGEN_CACHE": f"{folder}/attngen", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "TRITON_CACHE_DIR": f"{folder}/triton",

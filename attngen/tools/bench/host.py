@@ -13,13 +13,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from attngen.store.temporary import TemporaryFolder
 from attngen.tools.bench import host_programs
 
 #: The spec that is packaged unless one is given: forward and backward of two kernels, in CUDA on Hopper.
@@ -43,8 +43,8 @@ PROCESSES = 3
 @click.option("--json", "json_path", type=click.Path(path_type=Path), metavar="FILE", help="Write all figures there.")
 def main(spec: Path | None, rounds: int, json_path: Path | None) -> None:
     """Print the host times of calls of a package. Needs a GPU."""
-    with tempfile.TemporaryDirectory(prefix="attngen-host-") as name:
-        figures = measure(Path(name), spec, rounds)
+    with TemporaryFolder() as folder:
+        figures = measure(folder, spec, rounds)
     text = json.dumps(figures, indent=1)
     if json_path is not None:
         json_path.write_text(text + "\n")

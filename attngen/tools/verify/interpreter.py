@@ -10,10 +10,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +26,7 @@ from attngen.runtime.geometry.sizes import Geometry, geometries
 from attngen.runtime.kernels.module import Entry, Kernel
 from attngen.runtime.launch.gradients import GradientBuffers, finish, view_of
 from attngen.runtime.launch.pinned import Buffers
+from attngen.store.temporary import TemporaryFolder
 from attngen.tools.verify.quick_interpreter import quicken
 
 
@@ -168,8 +167,8 @@ def _windowed(tensor: torch.Tensor, window: int) -> torch.Tensor:
 
 def _import(name: str, text: str) -> ModuleType:
     """Import a source from a file, since Triton reads its functions' text back; the file is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="attngen-") as folder:
-        path = Path(folder, f"{name}.py")
+    with TemporaryFolder() as folder:
+        path = folder / f"{name}.py"
         path.write_text(text, encoding="utf-8")
         spec = importlib.util.spec_from_file_location(f"_attngen_interpreted_{name}", path)
         assert spec is not None
