@@ -13,6 +13,7 @@ import click
 
 from attngen.errors import AttngenError, CallError, DiskFullError, NoKernelError, SettingError, SpecError, suggest
 from attngen.files import FULL, cause, failed_write
+from attngen.glyphs import ERRORS
 
 #: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
 COMMANDS: dict[str, str] = {
@@ -71,6 +72,12 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """As click does it; what is printed has colors as the environment wants them."""
+        return super().make_context(info_name, args, parent, **{"color": _colors(), **extra})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Keep the arguments as given: an error may come before the command has parsed its own."""
@@ -147,9 +154,18 @@ def _print_json(errors: Sequence[Mapping[str, Any]]) -> None:
     print_json({"errors": list(errors)})
 
 
+def _colors() -> bool | None:
+    """Whether output has colors, by NO_COLOR, FORCE_COLOR, CLICOLOR_FORCE and CLICOLOR; None: on a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR") or os.environ.get("CLICOLOR_FORCE", "0") not in ("", "0"):
+        return True
+    return False if os.environ.get("CLICOLOR") == "0" else None
+
+
 def print_error(error: AttngenError) -> None:
     """Print an error to stderr, in red on a terminal."""
-    click.secho(str(error), fg="red", err=True)
+    click.secho(str(error), fg="red", err=True, color=_colors())
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
@@ -181,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if stream is None:  # the caller closed it
             setattr(sys, name, _nowhere())
         elif hasattr(stream, "reconfigure"):  # a message may quote what the terminal's encoding lacks
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=ERRORS)
     try:
         try:
             group(arguments, prog_name="attngen")

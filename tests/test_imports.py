@@ -15,7 +15,7 @@ PACKAGE = ROOT / "attngen"
 
 #: From upper to lower. A module may import those of its own layer and of the layers above.
 LAYERS = (
-    {"errors", "dtypes", "arch", "cards", "drivers", "formats", "files", "resources", "records"},
+    {"errors", "dtypes", "arch", "cards", "drivers", "formats", "files", "glyphs", "resources", "records"},
     {"lang"},
     {"manifest"},
     {"schema"},

@@ -13,6 +13,7 @@ import click
 from attngen.errors import AttngenError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
@@ -31,7 +32,6 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
     Numbers are right-aligned.
     """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -46,7 +46,16 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
     for row in cells:
         table.add_row(*(Text("" if cell is None else str(cell)) for cell in row))
     # a pipe has no width: no line may be folded
-    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+    console(width=None if sys.stdout.isatty() else 1000).print(table)
+
+
+def console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """A console of rich, with colors where click prints colors."""
+    from rich.console import Console
+
+    context = click.get_current_context(silent=True)
+    color = None if context is None else context.color
+    return Console(stderr=stderr, width=width, force_terminal=color or None, no_color=color is False or None)
 
 
 def print_json(value: Any) -> None:
@@ -88,12 +97,11 @@ class Progress:
         self._done, self._missing = 0, missing
         if not self._shown or not missing:
             return
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-        self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
+        self._bar = Bar(*columns, console=console(stderr=True), transient=True)
         self._task = self._bar.add_task("", total=missing)
         self._bar.start()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen import cli
-from attngen.commands.output import print_json, print_table
+from attngen.commands.output import console, print_json, print_table
 from attngen.errors import LoadError
 
 if TYPE_CHECKING:
@@ -120,11 +120,10 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if sys.stderr.isatty():
-            from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar = Progress(*columns, console=console(stderr=True), transient=True)
             self._task = self._bar.add_task("preparing", total=None)
             self._bar.start()
         return self

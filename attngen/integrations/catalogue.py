@@ -27,7 +27,7 @@ DROPOUT = "_dropout"
 
 @cache
 def _table() -> dict[str, Any]:
-    return json.loads(FILE.read_text())
+    return json.loads(FILE.read_text("utf-8"))
 
 
 @cache

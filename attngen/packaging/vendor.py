@@ -26,7 +26,8 @@ LEFT_OUT = frozenset({"runtime.registry.discovery"})
 
 #: Parts of attngen that may be copied: none of them imports anything but torch, cuda-bindings and the standard library.
 COPIED = frozenset({
-    "errors", "dtypes", "arch", "cards", "drivers", "files", "formats", "lang", "manifest", "records", "runtime",
+    "errors", "dtypes", "arch", "cards", "drivers", "files", "formats", "glyphs", "lang", "manifest", "records",
+    "runtime",
 })  # fmt: skip
 
 _FOLDER = Path(attngen.__file__).parent

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from attngen.glyphs import printable
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.capacity import capacity_for
@@ -111,4 +112,4 @@ class Explanation:
             f"  {'' if each is kernel else f'{each.full_name}: '}predicted {times.microseconds:.1f} µs, {times}"
             for each, times in self.foreseen
         ]
-        return "\n".join(lines)
+        return printable("\n".join(lines))

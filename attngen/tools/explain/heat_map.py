@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from attngen.glyphs import printable
 from attngen.tools.explain.picture import HEIGHT, WIDTH, Drawn
 
 #: From nothing to the largest number.
@@ -51,7 +52,7 @@ class HeatMap(Drawn):
         for number, band in enumerate(bands):
             cells = "".join(_shade(cell, low, high) for cell in band.split(across, dim=1))
             lines.append(f"{self.labels[number * down]:>{width}} |{cells}|")
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     __repr__ = __str__
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from attngen.errors import LoadError
+from attngen.glyphs import printable
 from attngen.tools.explain.seen import at_place
 
 #: Most characters across and down.
@@ -75,7 +76,7 @@ class Picture(Drawn):
         lines.append(f"{GLYPHS[2]} all seen  {GLYPHS[1]} some  {GLYPHS[0]} none")
         if queries and keys:
             lines += ["".join(row) for row in cells]
-        return "\n".join(lines)
+        return printable("\n".join(lines))
 
     __repr__ = __str__
 
