@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from attngen.tools.build.compiles import Failure
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
+    from attngen.schema.kernel_spec import KernelSpec
     from attngen.schema.lint import Remark
     from attngen.tools.build.pipeline import Repeated
 
@@ -61,21 +63,26 @@ class Report:
 
 def check_spec(path: str) -> Report:
     """Load, expand, plan and render a spec. Errors are kept, one for each kernel that cannot be made."""
-    from attngen.schema.expand import expand
     from attngen.schema.lint import Remark, lint
-    from attngen.schema.reading import load_spec
+    from attngen.schema.loading import read_spec
+    from attngen.schema.reading import errors_of, place_of
     from attngen.store.store import Store
     from attngen.tools.build.compiles import Task, after_refusals
     from attngen.tools.build.pipeline import prepare_each
 
     report = Report(path)
     try:
-        spec = load_spec(path)
-        report.package = spec.package
-        kernels = expand(spec)
-    except SpecError as error:
+        draft = read_spec(path)
+    except SpecError as error:  # nothing of it can be read
         report.failures += [Failure("", each) for each in error.each or (error,)]
         return report
+    spec = draft.spec
+    errors, kernels = errors_of(draft)
+    if errors:
+        report.failures += [Failure("", each) for each in (*errors, *_not_planned(kernels, draft.broken))]
+        report.failures.sort(key=lambda failure: place_of(failure.error))
+        return report
+    report.package = spec.package
     report.warnings = lint(spec, kernels)
     repeated: list[Repeated] = []
     try:
@@ -94,6 +101,21 @@ def check_spec(path: str) -> Report:
         message = f"becomes the same kernel as one of line {pair.first.location.line}: {pair.name}"
         report.warnings.append(Remark(message, pair.again.location))
     return report
+
+
+def _not_planned(kernels: Iterable[KernelSpec], broken: Collection[str]) -> Iterator[AttngenError]:
+    """Yield why kernels of a spec that has other errors cannot be planned.
+
+    Of variants with errors, only the head dimension says something: other refusals may go with the errors.
+    """
+    from attngen.plan import plan
+
+    for kernel in kernels:
+        try:
+            plan(kernel)
+        except SpecError as error:
+            if kernel.variant.name not in broken or error.field == "head_dim":
+                yield error
 
 
 @click.command()

@@ -164,6 +164,7 @@ def compile_variant(
     written: list[Written] | None = None,
     keys: str | None = None,
     sink_in_lse: bool = True,
+    unsure: Collection[str] = (),
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
@@ -172,13 +173,14 @@ def compile_variant(
     tensors of ``lang.listed.KEYS``. Without ``sink_in_lse`` the log-sum-exp leaves the sink out. ``let`` maps a name to
     a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
     (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
-    ``written`` takes the expressions with the value of each part (see ``doubts``).
+    ``written`` takes the expressions with the value of each part (see ``doubts``). Expressions that read a name of
+    ``unsure``, which a declaration that cannot be read may declare, are not checked.
 
     Raises SpecError, with one error for each field that is wrong (``each``).
     """
     if keys is not None:
         _refuse_listed(name, tensors, keys, locate, dropout=dropout)
-    variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH, written)
+    variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH, written, unsure)
     if keys is not None and LISTS[keys].extra:
         _refuse_positions(variant, keys, locate)
     if not sink_in_lse:
@@ -276,12 +278,21 @@ def _compile(
     places: Mapping[str, Location] | None,
     limit: int,
     written: list[Written] | None = None,
+    unsure: Collection[str] = (),
 ) -> Variant:
-    check_declarations(name, scalars, tensors, let, places)
+    gathered = Gathered()
+    wrong = set(unsure)  # names whose declarations or values have errors, so that what reads them cannot be checked
+    with gathered:
+        check_declarations(name, scalars, tensors, let, places)
+    for error in gathered.errors:
+        kind, _, declared = str(error.to_dict()["field"]).partition(".")
+        if kind not in ("scalars", "tensors"):
+            gathered.throw()
+        wrong.add(declared.partition(".")[0])
+    scalars = [scalar for scalar in scalars if scalar.name not in wrong]
+    tensors = [tensor for tensor in tensors if tensor.name not in wrong]
     rules = Rules(scalars, tensors)
     scope = Scope(rules.build, {s.name: s for s in scalars}, {t.name: t for t in tensors}, logit=True)
-    gathered = Gathered()
-    wrong: set[str] = set()  # ``let:`` names whose values have errors, so that what reads them cannot be checked
 
     def expression(field: str, text: object) -> tuple[Expr, Snippet]:
         snippet = Snippet.of(field, _text(field, text, places), locate(places, field))

@@ -25,7 +25,7 @@ from math import prod
 from typing import Any
 
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, HEAD_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
-from attngen.errors import Gathered, Location, SpecError, suggest
+from attngen.errors import AttngenError, Gathered, Location, SpecError, suggest
 from attngen.formats import INDEX_SCORES, SCHEMA
 from attngen.schema.fields import IN_GROUPS, SPLIT_TILES
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
@@ -73,6 +73,15 @@ def expand(spec: Spec) -> tuple[KernelSpec, ...]:
     return tuple(dict.fromkeys(_all(spec)))
 
 
+def expand_each(spec: Spec) -> tuple[tuple[KernelSpec, ...], list[AttngenError]]:
+    """The kernels of the entries of a spec that can be expanded, and the errors of the others."""
+    gathered = Gathered()
+    kernels: list[KernelSpec] = []
+    with gathered:
+        kernels = _each(spec, gathered)
+    return tuple(dict.fromkeys(kernels)), gathered.errors
+
+
 def repeats(spec: Spec) -> tuple[tuple[KernelSpec, KernelSpec], ...]:
     """Return the kernels that a later entry asks for again, each with the earlier one that serves it."""
     first: dict[KernelSpec, KernelSpec] = {}
@@ -91,6 +100,13 @@ def spec_hash(spec: Spec) -> str:
 
 def _all(spec: Spec) -> list[KernelSpec]:
     gathered = Gathered()
+    kernels = _each(spec, gathered)
+    gathered.throw()
+    return kernels
+
+
+def _each(spec: Spec, gathered: Gathered) -> list[KernelSpec]:
+    """The kernels of a spec; errors of entries are gathered. Raises SpecError if there are too many kernels."""
     entries = []
     listed: Sequence[KernelModel | None] = spec.model.kernels
     for index, entry in enumerate(listed):
@@ -112,7 +128,6 @@ def _all(spec: Spec) -> list[KernelSpec]:
             if not splits and not _is_redundant(axes, choice):
                 with gathered:
                     kernels.append(_kernel(spec, index, dict(zip(axes, choice, strict=True))))
-    gathered.throw()
     return kernels
 
 

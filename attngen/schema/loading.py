@@ -6,8 +6,9 @@ relative to the file that includes it and lies in the folder of the spec that is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
@@ -19,7 +20,7 @@ from attngen import resources
 from attngen.arch import ARCHES
 from attngen.errors import AttngenError, Gathered, Location, SpecError
 from attngen.formats import SCHEMA
-from attngen.lang.check import compile_variant
+from attngen.lang.check import compile_variant, with_listed
 from attngen.lang.doubts import Doubt, doubts, extent_doubts
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Const, Type
@@ -27,7 +28,7 @@ from attngen.lang.parser import Written
 from attngen.lang.source import locate
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.schema import names, tree
-from attngen.schema.messages import field_path, spec_error
+from attngen.schema.messages import field_path, spec_error, spec_errors, unknown_fields
 from attngen.schema.models import KernelModel, ScalarModel, SpecModel, TensorModel, VariantModel
 from attngen.schema.quoting import show
 
@@ -87,13 +88,14 @@ class Spec:
 class Draft:
     """A spec as far as it can be read, and its errors.
 
-    Malformed entries of ``kernels`` are None in its model, and variants with errors show every key. ``unsure`` tells
-    that a file which may declare variants cannot be read.
+    Malformed entries of ``kernels`` are None in its model, and variants with errors (``broken``) show every key, or
+    are what the rest of their fields declares. ``unsure`` tells that a file which may declare variants cannot be read.
     """
 
     spec: Spec
     errors: tuple[AttngenError, ...] = ()
     unsure: bool = False
+    broken: frozenset[str] = frozenset()
 
 
 def read_spec(path: str | Path) -> Draft:
@@ -133,11 +135,12 @@ class _Loader:
         self.sources: dict[str, SpecSource] = {}
         self.loaded: dict[Path, dict[str, DeclaredVariant]] = {}
         self.gathered = Gathered()
+        self.broken: set[str] = set()  # names of variants with errors
         self.without_include = False  # whether variants may be declared in a file that cannot be read
 
     def load(self, path: Path, content: bytes) -> Draft:
-        model, node = self.parse(path, content)
-        variants = self.variants(path, model, node, chain=(path.resolve(),))
+        model, node, unsure = self.parse(path, content)
+        variants = self.variants(path, model, node, unsure, chain=(path.resolve(),))
         package = model.package or "unnamed"
         with self.gathered:
             package = model.package or _package_of(path)
@@ -150,12 +153,13 @@ class _Loader:
             variants=variants,
             sources=tuple(self.sources.values()),
         )
-        return Draft(spec, tuple(self.gathered.errors), self.without_include)
+        return Draft(spec, tuple(self.gathered.errors), self.without_include, frozenset(self.broken))
 
-    def parse(self, path: Path, content: bytes) -> tuple[SpecModel, tree.Node]:
+    def parse(self, path: Path, content: bytes) -> tuple[SpecModel, tree.Node, dict[str, frozenset[str] | None]]:
         """Return a file as it is, or what of it is well-formed; then its errors are gathered.
 
-        Raises SpecError for a file of which nothing can be read.
+        The names that malformed declarations of a variant may have declared come with it, by the variant; None where
+        nothing of it can be read. Raises SpecError for a file of which nothing can be read.
         """
         try:
             names.check_file_name(path.name)
@@ -167,14 +171,19 @@ class _Loader:
         self.sources[file] = SpecSource(resources.display_name(path), sha256(content).hexdigest(), file)
         with self.gathered:
             _refuse_empty(node)
-            try:
-                return SpecModel.model_validate(node.plain()), node
-            except ValidationError as error:
-                raise spec_error(error, node, SpecModel) from error
-        return _well_formed(node), node
+        try:
+            return SpecModel.model_validate(node.plain()), node, {}
+        except ValidationError as error:
+            self.gathered.errors += spec_errors(error, node, SpecModel, empty=False)
+        return _well_formed(node)
 
     def variants(
-        self, path: Path, model: SpecModel, node: tree.Node, chain: tuple[Path, ...]
+        self,
+        path: Path,
+        model: SpecModel,
+        node: tree.Node,
+        unsure: Mapping[str, frozenset[str] | None],
+        chain: tuple[Path, ...],
     ) -> dict[str, DeclaredVariant]:
         """Return the variants of a file and of its includes; a name that two files give is refused.
 
@@ -182,10 +191,18 @@ class _Loader:
         """
         by_name: dict[str, DeclaredVariant] = {}
         for name, variant in model.variants.items():
-            with self.gathered:
-                by_name[name] = _declare(name, variant, node, Location(str(path)))
+            before = len(self.gathered.errors)
+            if unsure.get(name, frozenset()) is not None:
+                with self.gathered:
+                    by_name[name] = _declare(name, variant, node, Location(str(path)), unsure.get(name) or ())
+            if unsure.get(name):  # a tensor that cannot be read may have the extent that a bound names
+                told = self.gathered.errors[before:]
+                self.gathered.errors[before:] = [error for error in told if not _names_an_extent(error, variant)]
+            if name in unsure or name not in by_name:
+                self.broken.add(name)
             if name not in by_name:
-                by_name[name] = DeclaredVariant(Variant(name), variant, node, Location(str(path)))
+                hidden = with_listed(Variant(name), variant.keys, dropout=False)
+                by_name[name] = DeclaredVariant(hidden, variant, node, Location(str(path)))
         for index, text in enumerate(model.include or ()):
             place = node.locate(("include", index))
             included: dict[str, DeclaredVariant] | None = None
@@ -211,8 +228,8 @@ class _Loader:
                 field="include",
             )
         if resolved not in self.loaded:
-            model, node = self.parse(target, _read(target, place))
-            self.loaded[resolved] = self.variants(target, model, node, (*chain, resolved))
+            model, node, unsure = self.parse(target, _read(target, place))
+            self.loaded[resolved] = self.variants(target, model, node, unsure, (*chain, resolved))
         return self.loaded[resolved]
 
     def resolve(self, path: Path, text: str, place: Location) -> Path:
@@ -266,8 +283,11 @@ def _refuse_empty(node: tree.Node, path: tuple[str | int, ...] = ()) -> None:
     gathered.throw()
 
 
-def _well_formed(node: tree.Node) -> SpecModel:
-    """The well-formed part of a file with errors; each malformed entry of ``kernels`` becomes None."""
+def _well_formed(node: tree.Node) -> tuple[SpecModel, tree.Node, dict[str, frozenset[str] | None]]:
+    """The well-formed part of a file with errors, as ``parse`` returns it.
+
+    Each malformed entry of ``kernels`` becomes None, unless what is wrong is only a field that there is not.
+    """
     plain = node.plain()
     fields: dict[str, Any] = {"arch": (next(iter(ARCHES)),)}  # a wrong arch must not look like a missing one
     for name in ("package", "arch", "include"):
@@ -275,16 +295,67 @@ def _well_formed(node: tree.Node) -> SpecModel:
             fields[name] = getattr(SpecModel.model_validate({"schema": SCHEMA, name: plain.get(name)}), name)
     declared, entries = plain.get("variants"), plain.get("kernels")
     variants: dict[str, VariantModel] = {}
+    unsure: dict[str, frozenset[str] | None] = {}
     for name, variant in declared.items() if isinstance(declared, dict) else ():
-        variants[name] = VariantModel()
-        with suppress(ValidationError):
+        try:
             variants[name] = VariantModel.model_validate(variant)
-    kernels: list[KernelModel | None] = []
-    for entry in entries if isinstance(entries, list) else ():
-        kernels.append(None)
-        with suppress(ValidationError):
-            kernels[-1] = KernelModel.model_validate(entry)
-    return SpecModel.model_construct(version=SCHEMA, variants=variants, kernels=tuple(kernels), **fields)
+        except ValidationError as error:
+            variants[name], unsure[name] = _sound_fields(variant, error)
+    kernels = [_sound_entry(entry) for entry in (entries if isinstance(entries, list) else ())]
+    model = SpecModel.model_construct(version=SCHEMA, variants=variants, kernels=tuple(kernels), **fields)
+    return model, node, unsure
+
+
+def _sound_entry(entry: Any) -> KernelModel | None:
+    """An entry of ``kernels`` without its unknown fields, or None: one that is misspelt may change its meaning."""
+    try:
+        return KernelModel.model_validate(entry)
+    except ValidationError as error:
+        unknown = unknown_fields(error, KernelModel)
+    with suppress(ValidationError):
+        if unknown and not any(unknown.values()):
+            return KernelModel.model_validate({name: value for name, value in entry.items() if name not in unknown})
+    return None
+
+
+#: Fields of a variant that declare names, by these.
+_DECLARING = ("scalars", "tensors", "let")
+
+
+def _sound_fields(fields: Any, error: ValidationError) -> tuple[VariantModel, frozenset[str] | None]:
+    """The rest of a variant without its malformed fields, and the names that these may have declared.
+
+    Of declarations, only the malformed ones are left out. None: nothing can be said about the rest.
+    """
+    rest, names_of = deepcopy(fields), set[str]()
+    for path in [detail["loc"] for detail in error.errors(include_url=False)]:
+        if not path or path[0] == "keys":
+            return VariantModel(), None
+        field, *below = path
+        value = rest.get(field)
+        if field in _DECLARING and below and isinstance(value, dict):
+            value.pop(below[0], None)
+            names_of.add(_base(below[0]))
+        else:
+            names_of |= {_base(name) for name in value} if isinstance(value, dict) else set()
+            rest.pop(field, None)
+    try:
+        return VariantModel.model_validate(rest), frozenset(names_of)
+    except ValidationError:
+        return VariantModel(), None
+
+
+def _base(name: Any) -> str:
+    """The name that the left side of a let entry declares."""
+    return str(name).partition("(")[0].strip()
+
+
+def _names_an_extent(error: AttngenError, model: VariantModel) -> bool:
+    """Whether an error is about a declaration with a bound that is an extent."""
+    section, _, name = str(error.to_dict()["field"]).partition(".")
+    name = name.partition(".")[0]
+    limits = model.tensors[name].range if section == "tensors" and name in model.tensors else model.scalars.get(name)
+    return limits is not None and any(isinstance(bound, str) for bound in (limits.min, limits.max))
 
 
 def _package_of(path: Path) -> str:
@@ -339,9 +410,12 @@ def _doubts(name: str, model: VariantModel, places: Mapping[str, Location] | Non
     return [*misspelled, *doubts(written, Facts.of(variant), constants)]
 
 
-def _declare(name: str, model: VariantModel, node: tree.Node, file: Location) -> DeclaredVariant:
+def _declare(
+    name: str, model: VariantModel, node: tree.Node, file: Location, unsure: Collection[str]
+) -> DeclaredVariant:
     place = node.value["variants"].keys[name] if "variants" in node.value else file
-    return DeclaredVariant(_compile(name, model, _places(node.value["variants"].value[name])), model, node, place)
+    places = _places(node.value["variants"].value[name])
+    return DeclaredVariant(_compile(name, model, places, unsure=unsure), model, node, place)
 
 
 def _compile(
@@ -349,6 +423,7 @@ def _compile(
     model: VariantModel,
     places: Mapping[str, Location] | None,
     written: list[Written] | None = None,
+    unsure: Collection[str] = (),
 ) -> Variant:
     return compile_variant(
         name,
@@ -366,6 +441,7 @@ def _compile(
         let=dict(model.let),
         locate=places,
         written=written,
+        unsure=unsure,
     )
 
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from attngen.errors import SpecError, suggest, together
+from attngen.errors import Location, SpecError, suggest, together
 from attngen.schema.quoting import shorten, show
 from attngen.schema.tree import Node
 
-_MOST_ERRORS = 10
+#: Most errors that are shown of one file; a suggestion for each takes time.
+_MOST_ERRORS = 100
 
 _FORMS = {
     "string_type": "text",
@@ -61,13 +62,46 @@ _LENGTHS = {"string_too_short": ("min_length", "at least"), "string_too_long": (
 
 def spec_error(error: ValidationError, tree: Node, model: type[BaseModel]) -> SpecError:
     """SpecError with all complaints of ``error``, in the order of the file."""
-    details = error.errors(include_url=False)
-    errors = [_one(each, tree, model) for each in details[:_MOST_ERRORS] if not _is_misspelt(each, details)]
-    # in the order of the file, not of the models' fields
-    errors.sort(key=lambda e: e.location.line if e.location else 0)
-    combined = together(errors)
+    combined = together(spec_errors(error, tree, model))
     assert isinstance(combined, SpecError)
     return combined
+
+
+def spec_errors(error: ValidationError, tree: Node, model: type[BaseModel], *, empty: bool = True) -> list[SpecError]:
+    """All complaints of ``error``, in the order of the file; without ``empty``, none about fields without a value."""
+    details = error.errors(include_url=False)
+    details = [each for each in details if not _is_misspelt(each, details) and (empty or not _is_empty(each, tree))]
+    # in the order of the file, not of the models' fields
+    details.sort(key=lambda each: _place(each, tree).line)
+    errors = [_one(each, tree, model) for each in details[:_MOST_ERRORS]]
+    if more := len(details) - len(errors):
+        errors.append(SpecError(f"{more} more errors", location=Location(tree.location.file)))
+    return errors
+
+
+def unknown_fields(error: ValidationError, model: type[BaseModel]) -> dict[str, bool]:
+    """Unknown fields of a mapping, and whether each may be meant for one that it has."""
+    allowed = _fields(model, ())
+    unknown = (each["loc"] for each in error.errors(include_url=False) if each["type"] == "extra_forbidden")
+    return {str(path[0]): bool(suggest(str(path[0]), allowed)) for path in unknown if len(path) == 1}
+
+
+def _is_empty(detail: Any, tree: Node) -> bool:
+    """Whether a complaint is about a field that is named but empty."""
+    complaint = detail["type"] not in ("missing", "extra_forbidden")
+    return complaint and detail["input"] is None and tree.find(_path(detail)).value is None
+
+
+def _path(detail: Any) -> tuple[str | int, ...]:
+    return tuple(step for step in detail["loc"] if step != "[key]")
+
+
+def _is_about_key(detail: Any) -> bool:
+    return "[key]" in detail["loc"] or detail["type"] == "extra_forbidden"
+
+
+def _place(detail: Any, tree: Node) -> Location:
+    return tree.locate(_path(detail), key=_is_about_key(detail))
 
 
 def _is_misspelt(missing: Any, details: Sequence[Any]) -> bool:
@@ -81,15 +115,14 @@ def _is_misspelt(missing: Any, details: Sequence[Any]) -> bool:
 
 
 def _one(detail: Any, tree: Node, model: type[BaseModel]) -> SpecError:
-    path = tuple(step for step in detail["loc"] if step != "[key]")
-    about_key = "[key]" in detail["loc"] or detail["type"] == "extra_forbidden"
+    path = _path(detail)
     if detail["type"] == "extra_forbidden":
         *parents, name = path
         allowed = _fields(model, tuple(parents))
         message = f"unknown field{suggest(str(name), allowed)}; allowed: {', '.join(allowed)}"
     else:
         message = _sentence(detail)
-    return SpecError(message, location=tree.locate(path, key=about_key), field=field_path(_written(path, tree)))
+    return SpecError(message, location=_place(detail, tree), field=field_path(_written(path, tree)))
 
 
 def _written(path: tuple[str | int, ...], tree: Node) -> tuple[str | int, ...]:

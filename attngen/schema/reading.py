@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attngen.errors import AttngenError, Gathered, SpecError, together
-from attngen.schema.expand import expand
+from attngen.errors import AttngenError, SpecError, together
+from attngen.schema.expand import expand_each
+from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.loading import Draft, Spec, read_spec, read_spec_text
 
 
@@ -26,17 +27,21 @@ def _whole(draft: Draft) -> Spec:
     """
     if not draft.errors:
         return draft.spec
-    entries = Gathered()
-    with entries:
-        expand(draft.spec)
-    errors = [*draft.errors, *(error for error in entries.errors if not (draft.unsure and _names_a_variant(error)))]
-    raise together(sorted(errors, key=_place))
+    raise together(errors_of(draft)[0])
+
+
+def errors_of(draft: Draft) -> tuple[list[AttngenError], tuple[KernelSpec, ...]]:
+    """The errors of a spec, in the order of the file, and the kernels of those entries that have none."""
+    kernels, errors = expand_each(draft.spec)
+    errors = [error for error in errors if not (draft.unsure and _names_a_variant(error))]
+    return sorted((*draft.errors, *errors), key=place_of), kernels
 
 
 def _names_a_variant(error: AttngenError) -> bool:
     return isinstance(error, SpecError) and error.field == "variant"
 
 
-def _place(error: AttngenError) -> tuple[str, int]:
+def place_of(error: AttngenError) -> tuple[str, int]:
+    """File and line of an error, for sorting."""
     place = error.location if isinstance(error, SpecError) else None
     return (place.file, place.line) if place else ("", 0)

@@ -237,6 +237,76 @@ def test_all_errors_of_a_spec_in_one_run(tmp_path):
     assert "0 kernels, 11 errors" in told.stdout
 
 
+#: Specs in which one error could hide others: each line with an error ends in a part of what is said of it.
+HIDING = [
+    """
+  v:
+    colour: 3              # unknown field; allowed
+    mesk: q_pos >= kv      # unknown field; did you mean 'mask'?
+    score: s * sclae       # unknown name 'sclae'
+kernels:
+  - {variant: v, head_dim: 65}  # head_dim 65 is not a multiple of 8
+""",
+    """
+  v:
+    colour:                # empty; give it a value
+    mask: q_pos >= kvv     # did you mean 'kv'?
+    scalars:
+      w: {type: int31}     # did you mean 'int32'?
+      narrow: {type: int32, min: 5, max: 1}  # min 5 exceeds max 1
+      wide: {type: int32, max: rows}
+    tensors: {t: {dtype: int32, shape: [rows, 0]}}  # found 0; allowed
+    let:
+      of_w: w + 1
+      also: of_w + 1
+      bad: q_pos +         # not an expression
+    score: s + also + narrow
+    sink: other            # unknown name 'other'
+kernels:
+  - {variant: v, head_dim: 65}  # head_dim 65 is not a multiple of 8
+  - {variant: causal, head_dim: 64, colour: 1, epilogue: staged, backend: triton}  # unknown field; allowed
+""",
+    """
+  v: {mask: q_pos >= kv, scalers: {window: {type: int32}}, score: s + window}  # did you mean 'scalars'?
+  w:
+    mask:                  # 'mask: true' lets every query see every key
+  x: {mask: q_pos >= kv, softmax: 3}  # found 3
+kernels:
+  - {variant: causal, head_dim: 68}  # head_dim 68 is not a multiple of 8
+  - {variant: causal, head_dim: [64, 64]}  # given twice in one list
+  - {variant: causal, head_dim: 64, epilogue: staged, backend: triton}  # Triton kernels store from registers
+  - {variant: v, head_dim: 64, epilogue: staged, backend: triton}
+""",
+    """
+  v: {mask: "n[0] >= kv", keys: indx}  # found 'indx'
+kernels:
+  - {variant: v, head_dim: 64, vv: key, dtype: fp8_e4m3}  # unknown field; did you mean 'v'?
+""",
+]
+
+
+@pytest.mark.parametrize("body", HIDING)
+def test_no_error_hides_another_one_nor_makes_one(tmp_path, body):
+    text = f"schema: 1\npackage: mine\narch: sm90a\nvariants:{body}"
+    path = write(tmp_path, text)
+    (report,) = json.loads(run(path, "--json").stdout)["specs"]
+    told = {(error["line"], error["message"].splitlines()[0]) for error in report["errors"]}
+    expected = {
+        number: line.partition("#")[2].strip() for number, line in enumerate(text.splitlines(), 1) if "#" in line
+    }
+    for line, says in expected.items():
+        assert any(line == place and says in message for place, message in told), (line, says, told)
+    assert {line for line, _ in told} == set(expected)
+
+
+def test_many_errors_are_counted(tmp_path):
+    fields = "".join(f"  f{number}: {{colour: 3}}\n" for number in range(250))
+    path = write(tmp_path, f"schema: 1\narch: sm90a\nvariants:\n{fields}")
+    stderr = run(path).stderr
+    assert stderr.count("unknown field") == 100
+    assert f"{path}: 150 more errors" in stderr
+
+
 def test_needs_a_spec():
     result = run()
     assert result.exit_code == 2
