@@ -18,8 +18,10 @@ from attngen.lang.derivative import differentiate, differentiate_loads
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import POSITION, Const, Expr, Load, Op, Type, Var, names, own, rewrite, walk
 from attngen.lang.ranges import Range
+from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import mul, truediv
 from attngen.lang.usage import decides
+from attngen.lang.variant import Variant
 
 #: The raw product of a query row and a key row, before the scale.
 PRODUCT = own("qk", Type.FLOAT)
@@ -32,6 +34,14 @@ Q_FIRST, Q_POS_FIRST, QUERY = own("q_first"), own("q_pos_first"), own("query of 
 POSITION_FIRST = own("position_first")
 _FIRST = {"q": Q_FIRST, "q_pos": Q_POS_FIRST, POSITION.name: POSITION_FIRST}
 ONE = Const(1.0, Type.FLOAT)
+#: The least finite logit of scores that may add the least value of a dtype. A row of which each logit is below has the
+#: mean of its values: float32 would have no digits left for the number of its keys, which its log-sum-exp holds. It is
+#: below the least value of fp16, and its product with log2(e) is a float32.
+LEAST_LOGIT = Const(-(2.0**17), Type.FLOAT)
+#: A factor for which no finite float32 changes a logit that it is added to, while -inf stays what it is.
+_VANISHING = Const(2.0**-126, Type.FLOAT)
+#: Dtypes whose least value is above ``LEAST_LOGIT``.
+_NARROW = frozenset({"fp16"})
 #: Prefixes of the names of values that are computed once for a key, for a query, and for the distance of a pair.
 _OF_KEY, _OF_QUERY, _OF_DISTANCE = "of key ", "of query ", "of distance "
 
@@ -79,6 +89,66 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     if isinstance(grouped, Op) and grouped.op in ("add", "sub") and not _adds_elements(grouped):
         return Logit(_scale_terms(grouped), ONE, scaled)
     return Logit(grouped, LOG2E, scaled)
+
+
+def fold_variant(
+    variant: Variant, *, fast_math: bool, heads: Heads = "single", by_position: bool = False
+) -> Logit:
+    """Return the form of a variant's score that a kernel evaluates, with its logits bounded below where it may add the
+    least value of a dtype, which float masks hide keys by. ``by_position`` as in ``score_by_position``.
+
+    The bound takes part in no derivative.
+    """
+    score = score_by_position(variant) if by_position else variant.score
+    logit = fold_logit(score, variant.ranges, fast_math=fast_math, heads=heads)
+    may_fall = _MayFall(variant)
+    if score is None or not may_fall(score):
+        return logit
+    if logit.multiplier == ONE:
+        return replace(logit, value=_bounded(logit.value, mul(LEAST_LOGIT, LOG2E)))
+    assert logit.multiplier == LOG2E, "what may fall is a sum or a choice, which has no constant factor"
+    return replace(logit, value=_bound(logit.value, may_fall))
+
+
+class _MayFall:
+    """Whether a term or an arm of a score is a literal below ``LEAST_LOGIT``, or an element for each key that may be:
+    of a float mask."""
+
+    def __init__(self, variant: Variant) -> None:
+        least = float(LEAST_LOGIT.value)
+        self._masks = {
+            tensor.name
+            for tensor in variant.tensors
+            if tensor.dtype not in _NARROW and variant.ranges[tensor.name][0] < least
+        }
+
+    def __call__(self, node: Expr) -> bool:
+        match node:
+            case Op(op="add" | "sub", args=args, type=Type.FLOAT):
+                return any(map(self, args))
+            case Op(op="select", args=(_, a, b), type=Type.FLOAT):
+                return self(a) or self(b)
+            case Load(tensor=tensor, indices=(*_, last), type=Type.FLOAT):
+                return last == _KV and tensor in self._masks
+            case Const(value=value, type=Type.FLOAT):
+                return -math.inf < value < float(LEAST_LOGIT.value)
+        return False
+
+
+def _bound(logit: Expr, may_fall: Callable[[Expr], bool]) -> Expr:
+    """Bound those arms of a logit in natural units that may fall; a literal costs nothing."""
+    match logit:
+        case Op(op="select", args=(condition, a, b)):
+            return replace(logit, args=(condition, _bound(a, may_fall), _bound(b, may_fall)))
+        case Const() if may_fall(logit):
+            return LEAST_LOGIT
+    return _bounded(logit, LEAST_LOGIT) if may_fall(logit) else logit
+
+
+def _bounded(logit: Expr, least: Expr) -> Expr:
+    """``max(logit, least)``, where -inf and NaN stay what they are."""
+    raised = Op("max", (logit, least), Type.FLOAT)
+    return Op("add", (Op("mul", (logit, _VANISHING), Type.FLOAT), raised), Type.FLOAT)
 
 
 def _adds_elements(value: Expr) -> bool:

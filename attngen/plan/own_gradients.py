@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from attngen.lang.biases import is_of_pair
-from attngen.lang.folding import ONE, PRODUCT, Slope, fold_logit, fold_slope, split_slope_factors
+from attngen.lang.folding import ONE, PRODUCT, Slope, fold_variant, fold_slope, split_slope_factors
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own
 from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import linear, mul
@@ -35,7 +35,7 @@ def differentiable_of(variant: Variant) -> tuple[str, ...]:
 
 def derivative(variant: Variant, *, fast_math: bool) -> Slope:
     """Return the derivative of the logit by the product, with a factor that all heads share: dK sums over them."""
-    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
+    logit = fold_variant(variant, fast_math=fast_math, by_position=True)
     slope = fold_slope(logit, fast_math=fast_math)
     return Slope(ONE, mul(slope.varying or ONE, slope.factor)) if "h" in names(slope.factor) else slope
 
@@ -106,7 +106,7 @@ def tensor_gradients(variant: Variant, slope: Slope, *, fast_math: bool) -> tupl
     if not wanted:
         return ()
     loads = fold_slope(
-        fold_logit(variant.score, variant.ranges, fast_math=fast_math), wanted, fast_math=fast_math
+        fold_variant(variant, fast_math=fast_math), wanted, fast_math=fast_math
     ).loads
     return tuple(_gradient(variant, load, by_load, by_tile=slope.varying is None) for load, by_load in loads)
 

@@ -10,7 +10,7 @@ from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
 from attngen.lang.distances import distance_values
 from attngen.lang.divisors import prepared, wide_names
 from attngen.lang.facts import Facts
-from attngen.lang.folding import PRODUCT, fold_logit, fold_slope, value_of_distance
+from attngen.lang.folding import PRODUCT, fold_variant, fold_slope, value_of_distance
 from attngen.lang.ir import Expr, Load, Op, children, names, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.runs import by_position, score_by_position
@@ -126,7 +126,7 @@ def _key_values_of_score(variant: Variant, heads: Heads, fast_math: bool, tabled
     """Parts of a logit that depend on the key alone and load, divide or call a function."""
     if variant.score is None:
         return ()
-    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math, heads=heads)
+    logit = fold_variant(variant, fast_math=fast_math, heads=heads, by_position=True)
     others = _beside_keys(variant, heads) | {PRODUCT.name}
     value = with_places(logit.value, tables(logit.value, variant)) if tabled else logit.value
     return largest_values(value, KEYS, others, narrow_tensors(variant))
@@ -138,7 +138,7 @@ def distance_values_of_score(variant: Variant, *, fast_math: bool) -> tuple[Expr
     loader of a forward may compute where the rows of a tile are those of one head."""
     if variant.score is None:
         return ()
-    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
+    logit = fold_variant(variant, fast_math=fast_math, by_position=True)
     return distance_values(logit.value, variant, frozenset({"s", PRODUCT.name}))
 
 
@@ -153,7 +153,7 @@ def computes_distance_values(variant: Variant, *, fast_math: bool) -> bool:
 def without_distance_values(variant: Variant, *, fast_math: bool) -> Variant:
     """A variant with a symbol for what its score reads by distance: what a kernel computes for each pair then."""
     values = distance_values_of_score(variant, fast_math=fast_math)
-    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
+    logit = fold_variant(variant, fast_math=fast_math, by_position=True)
     symbols = {each: value_of_distance(number, each.type) for number, each in enumerate(values)}
     return replace(variant, score=rewrite(logit.value, symbols.get)) if values else variant
 
@@ -171,7 +171,7 @@ def query_values_of_score(
     of_mask = not bits and (_loads_by_query(_mask_loads(variant, "q")) or costly_query_values(variant))
     if variant.score is None or of_mask:
         return ()
-    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=fast_math)
+    logit = fold_variant(variant, fast_math=fast_math, by_position=True)
     if fold_slope(logit, fast_math=fast_math).varying is not None:
         return ()
     others = wide_names(variant) | KEYS | {PRODUCT.name}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attngen.lang.emit import Binding, EmittedMany
-from attngen.lang.folding import ONE, PRODUCT, Slope, fold_logit, fold_slope, is_finite
+from attngen.lang.folding import ONE, PRODUCT, Slope, fold_variant, fold_slope, is_finite
 from attngen.lang.ir import Expr, Load, Var, names
 from attngen.lang.simplify import mul
 from attngen.lang.statements import Code, Statement, declared, depending, joined, leaf, reads, statement, written
@@ -83,7 +83,7 @@ class _Tensor:
 def gradients(plan: Plan, form: Form, before: Sequence[Statement]) -> Gradients:
     """Return the statements of a kernel; ``before`` are those that stand earlier, whose names are not used again."""
     variant, inner = plan.variant, form.along.axis
-    logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
+    logit = fold_variant(variant, fast_math=plan.fast_math)
     own = differentiable(plan) if form is BY_QUERIES else ()
     slope = fold_slope(logit, own, fast_math=plan.fast_math)
     if form is BY_KEYS and "h" in names(slope.factor):  # dK sums over the heads of a group

@@ -16,7 +16,7 @@ from attngen.lang.folding import (
     Q_FIRST,
     Q_POS_FIRST,
     QUERY,
-    fold_logit,
+    fold_variant,
     is_finite,
     split_queries,
 )
@@ -109,7 +109,7 @@ class Probabilities:
 def probabilities(plan: Plan) -> Probabilities:
     """Return the lines of a step."""
     variant = plan.variant
-    logit = fold_logit(score_by_position(variant), variant.ranges, fast_math=plan.fast_math)
+    logit = fold_variant(variant, fast_math=plan.fast_math, by_position=True)
     slope = weighted_slope(plan, derivative(variant, fast_math=plan.fast_math))
     kept = weights(plan)
     of_query, of_distance = score_values(plan), distance_score_values(plan)

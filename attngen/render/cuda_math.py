@@ -11,7 +11,7 @@ from attngen.lang.folding import (
     KV_FIRST,
     PRODUCT,
     cap_scale,
-    fold_logit,
+    fold_variant,
     split_keys,
     split_slope,
     subtract,
@@ -113,7 +113,7 @@ class Sink:
 def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
-    folded = fold_logit(score_by_position(variant), variant.ranges, fast_math=plan.fast_math, heads=plan.box_heads)
+    folded = fold_variant(variant, fast_math=plan.fast_math, heads=plan.box_heads, by_position=True)
     of_key, of_distance = score_values(plan), distance_score_values(plan)
 
     of_tile = [*of_key, *of_distance]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
 from attngen.lang.emit import Binding, EmittedMany
-from attngen.lang.folding import PRODUCT, fold_logit
+from attngen.lang.folding import PRODUCT, fold_variant
 from attngen.lang.ir import Expr, names, spelled
 from attngen.lang.segments import segments
 from attngen.lang.simplify import FALSE, TRUE
@@ -138,7 +138,7 @@ def math(plan: Plan, before: Iterable[Statement] = ()) -> Math:
     ``before`` are statements of the kernel that stand earlier: their names are not used again.
     """
     variant = plan.variant
-    logit = fold_logit(variant.score, variant.ranges, fast_math=plan.fast_math)
+    logit = fold_variant(variant, fast_math=plan.fast_math)
     plain = variant.score is None
     name = "s" if plain else "logit"
     hoisted: dict[Statement, None] = {}

@@ -7,7 +7,7 @@ import math
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.lang.bands import Heads
 from attngen.lang.bounded import bounding_maximum, score_bounds
-from attngen.lang.folding import ONE, Logit, cap_scale, fold_logit, split_keys, subtract
+from attngen.lang.folding import ONE, Logit, cap_scale, fold_variant, split_keys, subtract
 from attngen.lang.powers import powers_of, special_functions
 from attngen.plan.choices import refuse
 from attngen.schema.kernel_spec import KernelSpec
@@ -82,7 +82,7 @@ def _folded(spec: KernelSpec) -> Logit | None:
     """The kernel's form of the logit; None without a score, or if it may not be rearranged."""
     if spec.variant.score is None or not spec.fast_math:
         return None
-    return fold_logit(spec.variant.score, spec.variant.ranges, fast_math=True, heads=_heads(spec))
+    return fold_variant(spec.variant, fast_math=True, heads=_heads(spec))
 
 
 def _against(spec: KernelSpec, exponents: tuple[int, int] | None) -> str:
