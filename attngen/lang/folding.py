@@ -72,7 +72,7 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     unit = _product([SOFTMAX_SCALE, LOG2E])
     if score is None:
         return Logit(PRODUCT, unit, mul(PRODUCT, SOFTMAX_SCALE))
-    scaled = rewrite(score, lambda node: mul(PRODUCT, SOFTMAX_SCALE) if node == Var("s", Type.FLOAT) else None)
+    scaled = _with_products(score)
     if not fast_math:
         return Logit(scaled, LOG2E, scaled)
     grouped = _rewrite_values(scaled, _regroup)
@@ -91,23 +91,19 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     return Logit(grouped, LOG2E, scaled)
 
 
-def fold_variant(
-    variant: Variant, *, fast_math: bool, heads: Heads = "single", by_position: bool = False
-) -> Logit:
-    """Return the form of a variant's score that a kernel evaluates, with its logits bounded below where it may add the
-    least value of a dtype, which float masks hide keys by. ``by_position`` as in ``score_by_position``.
+def fold_variant(variant: Variant, *, fast_math: bool, heads: Heads = "single", by_position: bool = False) -> Logit:
+    """Return the form of a variant's score that a kernel evaluates; ``by_position`` as in ``score_by_position``.
 
-    The bound takes part in no derivative.
+    A logit is at least ``LEAST_LOGIT`` where the score may add the least value of a dtype, by which float masks hide
+    keys. It then stays in natural units, in which that is finite. The bound takes part in no derivative.
     """
     score = score_by_position(variant) if by_position else variant.score
-    logit = fold_logit(score, variant.ranges, fast_math=fast_math, heads=heads)
     may_fall = _MayFall(variant)
     if score is None or not may_fall(score):
-        return logit
-    if logit.multiplier == ONE:
-        return replace(logit, value=_bounded(logit.value, mul(LEAST_LOGIT, LOG2E)))
-    assert logit.multiplier == LOG2E, "what may fall is a sum or a choice, which has no constant factor"
-    return replace(logit, value=_bound(logit.value, may_fall))
+        return fold_logit(score, variant.ranges, fast_math=fast_math, heads=heads)
+    natural = _with_products(score)
+    value = _rewrite_values(natural, _regroup) if fast_math else natural
+    return Logit(_bounded(value, may_fall), LOG2E, natural)
 
 
 class _MayFall:
@@ -135,20 +131,22 @@ class _MayFall:
         return False
 
 
-def _bound(logit: Expr, may_fall: Callable[[Expr], bool]) -> Expr:
-    """Bound those arms of a logit in natural units that may fall; a literal costs nothing."""
+def _bounded(logit: Expr, may_fall: Callable[[Expr], bool]) -> Expr:
+    """The larger of a logit and ``LEAST_LOGIT`` in the arms that may fall; -inf and NaN stay what they are."""
     match logit:
         case Op(op="select", args=(condition, a, b)):
-            return replace(logit, args=(condition, _bound(a, may_fall), _bound(b, may_fall)))
+            return replace(logit, args=(condition, _bounded(a, may_fall), _bounded(b, may_fall)))
         case Const() if may_fall(logit):
             return LEAST_LOGIT
-    return _bounded(logit, LEAST_LOGIT) if may_fall(logit) else logit
-
-
-def _bounded(logit: Expr, least: Expr) -> Expr:
-    """``max(logit, least)``, where -inf and NaN stay what they are."""
-    raised = Op("max", (logit, least), Type.FLOAT)
+    if not may_fall(logit):
+        return logit
+    raised = Op("max", (logit, LEAST_LOGIT), Type.FLOAT)
     return Op("add", (Op("mul", (logit, _VANISHING), Type.FLOAT), raised), Type.FLOAT)
+
+
+def _with_products(score: Expr) -> Expr:
+    """A score over the products of queries and keys."""
+    return rewrite(score, lambda node: mul(PRODUCT, SOFTMAX_SCALE) if node == Var("s", Type.FLOAT) else None)
 
 
 def _adds_elements(value: Expr) -> bool:

@@ -105,9 +105,7 @@ def tensor_gradients(variant: Variant, slope: Slope, *, fast_math: bool) -> tupl
     wanted = differentiable_of(variant)
     if not wanted:
         return ()
-    loads = fold_slope(
-        fold_variant(variant, fast_math=fast_math), wanted, fast_math=fast_math
-    ).loads
+    loads = fold_slope(fold_variant(variant, fast_math=fast_math), wanted, fast_math=fast_math).loads
     return tuple(_gradient(variant, load, by_load, by_tile=slope.varying is None) for load, by_load in loads)
 
 

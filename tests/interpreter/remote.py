@@ -87,6 +87,21 @@ def gradients_with(
     return tuple(gradient.float().numpy() for gradient in (buffers.dq, buffers.dk, buffers.dv))
 
 
+def trained(forward: str, backward: str, case: Case, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs, results and gradients, as float64 tensors by name, of a forward and of a backward that takes its results."""
+    one = ready(forward, case, **arguments)
+    one.launch()
+    q, k, v = one.inputs.q, one.inputs.k, one.inputs.v
+    dout = torch.randn(one.out.shape, generator=torch.Generator().manual_seed(1)).to(one.out.dtype)
+    run = kernel(backward)
+    given = {"q": q, "k": k, "v": v, "out": one.out, "lse": one.lse, "dout": dout}
+    buffers, memory = poisoned_gradients(run.kernel, one.call, given, torch.zeros_like(one.lse))
+    run.differentiate(one.call, buffers)
+    assert memory.overrun() == ()
+    given |= {"dq": buffers.dq, "dk": buffers.dk, "dv": buffers.dv}
+    return {name: tensor.double() for name, tensor in given.items()}
+
+
 @dataclass
 class Ready:
     """A kernel, inputs that a test may change, and the call."""
