@@ -18,7 +18,7 @@ from torch import Tensor
 from attngen.arch import arch_of
 from attngen.cards import KINDS
 from attngen.dtypes import HEAD_DIMS, WIDE_HEAD_DIMS
-from attngen.errors import CallError
+from attngen.errors import CallError, suggest
 from attngen.integrations import catalogue
 from attngen.integrations.choice import NO_LIMIT
 from attngen.lang.variant import Variant
@@ -77,11 +77,23 @@ class Mask:
     ``arguments`` are numbers and tensors by name, or a function of a ``Step`` that returns them; it is called once a
     step, before the layers run. A variant that declares ``window``, ``sinks``, ``slope`` or ``cap`` gets those of the
     layer. ``layers``: all decoder layers, or only those without (``full``) or with a sliding window (``sliding``).
+    Raises CallError for other types and layers.
     """
 
     variant: str | Variant
     arguments: Mapping[str, Any] | Callable[[Step], Mapping[str, Any]] = field(default_factory=dict)
     layers: str = "all"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.variant, (str, Variant)):
+            kind = type(self.variant).__name__
+            raise CallError(f"the variant of a mask is a name or what attngen.variant returns, got a {kind}")
+        if not (isinstance(self.arguments, Mapping) or callable(self.arguments)):
+            kind = type(self.arguments).__name__
+            raise CallError(f"arguments of a mask are a mapping or a function of a Step, got a {kind}")
+        if self.layers not in _LAYERS:
+            nearest = suggest(str(self.layers), _LAYERS)
+            raise CallError(f"layers of a mask must be one of {', '.join(_LAYERS)}, got {self.layers!r}{nearest}")
 
     def of_step(self, step: Step) -> Mapping[str, Any]:
         """Arguments of a step."""
@@ -127,10 +139,7 @@ def configured(setting: Any = None) -> Mask | None:
     if unknown:
         raise CallError(f"a mask has no field '{unknown[0]}', only 'mask', 'arguments' and 'layers'")
     mask = _named(setting["mask"])
-    layers = setting.get("layers", mask.layers)
-    if layers not in _LAYERS:
-        raise CallError(f"layers of a mask must be one of {', '.join(_LAYERS)}, got {layers!r}")
-    return Mask(mask.variant, setting.get("arguments", mask.arguments), layers)
+    return Mask(mask.variant, setting.get("arguments", mask.arguments), setting.get("layers", mask.layers))
 
 
 def _named(name: str) -> Mask:

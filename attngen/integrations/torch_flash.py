@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.errors import NoKernelError
+from attngen.errors import CallError, NoKernelError
 from attngen.integrations.choice import attend
 from attngen.integrations.flash_arguments import SPEC as DENSE_SPEC
 from attngen.integrations.flash_arguments import candidates_for, contiguous_rows, packing_of, sequences_of
@@ -46,8 +46,14 @@ class _Active:
 
 
 def activate(dispatch_key: str = "CUDA") -> _Active:
-    """Put attngen in the place of torch's flash attention, until the result's ``remove``."""
-    library = torch.library.Library("aten", "IMPL", dispatch_key)
+    """Put attngen in the place of torch's flash attention, until the result's ``remove``.
+
+    Raises CallError for a key that torch does not know.
+    """
+    try:
+        library = torch.library.Library("aten", "IMPL", dispatch_key)
+    except RuntimeError:
+        raise CallError(f"dispatch_key must be one of torch's, such as CUDA, got {dispatch_key!r}") from None
     for name, function in (
         ("_flash_attention_forward", forward),
         ("_flash_attention_forward_no_dropout_inplace", forward_into),

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from attngen.lang.biases import is_of_pair
-from attngen.lang.folding import ONE, PRODUCT, Slope, fold_variant, fold_slope, split_slope_factors
+from attngen.lang.folding import ONE, PRODUCT, Slope, fold_slope, fold_variant, split_slope_factors
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own
-from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import linear, mul
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan

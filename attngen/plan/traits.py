@@ -10,7 +10,7 @@ from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
 from attngen.lang.distances import distance_values
 from attngen.lang.divisors import prepared, wide_names
 from attngen.lang.facts import Facts
-from attngen.lang.folding import PRODUCT, fold_variant, fold_slope, value_of_distance
+from attngen.lang.folding import PRODUCT, fold_slope, fold_variant, value_of_distance
 from attngen.lang.ir import Expr, Load, Op, children, names, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.runs import by_position, score_by_position

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attngen.lang.emit import Binding, EmittedMany
-from attngen.lang.folding import ONE, PRODUCT, Slope, fold_variant, fold_slope, is_finite
+from attngen.lang.folding import ONE, PRODUCT, Slope, fold_slope, fold_variant, is_finite
 from attngen.lang.ir import Expr, Load, Var, names
 from attngen.lang.simplify import mul
 from attngen.lang.statements import Code, Statement, declared, depending, joined, leaf, reads, statement, written

@@ -21,7 +21,6 @@ from attngen.lang.folding import (
     split_queries,
 )
 from attngen.lang.ir import POSITION, Expr, names
-from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Code, Statement, declared, depending, leaf, needed, reads, statement, written
 from attngen.plan.model import Plan

@@ -22,7 +22,6 @@ from attngen.lang.folding import (
 from attngen.lang.ir import POSITION, Expr, Op, Type, Var, names, own, rewrite, spelled, walk
 from attngen.lang.naming import label
 from attngen.lang.powers import argument_of
-from attngen.lang.runs import score_by_position
 from attngen.lang.statements import Code, Statement, declared, depending, leaf, needed, reads, statement
 from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX

@@ -88,7 +88,7 @@ def gradients_with(
 
 
 def trained(forward: str, backward: str, case: Case, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs, results and gradients, as float64 tensors by name, of a forward and of a backward that takes its results."""
+    """Inputs, results and gradients of a forward, and of a backward that takes its results: float64, by name."""
     one = ready(forward, case, **arguments)
     one.launch()
     q, k, v = one.inputs.q, one.inputs.k, one.inputs.v
