@@ -14,10 +14,12 @@ from attngen.errors import suggest
 if TYPE_CHECKING:
     from attngen.integrations import (
         bert_padding,
+        context_parallel,
         diffusers,
         engines,
         flash_attn,
         flash_attn_3,
+        flash_attn_4,
         flash_mla,
         flex_attention,
         sageattention,
@@ -31,10 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "bert_padding",
+    "context_parallel",
     "diffusers",
     "engines",
     "flash_attn",
     "flash_attn_3",
+    "flash_attn_4",
     "flash_mla",
     "flex_attention",
     "sageattention",

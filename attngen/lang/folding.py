@@ -107,8 +107,8 @@ def fold_variant(variant: Variant, *, fast_math: bool, heads: Heads = "single", 
 
 
 class _MayFall:
-    """Whether a term or an arm of a score is a literal below ``LEAST_LOGIT``, or an element for each key that may be:
-    of a float mask."""
+    """Whether a term or an arm of a score, or what a constant multiplies there, is a literal below ``LEAST_LOGIT``, or
+    an element for each key that may be: of a float mask."""
 
     def __init__(self, variant: Variant) -> None:
         least = float(LEAST_LOGIT.value)
@@ -123,6 +123,8 @@ class _MayFall:
             case Op(op="add" | "sub", args=args, type=Type.FLOAT):
                 return any(map(self, args))
             case Op(op="select", args=(_, a, b), type=Type.FLOAT):
+                return self(a) or self(b)
+            case Op(op="mul", args=(a, b)) if not (_varies(a) and _varies(b)):
                 return self(a) or self(b)
             case Load(tensor=tensor, indices=(*_, last), type=Type.FLOAT):
                 return last == _KV and tensor in self._masks

@@ -98,9 +98,26 @@ def test_tiles_fit_shared_memory(mask: str, head_dim: int) -> None:
     assert plan.structure.shared_bytes <= ARCHES["sm90a"].shared_memory
 
 
+@pytest.mark.parametrize(
+    ("dtype", "more", "bounded"),
+    [("bf16", "", True), ("fp32", "", True), ("bf16", ", range: {min: -100.0, max: 0.0}", False), ("fp16", "", False)],
+)
+def test_logits_are_bounded_where_a_bias_may_be_the_least_value_of_its_dtype(
+    dtype: str, more: str, bounded: bool
+) -> None:
+    """The least value of fp16 is far above the bound."""
+    bias = f"bias: {{dtype: {dtype}, shape: [h, seqlen_q, seqlen_k]{more}}}"
+    for score in ("s + bias[h, q, kv]", "s + 0.5 * bias[h, q, kv]", "s + bias[h, q, kv] if h < 4 else s"):
+        forward = render(scored(score, bias)).text
+        declared = f"variants:\n  own: {{score: '{score}', tensors: {{{bias}}}}}\n"
+        fields = {"passes": "backward", "backward": "{backend: cuda}", "declared": declared}
+        backward = render(planned("own", head_dim=128, dtype="bf16", arch="sm90a", **fields)).text
+        assert ("-131072.0f" in forward) == ("-131072.0f" in backward) == bounded
+
+
 def test_a_sum_with_biases_alone_is_multiplied_once() -> None:
     text = render(scored("s + bias[h, q, kv]", OF_HEADS)).text
-    assert "x = x * softmax_scale + element_of<bf16>(bias_pairs, i, row);" in text
+    assert "= x * softmax_scale + element_of<bf16>(bias_pairs, i, row);" in text
     assert "exponentiate<Element>(s, kLog2e, row_max, p, sum);" in text
 
 
