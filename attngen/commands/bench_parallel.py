@@ -86,7 +86,7 @@ def masks(seqlen: int) -> list[Mask]:
         Mask("causal", {"causal": 1}),
         Mask("window", {"sliding_window": 1}, window),
         Mask("documents", {"causal": 1}, documents=lengths(seqlen)),
-        Mask("prefix", {"prefix_lm": 1}, {"prefix": torch.tensor([seqlen // 4], dtype=torch.int32)}),
+        Mask("prefix", {"prefix_lm": 1}, {"prefix": torch.tensor([seqlen // 4], dtype=torch.int32, device="cpu")}),
         Mask("hybrid", {"causal": 1, "sliding_window": 3}, window),
     ]
 
@@ -95,7 +95,8 @@ def lengths(seqlen: int) -> tuple[int, ...]:
     """Lognormal lengths of documents that fill a sequence."""
     generator, drawn = torch.Generator().manual_seed(0), list[int]()
     while sum(drawn) < seqlen:
-        drawn.append(int(torch.empty(1).log_normal_(8.0, 1.0, generator=generator).clamp(64, max(seqlen // 2, 64))))
+        length = torch.empty(1, dtype=torch.float32, device="cpu").log_normal_(8.0, 1.0, generator=generator)
+        drawn.append(int(length.clamp(64, max(seqlen // 2, 64))))
     drawn[-1] -= sum(drawn) - seqlen
     return tuple(drawn)
 

@@ -44,7 +44,7 @@ class Look:
         if not tensor.is_cuda:
             self._read(answers)
             return
-        self._answers = torch.full((2,), _PENDING, dtype=answers.dtype, pin_memory=True)
+        self._answers = torch.full((2,), _PENDING, dtype=answers.dtype, pin_memory=True, device="cpu")
         self._answers.copy_(answers, non_blocking=True)
         self._done = torch.cuda.Event()
         self._done.record(torch.cuda.current_stream(tensor.device))

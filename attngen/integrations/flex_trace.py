@@ -128,7 +128,9 @@ class _Gathers(TorchFunctionMode):
                     gathered = self._recorder.gather(tensor, indices)
                     if gathered is not None:
                         return gathered
-                return _aten.index(tensor, [i if isinstance(i, Tensor) else torch.tensor(i) for i in indices])
+                return _aten.index(
+                    tensor, [i if isinstance(i, Tensor) else torch.tensor(i, device="cpu") for i in indices]
+                )
         result = func(*args, **(kwargs or {}))
         if func not in _ABOUT and not isinstance(result, Tensor):
             self._recorder.read(args)  # tolist and the like are not dispatched
@@ -177,7 +179,7 @@ class _Recorder(TorchDispatchMode):
         """Return an element of a tensor, which is read where it is used, unless its value is looked at here."""
         known = self.known.get(id(tensor))
         if not isinstance(known, Given):
-            return _aten.index(tensor, [torch.tensor(i) for i in indices])
+            return _aten.index(tensor, [torch.tensor(i, device="cpu") for i in indices])
         places = tuple(i + size if i < 0 else i for i, size in zip(indices, known.shape, strict=True))
         with torch._C._DisableTorchDispatch():
             result = tensor[places]

@@ -24,7 +24,7 @@ def inputs_of(model: Any) -> dict[str, Any] | str:
         channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", 3)
         first = next(iter(takes))
         rows = torch.empty(TOKENS, channels * patch, dtype=model.dtype, device="meta")
-        return {first: rows, "grid_thw": torch.tensor([[1, 4, TOKENS // 4]])}
+        return {first: rows, "grid_thw": torch.tensor([[1, 4, TOKENS // 4]], device="cpu")}
     if main == "pixel_values" or ("pixel_values" in takes and main not in takes):
         main = "pixel_values"
         seen = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config

@@ -204,7 +204,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
             shape = (2, scheduler.max_num_batched_tokens)
             pinned = device.type == "cuda"
             self._images = (
-                torch.empty(shape, dtype=torch.int32, pin_memory=pinned),
+                torch.empty(shape, dtype=torch.int32, pin_memory=pinned, device="cpu"),
                 torch.empty(shape, dtype=torch.int32, device=device),
             )
         sharded = getattr(kv_cache_spec, "dcp_sharded", True)

@@ -58,9 +58,8 @@ def decode(
     here = {
         names.ROW_BEGIN: position, names.KEY_BEGIN: begin, names.TOKENS: total, names.TOTAL: total * q.shape[0]
     }  # fmt: skip
-    cutter = Cutter(
-        total, torch.arange(position, total), torch.arange(begin, begin + k.shape[1]), _not_spread, _not_spread
-    )
+    rows, keys = (torch.arange(a, b, device="cpu") for a, b in ((position, total), (begin, begin + k.shape[1])))
+    cutter = Cutter(total, rows, keys, _not_spread, _not_spread)
     arguments = {
         **values, **own_values(stated, here),
         **cutter.values({name: cut for name, cut in own.cuts.items() if cut.of in values}, values, stated.name),

@@ -99,7 +99,7 @@ class Plan:
         """Position of each token of a rank in its sequence or document, as rotary embeddings take them: int64."""
         rows = self.rows(rank)
         if self.cu_seqlens is not None:
-            offsets = torch.tensor(self.cu_seqlens)
+            offsets = torch.tensor(self.cu_seqlens, device="cpu")
             rows = rows - offsets[torch.searchsorted(offsets, rows, right=True) - 1]
         return rows.to(device or "cpu")
 
@@ -372,7 +372,7 @@ class Plan:
 
     def _cutter(self, rank: int, route: Route, device: torch.device, keys: Tensor | None = None) -> Cutter:
         """Cutter of tensors to the rows of a rank, and to the keys that a route brings."""
-        keys = torch.empty(0, dtype=torch.int64) if keys is None else keys
+        keys = torch.empty(0, dtype=torch.int64, device="cpu") if keys is None else keys
         return Cutter(
             self.seqlen, self.rows(rank, device=device), keys.to(device),
             lambda x, axis: x if self.sharding.one_holds_all else self._arrived(route, x, axis),

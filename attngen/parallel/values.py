@@ -45,7 +45,7 @@ def values_of_mask(
             f"{', '.join(f'{name}=…' for name in missing)} as arguments of the plan"
         )
     known = {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in known.items()}
-    row = torch.zeros(8)
+    row = torch.zeros(8, dtype=torch.float32, device="cpu")
     q, k = row.expand(batch, seqlen, heads[0], 8), row.expand(batch, seqlen, heads[1], 8)
     scalars = tuple(s for s in variant.scalars if s.name in known or s.const is not None)
     part = replace(

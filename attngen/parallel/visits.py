@@ -242,7 +242,7 @@ class _Grid:
             for extent, length in zip(variant.tensor(name).shape, tensor.shape, strict=True)
             if isinstance(extent, str) and extent not in self._plain
         }
-        first = torch.arange(self._count) * tile
+        first = torch.arange(self._count, device="cpu") * tile
         last = (first + tile - 1).clamp(max=seqlen - 1)
         self._corners = {"q_lo": first, "q_hi": last, "q_pos_lo": first, "q_pos_hi": last}
 
@@ -252,8 +252,10 @@ class _Grid:
         tiles = np.arange(self._count)
         lows, highs = [], []
         for interval in known.visible:
-            lo = torch.zeros(()) if interval.lo is None else self._value(interval.lo, self._corners)
-            hi = torch.tensor(self._seqlen) if interval.hi is None else self._value(interval.hi, self._corners)
+            lo, hi = (
+                torch.tensor(bound, device="cpu") if end is None else self._value(end, self._corners)
+                for end, bound in ((interval.lo, 0), (interval.hi, self._seqlen))
+            )
             lo, hi = (end.clamp(0, self._seqlen).to(torch.int64).expand(self._count).numpy() for end in (lo, hi))
             first, last = lo // self._tile, -(-hi // self._tile)
             lows.append(np.where(lo < hi, first, self._count))
@@ -276,7 +278,7 @@ class _Grid:
         """Runs of the tiles within the bands of which some pair may be visible."""
         parts = separated(self._variant.mask, self._facts)
         may, _ = classify(parts.mask, self._facts, nodes=_NODES, statistics=parts.statistics)
-        first = torch.arange(self._count)[None, :] * self._tile
+        first = torch.arange(self._count, device="cpu")[None, :] * self._tile
         keys: dict[str, Tensor] = {"kv_lo": first, "kv_hi": (first + self._tile - 1).clamp(max=self._seqlen - 1)}
         queries = {name: corner[:, None] for name, corner in self._corners.items()}
         for statistic in parts.statistics:
@@ -305,7 +307,7 @@ class _Grid:
 
     def _ends(self, statistic: Statistic) -> Iterator[tuple[str, Tensor]]:
         """The least and greatest value of a statistic over each tile, and whether all are numbers, by their names."""
-        place = torch.arange(self._seqlen)
+        place = torch.arange(self._seqlen, device="cpu")
         axes = ("q", "q_pos", "q_global") if statistic.axis == "q" else ("kv", "kv_global")
         values = self._value(statistic.value, dict.fromkeys(axes, place)).broadcast_to((self._seqlen,))
         if statistic.value.type is Type.BOOL:

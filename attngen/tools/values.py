@@ -108,7 +108,7 @@ class _Chooser:
     # --- randomness -----------------------------------------------------------------------------------------
 
     def _uniform(self) -> float:
-        return float(torch.rand((), generator=self._generator))
+        return float(torch.rand((), generator=self._generator, dtype=torch.float32, device="cpu"))
 
     def _integer(self, low: int, high: int) -> int:
         """Return an integer from low to high inclusive, small distances from low as likely as large ones."""
@@ -189,7 +189,7 @@ class _Chooser:
             value = low + distance
         else:
             value = high - distance if high is not None else 2 * self._uniform() - 1
-        exact = float(torch.tensor(value, dtype=torch.float32))  # as a kernel gets it
+        exact = float(torch.tensor(value, dtype=torch.float32, device="cpu"))  # as a kernel gets it
         return min(exact if low is None else max(exact, low), math.inf if high is None else high)
 
     # --- tensors --------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class _Chooser:
 
     def _tensor(self, tensor: Tensor, shape: list[int]) -> torch.Tensor:
         if tensor == RNG_STATE:
-            return torch.randint(-(2**63), 2**63 - 1, shape, generator=self._generator)
+            return torch.randint(-(2**63), 2**63 - 1, shape, generator=self._generator, device="cpu")
         dtype = getattr(torch, dtype_row(tensor.dtype).torch)
         kind = dtype_row(tensor.dtype).kind
         if kind == "bool":
@@ -216,29 +216,33 @@ class _Chooser:
         if tensor.monotone is not None and tensor.monotone.runs is not None:
             return self._runs(shape, tensor.monotone.axis % len(shape), (low, high), tensor.monotone.runs).to(dtype)
         if self._values != "random" and math.isfinite(low if self._values == "least" else high):
-            return torch.full(shape, low if self._values == "least" else high).to(dtype)
+            return torch.full(shape, low if self._values == "least" else high, dtype=dtype, device="cpu")
         if tensor.monotone is not None:
             axis = tensor.monotone.axis % len(shape)
             return self._staircase(shape, axis, (low, high), whole=kind == "int").to(dtype)
         if kind == "int":
             spread = (2, 4, int(high - low))[int(3 * self._uniform())]
-            return torch.randint(int(low), int(min(high, low + spread)) + 1, shape, generator=self._generator).to(dtype)
+            return torch.randint(
+                int(low), int(min(high, low + spread)) + 1, shape, generator=self._generator, device="cpu"
+            ).to(dtype)
         return self._floats(shape, low, high).to(dtype)
 
     def _floats(self, shape: list[int], low: float, high: float) -> torch.Tensor:
         if math.isfinite(low) and math.isfinite(high):
-            return low + (high - low) * torch.rand(shape, generator=self._generator)
-        return (0.25 * torch.randn(shape, generator=self._generator)).clamp(low, high)
+            return low + (high - low) * torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        return (0.25 * torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")).clamp(
+            low, high
+        )
 
     def _runs(self, shape: list[int], axis: int, limits: Range, runs: int) -> torch.Tensor:
         """Return a tensor that goes up by one along ``axis`` within runs of ``runs`` elements, and at some of the first
         of a run by more: as far as the limits leave room."""
         length = shape[axis]
-        places = torch.arange(length)
+        places = torch.arange(length, device="cpu")
         low = int(limits[0]) if math.isfinite(limits[0]) else 0
         room = int(min(limits[1], low + 4 * self._case.seqlen_k)) - low - length + 1
-        jumps = torch.zeros(-(-length // runs), dtype=torch.int64)
-        for jump in torch.randint(0, max(len(jumps), 1), (3,), generator=self._generator).tolist():
+        jumps = torch.zeros(-(-length // runs), dtype=torch.int64, device="cpu")
+        for jump in torch.randint(0, max(len(jumps), 1), (3,), generator=self._generator, device="cpu").tolist():
             jumps[jump:] += runs * self._integer(0, max(room // (3 * runs), 0))
         line = low + places + jumps.repeat_interleave(runs)[:length]
         return line.view([length if n == axis else 1 for n in range(len(shape))]).expand(shape).contiguous()
@@ -254,24 +258,25 @@ class _Chooser:
         rows = []
         for _ in range(math.prod(others)):
             steps = self._integer(1, min(6, max(length, 1)))
-            places = torch.randint(0, max(length, 1), (steps,), generator=self._generator).sort().values
+            places = torch.randint(0, max(length, 1), (steps,), generator=self._generator, device="cpu").sort().values
             places[0] = 0
             low, high = (limit if math.isfinite(limit) else other for limit, other in zip(limits, (0, 1), strict=True))
-            heights = low + (high - low) * torch.rand(steps, generator=self._generator).sort().values
+            shares = torch.rand(steps, generator=self._generator, dtype=torch.float32, device="cpu").sort().values
+            heights = low + (high - low) * shares
             if whole:
                 heights = heights.floor()
             if by_place:
                 heights = (low + places).clamp(max=high).float()
-            rows.append(heights[torch.searchsorted(places, torch.arange(length), right=True) - 1])
-        table = torch.stack(rows) if rows else torch.empty(0, length)
+            rows.append(heights[torch.searchsorted(places, torch.arange(length, device="cpu"), right=True) - 1])
+        table = torch.stack(rows) if rows else torch.empty(0, length, dtype=torch.float32, device="cpu")
         return table.reshape(*others, length).movedim(-1, axis).contiguous()
 
     def _bools(self, shape: list[int]) -> torch.Tensor:
         if self._values != "random":
-            return torch.full(shape, self._values == "most")
-        noise = torch.rand(shape, generator=self._generator) < 0.5
+            return torch.full(shape, self._values == "most", dtype=torch.bool, device="cpu")
+        noise = torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu") < 0.5
         coarse = [*shape[:-2], *(-(-extent // _BLOCK) for extent in shape[-2:])]
-        kind = torch.randint(0, 3, coarse, generator=self._generator)
+        kind = torch.randint(0, 3, coarse, generator=self._generator, device="cpu")
         for axis in range(max(len(shape) - 2, 0), len(shape)):
             kind = kind.repeat_interleave(_BLOCK, dim=axis).narrow(axis, 0, shape[axis])
         return torch.where(kind == 0, False, torch.where(kind == 1, True, noise))

@@ -88,11 +88,13 @@ def check_lists(call: Call) -> None:
     keys = call.seqused_k
     if keys is None and call.cu_seqlens_k is not None:
         keys = call.cu_seqlens_k.diff()
-    held = torch.full((call.batch,), call.seqlen_k, device=call.device) if keys is None else keys.to(call.device)
+    if keys is None:
+        keys = torch.full((call.batch,), call.seqlen_k, device=call.device, dtype=torch.int64)
+    held = keys.to(call.device)
     each = "keys" if lists.block == 1 else f"blocks of {lists.block} keys"
     _check_list(call, INDICES.name, TOPK_LENGTH.name, -(-held // lists.block), each)
     if lists.extra:
-        slots = torch.full((call.batch,), extra_slots(call), device=call.device)
+        slots = torch.full((call.batch,), extra_slots(call), device=call.device, dtype=torch.int64)
         _check_list(call, EXTRA_INDICES.name, EXTRA_TOPK_LENGTH.name, slots, "rows of the second cache")
 
 

@@ -52,7 +52,7 @@ def draw(device: torch.device) -> Tensor:
 
 def rate_of(call: Call) -> tuple[int, float]:
     """Return the threshold of a call, and what multiplies the probabilities that are kept."""
-    rate = torch.tensor(call.scalars[DROPOUT_P.name], dtype=torch.float32)  # as a kernel gets it
+    rate = torch.tensor(call.scalars[DROPOUT_P.name], dtype=torch.float32, device="cpu")  # as a kernel gets it
     threshold = min(int(rate * UNITS + 0.5), UNITS - 1)
     return threshold, UNITS / (UNITS - threshold)
 

@@ -75,7 +75,7 @@ def strides(call: Quantize) -> dict[tuple[str, Any], int]:
     steps_of = rotary_strides(call.rotary_cos, call.rotary_sin)
     for name in "qkv":
         tensor: Tensor = getattr(call, name)
-        result = torch.empty(tensor.shape, device="meta")
+        result = torch.empty(tensor.shape, device="meta", dtype=torch.float32)
         for of, one in ((name, tensor), (f"{name}_out", result)):
             steps = in_rows(one, call.layout).stride()
             steps_of |= {(of, axis): step for axis, step in zip(("b", "s", "h"), steps, strict=False)}

@@ -132,7 +132,7 @@ class Entry:
         """Count the tiles; waits for the GPU."""
         assert self.words is not None
         words = self.words[: self.shape.row_words] if self.shape.slots else self.words
-        places = torch.arange(32, dtype=torch.int32)
+        places = torch.arange(32, dtype=torch.int32, device="cpu")
         bits = words.cpu().reshape(-1, 2, self.shape.words)[..., None] >> places & 1
         full, partial = bits.sum((0, 2, 3)).tolist()
         for _, end in self.times:

@@ -62,8 +62,10 @@ def causal_mask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 def functions(device: str) -> dict[str, tuple[Mod, Mod | None]]:
     """mask_mod and score_mod of each variant; each call makes new functions."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(DOCUMENT // 2, 3 * DOCUMENT // 2, (2 * SEQLEN // DOCUMENT,), generator=generator)
-    doc = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[:SEQLEN].int().to(device)
+    lengths = torch.randint(
+        DOCUMENT // 2, 3 * DOCUMENT // 2, (2 * SEQLEN // DOCUMENT,), generator=generator, device="cpu"
+    )
+    doc = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)[:SEQLEN].int().to(device)
     slopes = torch.exp2(-8.0 * torch.arange(1, HEADS + 1, device=device) / HEADS)
     return {
         "causal": (lambda b, h, q, kv: q >= kv, None),
@@ -159,7 +161,7 @@ def _warm() -> None:
     """Import and start both compilers on something else, so that the first variant is as the others."""
     for module in ("plan", "render", "tools.build.pipeline"):
         import_module(f"attngen.{module}")
-    x = torch.ones(64, device="cuda", requires_grad=True)
+    x = torch.ones(64, device="cuda", requires_grad=True, dtype=torch.float32)
     torch.compile(lambda x: x.sin().sum())(x).backward()
 
 

@@ -57,7 +57,7 @@ def qkv() -> list[Any]:
     """Random q, k and v on the GPU."""
     import torch
 
-    return [torch.randn(SHAPE, device="cuda").bfloat16() for _ in range(3)]
+    return [torch.randn(SHAPE, device="cuda", dtype=torch.float32).bfloat16() for _ in range(3)]
 
 
 def started() -> dict[str, float]:
@@ -67,7 +67,7 @@ def started() -> dict[str, float]:
 
     imported = clock() - start
     start = clock()
-    torch.zeros(1, device="cuda")
+    torch.zeros(1, device="cuda", dtype=torch.float32)
     torch.cuda.synchronize()
     return {"import torch s": imported, "start of CUDA s": clock() - start}
 

@@ -163,10 +163,10 @@ def _keywords(kernel: Kernel, package: str, work: Workload, one: Tensors) -> dic
     """Keyword arguments of a call on a kernel, or on others of its variant and dtype."""
     keywords = {"variant": kernel.variant_name, "package": package, **work.arguments}
     if kernel.dtype in QUANTIZED_DTYPES:  # numbers of about 1, whose scale is 1
-        keywords |= dict.fromkeys(DESCALES, torch.ones((), device=one.q.device))
+        keywords |= dict.fromkeys(DESCALES, torch.ones((), device=one.q.device, dtype=torch.float32))
         keywords["out_dtype"] = TORCH_DTYPES[kernel.dtype_of("out").name]
     elif kernel.v_of_key and kernel.dtype_of("k").name in QUANTIZED_DTYPES:
-        keywords["k_descale"] = torch.ones((), device=one.q.device)
+        keywords["k_descale"] = torch.ones((), device=one.q.device, dtype=torch.float32)
     return keywords
 
 

@@ -48,7 +48,7 @@ class Assumed:
     def __getitem__(self, places: Sequence[torch.Tensor | slice | int]) -> torch.Tensor:
         """The elements at broadcast indices, or of a slice along one axis: int64, float32 or bool."""
         indices = [
-            torch.arange(extent)[place] if isinstance(place, slice) else torch.as_tensor(place)
+            torch.arange(extent, device="cpu")[place] if isinstance(place, slice) else _tensor(place)
             for place, extent in zip(places, self.shape, strict=True)
         ]
         if self.declared.dtype == "bool":
@@ -115,7 +115,7 @@ class Assumed:
             start = _hashed(self.seed + step, others).remainder(length) if others else _place(self.seed + step, length)
             passed = start <= along
             reached = reached + passed
-            place = torch.where(passed, torch.maximum(place, torch.as_tensor(start)), place)
+            place = torch.where(passed, torch.maximum(place, start), place)
         if self._by_place:
             return place + int(low)
         if self._whole:
@@ -123,13 +123,17 @@ class Assumed:
         return (low + (high - low) * reached / (STEPS - 1)).to(torch.float32)
 
 
+def _tensor(place: torch.Tensor | int) -> torch.Tensor:
+    return place if isinstance(place, torch.Tensor) else torch.tensor(place, device="cpu")
+
+
 def _place(seed: int, length: int) -> torch.Tensor:
-    return _mixed(torch.tensor(seed)).remainder(length)
+    return _mixed(torch.tensor(seed, device="cpu")).remainder(length)
 
 
 def _hashed(seed: int, indices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return 64 random bits for each index. Axes along which an index only repeats are left out."""
-    bits = _mixed(torch.tensor(seed))
+    bits = _mixed(torch.tensor(seed, device="cpu"))
     for index in indices:
         bits = _mixed(bits + _narrow(index))
     return bits

@@ -221,7 +221,7 @@ def _bound(
     if kv_heads is not None and (type(kv_heads) is not int or not 0 < kv_heads < 2**31):
         raise CallError(f"kv_heads must be a number of heads, at least 1, got {kv_heads!r}")
     device = next((value.device for value in arguments.values() if isinstance(value, Tensor)), torch.device("cpu"))
-    row = torch.zeros(8, device=device)
+    row = torch.zeros(8, device=device, dtype=torch.float32)
     q, k = row.expand(batch, queries, heads, 8), row.expand(batch, keys, heads if kv_heads is None else kv_heads, 8)
     own = {name: value for name, value in arguments.items() if name not in (DROPOUT_P.name, RNG_STATE.name)}
     call = bind(

@@ -128,7 +128,7 @@ def tile_kinds(
     plan: Plan, seqlen: int, arguments: Mapping[str, Any], place: tuple[int, int] = (0, 0)
 ) -> tuple[tuple[int, ...], ...]:
     """For each tile of queries and each of keys, 0 if no pair is visible, 1 if some are, 2 if all are."""
-    first = torch.arange(-(-seqlen // plan.tile_m)) * plan.tile_m
+    first = torch.arange(-(-seqlen // plan.tile_m), device="cpu") * plan.tile_m
     return tuple(map(tuple, _Grid(plan, seqlen, arguments, first, place).mask()[1].tolist()))
 
 
@@ -144,8 +144,8 @@ def _sample(tiles: int, work: int) -> Tensor:
     """
     count = min(tiles, max(_WORK // work, 1))
     if count == tiles:
-        return torch.arange(tiles)
-    part = torch.arange(count, dtype=torch.float64)
+        return torch.arange(tiles, device="cpu")
+    part = torch.arange(count, dtype=torch.float64, device="cpu")
     return ((part + (part * _GOLDEN + 0.5).frac()) * (tiles / count)).to(torch.int64).clamp(max=tiles - 1)
 
 
@@ -172,9 +172,9 @@ def _skipping_steps(
     consumers = plan.structure.consumers
     whole = _Grid(plan, seqlen, arguments, first, place)
     loaded = whole.loaded()
-    starts = first[:, None] + ROWS * torch.arange(consumers)
+    starts = first[:, None] + ROWS * torch.arange(consumers, device="cpu")
     own = starts < seqlen  # consumers whose rows lie after the end see nothing
-    seen = torch.zeros(*starts.shape, loaded.shape[1], dtype=torch.bool)
+    seen = torch.zeros(*starts.shape, loaded.shape[1], dtype=torch.bool, device="cpu")
     offsets = whole.offsets[:, None].expand(starts.shape)[own]
     seen[own] = _Grid(replace(plan, tile_m=ROWS), seqlen, arguments, starts[own], place, offsets).loaded()
     return sum(
@@ -237,7 +237,7 @@ class _Grid:
 
     def _own_offsets(self) -> Tensor:
         if not self._end_alignment:
-            return torch.zeros(self._tiles, dtype=torch.int64)
+            return torch.zeros(self._tiles, dtype=torch.int64, device="cpu")
         n, (lo, hi) = self._plan.tile_n, self._ends(self._bands.visible[0])
         last = -(-hi.clamp(0, self._seqlen) // self._end_alignment) * self._end_alignment
         return torch.where(lo >= n, last % n, 0)
@@ -245,21 +245,21 @@ class _Grid:
     def mask(self) -> tuple[int, Tensor]:
         """Return the number of visible pairs, and for each tile 0 (nothing), 1 (part) or 2 (all of it visible)."""
         m, n, seqlen = self._plan.tile_m, self._plan.tile_n, self._seqlen
-        rows = (self._first[:, None] + torch.arange(m)).flatten()
-        tile = torch.arange(self._tiles).repeat_interleave(m)
+        rows = (self._first[:, None] + torch.arange(m, device="cpu")).flatten()
+        tile = torch.arange(self._tiles, device="cpu").repeat_interleave(m)
         rows, tile = rows[rows < seqlen], tile[rows < seqlen]
-        sums = torch.zeros(self._tiles, -(-seqlen // n), dtype=torch.int64)
+        sums = torch.zeros(self._tiles, -(-seqlen // n), dtype=torch.int64, device="cpu")
         elements = max(_BLOCK_BYTES // (_ELEMENT * _cost(self._plan.variant.mask)), n)
         width = min(elements // n * n, sums.shape[1] * n)
         height = max(elements // width, 1)
         for start in range(0, len(rows), height):
             q = rows[start : start + height, None]
             for left in range(0, seqlen, width):
-                kv = torch.arange(left, min(left + width, seqlen))[None, :]
+                kv = torch.arange(left, min(left + width, seqlen), device="cpu")[None, :]
                 visible = self._visible(q, kv)
                 padded = torch.nn.functional.pad(visible, (0, -visible.shape[1] % n)).unflatten(1, (-1, n)).sum(2)
                 sums[:, left // n : left // n + padded.shape[1]].index_add_(0, tile[start : start + height], padded)
-        lengths = torch.zeros(self._tiles, dtype=torch.int64).index_add_(0, tile, torch.ones_like(tile))
+        lengths = torch.zeros(self._tiles, dtype=torch.int64, device="cpu").index_add_(0, tile, torch.ones_like(tile))
         seen = (sums > 0).to(torch.int8) + (sums == lengths[:, None] * n).to(torch.int8)
         return int(sums.sum()), seen
 
@@ -279,7 +279,7 @@ class _Grid:
         n = self._plan.tile_n
         if self._end_alignment:
             return self._in_end_aligned_ranges()
-        tiles = torch.arange(self._whole)[None, :]
+        tiles = torch.arange(self._whole, device="cpu")[None, :]
         visited = self._in_ranges(self._whole, self._whole * n)
         full = torch.zeros_like(visited)
         for interval in self._bands.full:
@@ -290,7 +290,7 @@ class _Grid:
     def _in_end_aligned_ranges(self) -> tuple[int, int]:
         """As ``in_ranges`` where the tiles of keys of a query tile begin anywhere."""
         visited = self.loaded()
-        start = torch.arange(visited.shape[1])[None, :] * self._plan.tile_n + self.offsets[:, None]
+        start = torch.arange(visited.shape[1], device="cpu")[None, :] * self._plan.tile_n + self.offsets[:, None]
         full = torch.zeros_like(visited)
         for interval in self._bands.full:
             first, last = self._ends(interval)
@@ -303,12 +303,12 @@ class _Grid:
 
     def _in_ranges(self, count: int, extent: int) -> Tensor:
         bounded = Bands(self._bands.visible, (), exact=True)
-        tiles = torch.arange(count)[None, :]
+        tiles = torch.arange(count, device="cpu")[None, :]
         if self._end_alignment:
             start, n = tiles * self._plan.tile_n + self.offsets[:, None], self._plan.tile_n
             lo, hi = (end[:, None].clamp(0, self._seqlen) for end in self._ends(self._bands.visible[0]))
             return (start + n > lo) & (start < hi) & (lo < hi)
-        visited = torch.zeros(self._tiles, count, dtype=torch.bool)
+        visited = torch.zeros(self._tiles, count, dtype=torch.bool, device="cpu")
         for lo, hi in segments(bounded, self._plan.tile_n, integer(extent), self._facts).partial:
             visited |= (tiles >= self._value(lo)[:, None]) & (tiles < self._value(hi)[:, None])
         return visited
@@ -316,11 +316,11 @@ class _Grid:
     def classified(self) -> tuple[int, int]:
         """Return full and partial tiles of a kernel that looks at each tile within the hull of its bands."""
         n = self._plan.tile_n
-        first = torch.arange(self._whole)[None, :] * n
+        first = torch.arange(self._whole, device="cpu")[None, :] * n
         shape = (self._tiles, self._whole)
         classes = classify(self._plan.variant.mask, self._facts, heads=self._plan.box_heads)
         may, must = (self._classes(each, first) for each in classes)
-        inside = torch.zeros(shape, dtype=torch.bool)
+        inside = torch.zeros(shape, dtype=torch.bool, device="cpu")
         if self._bands.visible:
             ends = [self._ends(interval) for interval in self._bands.visible]
             lo = torch.stack([end[0] for end in ends]).amin(0)[:, None]  # the hull
@@ -344,7 +344,7 @@ class _Grid:
         start = self._whole * self._plan.tile_n
         if start == self._seqlen:
             return 0
-        reached = torch.zeros(self._tiles, dtype=torch.bool)
+        reached = torch.zeros(self._tiles, dtype=torch.bool, device="cpu")
         for interval in self._bands.visible:
             lo, hi = self._ends(interval)
             reached |= (hi > start) & (lo < self._seqlen)

@@ -90,13 +90,13 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Appen
     dtype, chunk = TORCH_DTYPES[kernel.dtype], CHUNK_BYTES // kernel.main.dtype_of("q").bytes
 
     def whole(high: int, *shape: int, low: int = 0) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32).to(device)
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32, device="cpu").to(device)
 
     def real(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype).to(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype).to(device)
 
     batch, new = (24, 17) if case.long else (5, 3)
-    news = whole(2 * new, batch) if case.packed else torch.full((batch,), new, device=device)
+    news = whole(2 * new, batch) if case.packed else torch.full((batch,), new, device=device, dtype=torch.int64)
     tokens = int(news.sum()) + (4 if case.packed else 0)  # rows of no sequence
     shape = (tokens,) if case.packed else (batch, new)
     cached_name = kernel.dtype_of("k").name
@@ -118,18 +118,18 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Appen
     if case.packed:
         starts = torch.cat([news.new_zeros(1), news.cumsum(0)]).int()
     if case.place == "pages":
-        order = torch.randperm(entries, generator=generator).int().to(device)
+        order = torch.randperm(entries, generator=generator, device="cpu").int().to(device)
         table = order[: batch * (_ROWS // _PAGE_SIZE)].view(batch, -1)
         table[1] = entries  # not a page of the cache
     elif case.place == "slots":
-        slots = torch.randperm(entries * rows, generator=generator)[:tokens].to(device)
+        slots = torch.randperm(entries * rows, generator=generator, device="cpu")[:tokens].to(device)
         slots[:2] = torch.tensor([-1, entries * rows], device=device)
         slots = (slots if case.long else slots.int()).view(shape)
     else:
         lengths[1] = rows
     if case.share:
         half = max(int(case.share * widths[0]) // 2, 1)
-        angles = torch.randn(_POSITIONS, half, generator=generator).to(device)
+        angles = torch.randn(_POSITIONS, half, generator=generator, dtype=torch.float32, device="cpu").to(device)
         cos, sin = angles.cos(), angles.sin()
         q = real(*shape, _HEADS, widths[0])
     k, v = (real(*shape, kv_heads, width) for width in widths)

@@ -134,7 +134,7 @@ class _Approximate(TorchFunctionMode):
 
 
 def _uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    return torch.rand(tuple(shape), generator=generator)
+    return torch.rand(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +403,7 @@ def _over_sequences(
 ) -> tuple[Tensor, Tensor]:
     """Run ``attend`` on each sequence and lay the results out as a call does."""
     out = torch.zeros(call.out_shape(), dtype=call.out_dtype, device=q.device)
-    lse = torch.full(call.lse_shape(), -math.inf, device=q.device)
+    lse = torch.full(call.lse_shape(), -math.inf, device=q.device, dtype=torch.float32)
     with torch.no_grad():
         for b, one in _sequences(call, q, k, v):
             result, sums = attend(one)

@@ -102,7 +102,7 @@ class Part:
         wrong = self.error > self.allowed
         if not wrong.any():
             return
-        tiles = torch.tensor(self.rows, dtype=torch.int64) // self.tile
+        tiles = torch.tensor(self.rows, dtype=torch.int64, device="cpu") // self.tile
         for place, head in enumerate(self.heads):
             for tile in tiles[wrong[place]].unique().tolist():
                 inside = tiles == tile
@@ -268,7 +268,7 @@ def _rows(chosen: Chosen, one: OneSequence, heads: int, tile: int, device: str) 
         return numbers("rows", chosen, count)
     edges = [edge for start in range(0, count, tile) for edge in (start, min(start + tile, count) - 1)]
     step = max(2 * len(edges) // SAMPLED, 1)
-    spread = torch.linspace(0, count - 1, SAMPLED // 2).long().tolist()
+    spread = torch.linspace(0, count - 1, SAMPLED // 2, dtype=torch.float32, device="cpu").long().tolist()
     return tuple(sorted({*edges[::step], *spread, 0, count - 1}))
 
 
@@ -312,7 +312,7 @@ def _compare_rows(
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
-    return torch.cat(list(parts), dim=1).cpu() if parts else torch.zeros(shape, dtype=torch.float64)
+    return torch.cat(list(parts), dim=1).cpu() if parts else torch.zeros(shape, dtype=torch.float64, device="cpu")
 
 
 def _exact(call: Call, one: OneSequence, where: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
@@ -382,7 +382,7 @@ def _compare_gradients(
     out_dtype = out_dtype_of(given.q.dtype)
     if dout is None:
         generator = torch.Generator(call.device).manual_seed(0)
-        dout = torch.randn(call.out_shape(), generator=generator, device=call.device).to(out_dtype)
+        dout = torch.randn(call.out_shape(), generator=generator, device=call.device, dtype=torch.float32).to(out_dtype)
     learned = [name for name in differentiable(call) if name in options]
 
     def differentiated(dtype: torch.dtype | None) -> list[Tensor]:

@@ -98,8 +98,8 @@ def expected_gradients(call: Call, q: Tensor, k: Tensor, v: Tensor, generator: t
         out, lse = reference(precise, leaves["q"], leaves["k"], leaves["v"], compute=torch.float64)
         bare = lse == -math.inf  # nothing to differentiate
         dead = bare if call.variant.sink is None else rows_without_keys(call, q, k, v)
-        dout = torch.randn(out.shape, generator=generator).to(q.device, q.dtype)
-        dlse = torch.randn(lse.shape, generator=generator).to(q.device)
+        dout = torch.randn(out.shape, generator=generator, dtype=torch.float32, device="cpu").to(q.device, q.dtype)
+        dlse = torch.randn(lse.shape, generator=generator, dtype=torch.float32, device="cpu").to(q.device)
         loud = dead.transpose(0, 1) if call.layout == "varlen" else dead.transpose(1, 2)
         dout = torch.where(loud[..., None], 1e4, dout.float()).to(q.dtype)
         finite = torch.where(bare, 0.0, lse)

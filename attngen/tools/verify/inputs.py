@@ -183,7 +183,7 @@ def by_columns(v: Tensor) -> Tensor:
     the last one is NaN."""
     batch, seqlen, heads, width = v.shape
     room = -(-seqlen // CHUNK_BYTES) * CHUNK_BYTES + CHUNK_BYTES
-    columns = torch.full((batch, heads, width, room), torch.nan, device=v.device).to(v.dtype)
+    columns = torch.full((batch, heads, width, room), torch.nan, device=v.device, dtype=torch.float32).to(v.dtype)
     columns[..., :seqlen] = v.permute(0, 2, 3, 1)
     return columns[..., :seqlen].permute(0, 3, 1, 2)
 
@@ -196,7 +196,7 @@ def in_groups(v: Tensor) -> Tensor:
     groups = -(-seqlen // V_GROUP)
     place = torch.arange(V_GROUP, device=v.device)
     key = place // 16 * 16 + place // 2 % 2 * 8 + place % 16 // 4 * 2 + place % 2
-    rows = torch.zeros(batch, groups * V_GROUP, heads, width, device=v.device).to(v.dtype)
+    rows = torch.zeros(batch, groups * V_GROUP, heads, width, device=v.device, dtype=torch.float32).to(v.dtype)
     rows[:, :seqlen] = v
     of_groups = rows.view(torch.uint8).reshape(batch, groups, V_GROUP, heads, width)[:, :, key]
     return of_groups.permute(0, 3, 1, 4, 2).contiguous().view(v.dtype)
@@ -219,7 +219,11 @@ def _descales(
     shapes = {name: shape for name, shape in shapes.items() if name[0] in element.quantized}
     if element.v_of_key:  # it has the scales of k
         shapes.pop("v_descale", None)
-    scales = {name: (0.5 + torch.rand(shape, generator=generator)) / _QUANTIZED_SCALE for name, shape in shapes.items()}
+    drawn = {
+        name: torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+        for name, shape in shapes.items()
+    }
+    scales = {name: (0.5 + share) / _QUANTIZED_SCALE for name, share in drawn.items()}
     if "k_descale" in scales:
         scales["k_descale"] = scales["k_descale"].transpose(0, 1).contiguous().transpose(0, 1)
     if not block and "v_descale" in scales:
@@ -249,7 +253,7 @@ def _in_pages(
     made = arguments_of(variant, case, "paged", generator, calm)
     arguments = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in made.items()}
     starts_q, starts_k = (
-        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+        torch.tensor([0, *torch.tensor(lengths, device="cpu").cumsum(0).tolist()], dtype=torch.int32, device="cpu")
         for lengths in (case.q_lengths, case.k_lengths)
     )
     rows = {"q": case.q_lengths, "k": case.k_lengths, "v": case.k_lengths}
@@ -309,10 +313,13 @@ def _paged(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return a page table, and keys and values in pages (pages, page_size, kv_heads, head_dim)."""
     counts = [-(-length // case.page_size) for length in case.k_lengths]
-    order = iter(torch.randperm(sum(counts) + _SPARE_PAGES, generator=generator).tolist())
-    table = torch.tensor(_NO_PAGES)[torch.randint(0, len(_NO_PAGES), (case.batch, case.max_pages), generator=generator)]
+    order = iter(torch.randperm(sum(counts) + _SPARE_PAGES, generator=generator, device="cpu").tolist())
+    chosen = torch.randint(0, len(_NO_PAGES), (case.batch, case.max_pages), generator=generator, device="cpu")
+    table = torch.tensor(_NO_PAGES, device="cpu")[chosen]
     shape = (sum(counts) + _SPARE_PAGES, case.page_size)
-    pages = tuple(torch.full((*shape, *rows.shape[1:]), torch.nan) for rows in (k, v))
+    pages = tuple(
+        torch.full((*shape, *rows.shape[1:]), torch.nan, dtype=torch.float32, device="cpu") for rows in (k, v)
+    )
     for b, count in enumerate(counts):
         for i in range(count):
             page = next(order)
@@ -328,9 +335,11 @@ def _padded(
     extents: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, int], generator: torch.Generator
 ) -> Tensor:
     """Return (batch, longest + padding, heads, head_dim): random up to each length, NaN after it."""
-    tensor = torch.full((len(extents), max(extents) + _POISONED_ROWS, *shape), torch.nan)
+    tensor = torch.full(
+        (len(extents), max(extents) + _POISONED_ROWS, *shape), torch.nan, dtype=torch.float32, device="cpu"
+    )
     for row, length in zip(tensor, lengths, strict=True):
-        row[:length] = torch.randn((length, *shape), generator=generator)
+        row[:length] = torch.randn((length, *shape), generator=generator, dtype=torch.float32, device="cpu")
     return tensor
 
 
@@ -338,10 +347,12 @@ def _packed(
     extents: tuple[int, ...], lengths: tuple[int, ...], shape: tuple[int, int], generator: torch.Generator
 ) -> Tensor:
     """Return (total + padding, heads, head_dim): sequences one after the other, NaN after each one's length."""
-    tensor = torch.full((sum(extents) + _POISONED_ROWS, *shape), torch.nan)
+    tensor = torch.full((sum(extents) + _POISONED_ROWS, *shape), torch.nan, dtype=torch.float32, device="cpu")
     start = 0
     for extent, length in zip(extents, lengths, strict=True):
-        tensor[start : start + length] = torch.randn((length, *shape), generator=generator)
+        tensor[start : start + length] = torch.randn(
+            (length, *shape), generator=generator, dtype=torch.float32, device="cpu"
+        )
         start += extent
     return tensor
 
@@ -353,7 +364,7 @@ def _cut(tensor: Tensor, extents: tuple[int, ...], layout: str) -> Tensor:
 
 def _packing(case: Case, device: torch.device | str) -> Packing:
     offsets = [
-        torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        torch.tensor([0, *torch.tensor(lengths, device="cpu").cumsum(0).tolist()], dtype=torch.int32, device=device)
         for lengths in (case.q_lengths, case.k_lengths)
     ]
     return Packing(offsets[0], offsets[1], case.seqlen_q, case.seqlen_k)

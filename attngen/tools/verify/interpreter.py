@@ -122,7 +122,7 @@ def _value(parameter: Argument, geometry: Geometry, buffers: Buffers | GradientB
         case "pointer":
             tensor = _tensors(geometry, buffers)[str(parameter.of)]
             # a kernel never reads from the address of an absent tensor
-            return torch.zeros(1, dtype=torch.int32) if tensor is None else _bytes(tensor)
+            return torch.zeros(1, dtype=torch.int32, device="cpu") if tensor is None else _bytes(tensor)
         case "descriptor":
             return _descriptor(parameter, geometry, buffers)
         case "scale":

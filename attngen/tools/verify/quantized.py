@@ -120,8 +120,9 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Quant
 
     def real(seqlen: int, heads: int, width: int) -> Tensor:
         shape = (2, seqlen, heads, width) if case.layout == "bshd" else (2, heads, seqlen, width)
-        x = torch.randn(shape, generator=generator)
-        x += 10 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.001)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        outliers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        x += 10 * outliers * (torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") < 0.001)
         if case.strange:
             x.view(-1)[:: 1009 * width] = torch.inf
             x.view(-1)[5 :: 1013 * width] = torch.nan
@@ -132,7 +133,7 @@ def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Quant
     cos = sin = offsets = None
     if case.share:
         half = max(int(case.share * width) // 2, 1)
-        angles = torch.randn(_POSITIONS, half, generator=generator).to(device)
+        angles = torch.randn(_POSITIONS, half, generator=generator, dtype=torch.float32, device="cpu").to(device)
         cos, sin = angles.cos(), angles.sin()
         offsets = torch.tensor([0, 2000], dtype=torch.int32, device=device)
     return Quantize(

@@ -68,8 +68,8 @@ def _scores_call(kernel: Kernel, device: torch.device, case: Case, seed: int) ->
         paged = inputs.paging is not None
         k = inputs.k[:, 0] if paged and inputs.page_layout == "HND" else inputs.k[:, :, 0]
         generator = torch.Generator().manual_seed(seed)
-        weights = torch.randn(inputs.q.shape[:3], generator=generator).to(device)
-        k_scale = (torch.rand(k.shape[:2], generator=generator) + 0.5).to(device)
+        weights = torch.randn(inputs.q.shape[:3], generator=generator, dtype=torch.float32, device="cpu").to(device)
+        k_scale = (torch.rand(k.shape[:2], generator=generator, dtype=torch.float32, device="cpu") + 0.5).to(device)
         table = inputs.paging.page_table if inputs.paging is not None else None
         given = IndexScores(
             inputs.q, k, weights, k_scale, inputs.seqused_k, table, kernel.variant, None,
@@ -97,7 +97,7 @@ def try_topk(kernel: Kernel, device: torch.device | str, seed: int, *, small: bo
         (f"{name}, {columns} columns, k {k}", partial(run, name, columns, k))
         for columns in ((37, 3000) if small else (1, 2048, 20001, 131075))
         for k in (1, 2048, max(launch.tile_m for launch in kernel.launches))
-        for name, _ in _rows(torch.zeros(1, 1))
+        for name, _ in _rows(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     ]
     return try_cases(cases, seed)
 
@@ -112,9 +112,9 @@ def _rows(normal: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _selected(kernel: Kernel, device: torch.device, name: str, columns: int, k: int, seed: int) -> Deviation:
     generator = torch.Generator().manual_seed(seed)
-    normal = torch.randn((3, columns), generator=generator)
+    normal = torch.randn((3, columns), generator=generator, dtype=torch.float32, device="cpu")
     scores = dict(_rows(normal))[name].to(device)
-    lengths = torch.randint(0, columns + 1, (3,), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(0, columns + 1, (3,), generator=generator, dtype=torch.int32, device="cpu")
     lengths[0] = columns
     call = Topk(scores, k, lengths.to(device))
     prepared = topk.prepare_on(kernel, call, topk.check(call), drivers.current())

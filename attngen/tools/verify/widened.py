@@ -62,14 +62,14 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
         if case.page_layout is not None:
             middle = (_PAGE_SIZE, _KV_HEADS) if case.page_layout == "NHD" else (_KV_HEADS, _PAGE_SIZE)
             shape = (pages, *middle, head_dim)
-        bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device="cpu")
         caches.append(bits.to(device).view(torch.float8_e4m3fn))
         extents = {"tensor": (), "head": (_BATCH, _KV_HEADS), "page": (pages, _KV_HEADS)}[case.scales]
-        scale = torch.rand(extents, generator=generator) + 0.1
+        scale = torch.rand(extents, generator=generator, dtype=torch.float32, device="cpu") + 0.1
         scales.append(scale.to(device).expand((_BATCH, _KV_HEADS) if case.scales == "tensor" else extents))
     if case.page_layout is not None:
-        table = torch.randperm(pages, generator=generator).int().view(_BATCH, -1).to(device)
-    lengths = torch.randint(0, room + 1, (_BATCH,), generator=generator).int()
+        table = torch.randperm(pages, generator=generator, device="cpu").int().view(_BATCH, -1).to(device)
+    lengths = torch.randint(0, room + 1, (_BATCH,), generator=generator, device="cpu").int()
     lengths[0] = room
     cache = Widen(caches[0], caches[1], scales[0], scales[1], lengths.to(device) if case.used else None, table)
     form = Form(room, case.page_layout, case.scales == "page")

@@ -61,7 +61,7 @@ def first_calls(environment: Mapping[str, str], sizes: tuple[str, int, int], las
     os.environ.update(environment)
     name, seqlen, head_dim = sizes
     (case,) = (one for one in mask_cases() if one.name == name)
-    torch.zeros(1, device="cuda")  # CUDA starts
+    torch.zeros(1, device="cuda", dtype=torch.float32)  # CUDA starts
     with compiling():
         results = _call_each(Cell(case, seqlen, head_dim), torch.device("cuda"))
     inputs.cache_clear()

@@ -36,8 +36,8 @@ class Appending:
         k_cache, v_cache = (torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
         table = None
         if form.page_size is not None:
-            table = torch.randperm(shape[0], dtype=torch.int32).view(batch, -1).to(device)
-        angles = torch.randn(room, HEAD_DIM // 2, generator=generator, device=device)
+            table = torch.randperm(shape[0], dtype=torch.int32, device="cpu").view(batch, -1).to(device)
+        angles = torch.randn(room, HEAD_DIM // 2, generator=generator, device=device, dtype=torch.float32)
         out = torch.empty(batch, new, problem.heads, HEAD_DIM, device=device, dtype=dtype)
         self.calls = [
             Append(

@@ -56,7 +56,7 @@ class Contents:
         )
         #: The scales of tensors in 8 bits, one for each sequence and KV head.
         self.scales = {
-            f"{name}_descale": torch.full((problem.batch, problem.kv_heads), _SCALE, device=device)
+            f"{name}_descale": torch.full((problem.batch, problem.kv_heads), _SCALE, device=device, dtype=torch.float32)
             for name, dtype in (("q", problem.dtype), ("k", problem.kv_dtype), ("v", problem.kv_dtype))
             if dtype == EIGHT_BITS
         }
@@ -83,12 +83,15 @@ class Contents:
         """The pages of each sequence, in random order."""
         if page_size not in self._pages:
             counts = [-(-length // page_size) for length in self.problem.lengths]
-            order = torch.randperm(self.problem.batch * self.room // page_size, dtype=torch.int32)[: sum(counts)]
-            table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+            pages = self.problem.batch * self.room // page_size
+            order = torch.randperm(pages, dtype=torch.int32, device="cpu")[: sum(counts)]
+            table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device="cpu")
             for row, own in zip(table, order.split(counts), strict=True):
                 row[: len(own)] = own
-            starts = torch.tensor([0, *counts]).cumsum(0).int()
-            last = torch.tensor([(length - 1) % page_size + 1 for length in self.problem.lengths], dtype=torch.int32)
+            starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
+            last = torch.tensor(
+                [(length - 1) % page_size + 1 for length in self.problem.lengths], dtype=torch.int32, device="cpu"
+            )
             self._pages[page_size] = Pages(*(each.to(self.device) for each in (table, starts, order, last)))
         return self._pages[page_size]
 
@@ -112,7 +115,7 @@ class Contents:
             tree = torch.tensor(ancestors(problem.seqlen_q), device=self.device)
             return {"tree": tree.expand(problem.batch, -1, -1).contiguous()}
         if variant == "causal_sink":
-            return {"sinks": torch.linspace(-1.0, 1.0, problem.heads, device=self.device)}
+            return {"sinks": torch.linspace(-1.0, 1.0, problem.heads, device=self.device, dtype=torch.float32)}
         scalars: dict[str, dict[str, Any]] = {"sliding_window": {"window": WINDOW}, "softcap": {"cap": SOFTCAP}}
         return scalars.get(variant, {})
 

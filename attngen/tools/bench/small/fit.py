@@ -49,13 +49,13 @@ def fit(timed: Sequence[Timed], card: Card) -> Fit:
     """
     keys = sorted({key_of(one.kernel) for one in timed})
     place = {key: 1 + 2 * i for i, key in enumerate(keys)}
-    constants = torch.zeros(1 + 2 * len(keys), dtype=torch.float64)
+    constants = torch.zeros(1 + 2 * len(keys), dtype=torch.float64, device="cpu")
     constants[0] = LAUNCH
     for one in timed:  # initial values
         constants[place[key_of(one.kernel)]], constants[place[key_of(one.kernel)] + 1] = one.kernel.times[1:]
-    target = torch.ones(len(timed), dtype=torch.float64)
+    target = torch.ones(len(timed), dtype=torch.float64, device="cpu")
     for _ in range(_ROUNDS):
-        rows = torch.zeros(len(timed), len(constants), dtype=torch.float64)
+        rows = torch.zeros(len(timed), len(constants), dtype=torch.float64, device="cpu")
         for row, one in zip(rows, timed, strict=True):
             at = place[key_of(one.kernel)]
             prediction = predict(one.kernel, one.call, card, (constants[0].item(), *constants[at : at + 2].tolist()))
@@ -74,9 +74,9 @@ def _row(key: tuple[int, int, int], tile: float, step: float) -> Measured:
 
 def _solved(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The least squares solution without negative numbers: those that would be negative are 0."""
-    free = torch.ones(rows.shape[1], dtype=torch.bool)
+    free = torch.ones(rows.shape[1], dtype=torch.bool, device="cpu")
     while True:
-        solution = torch.zeros(rows.shape[1], dtype=rows.dtype)
+        solution = torch.zeros(rows.shape[1], dtype=rows.dtype, device="cpu")
         solution[free] = torch.linalg.lstsq(rows[:, free], target[:, None], driver="gelsd").solution[:, 0]
         if bool((solution >= 0).all()):
             return solution

@@ -120,7 +120,7 @@ def _(size: Size) -> Forms:
 def _(size: Size) -> Forms:
     """The same by a table of clamped distances, since buckets end at a distance of 128."""
     radius = 128
-    apart = torch.arange(-radius, radius + 1)
+    apart = torch.arange(-radius, radius + 1, device="cpu")
     far = 8 + (torch.log(apart.abs().clamp(min=8) / 8) / math.log(radius / 8) * 8).int().clamp(max=7)
     bucket = torch.where(apart.abs() < 8, apart.abs(), far) + 16 * (apart > 0)
     table = size.normal(32, size.heads).T[:, bucket.to(size.device)].contiguous()

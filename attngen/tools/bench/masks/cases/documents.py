@@ -56,7 +56,7 @@ def _(size: Size) -> Forms:
 def _(size: Size) -> Forms:
     """Ids of a packed batch, in any order; padding between and after them has the id 0."""
     run = size.fraction(24)
-    ids = torch.randperm(25, generator=torch.Generator().manual_seed(size.seed)).int().to(size.device)
+    ids = torch.randperm(25, generator=torch.Generator().manual_seed(size.seed), device="cpu").int().to(size.device)
     ids[ids % 5 == 4] = 0
     seg = ids.repeat_interleave(run)[: size.seqlen]
     seg = torch.cat([seg, seg.new_zeros(size.seqlen - len(seg))])

@@ -32,7 +32,7 @@ class Size:
     def uniform(self, *shape: int) -> Tensor:
         """Random float32 numbers from 0 to 1."""
         generator = torch.Generator(self.device).manual_seed(self.seed + len(shape))
-        return torch.rand(*shape, generator=generator, device=self.device)
+        return torch.rand(*shape, generator=generator, device=self.device, dtype=torch.float32)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Random int32 numbers from ``low`` to ``high - 1``."""

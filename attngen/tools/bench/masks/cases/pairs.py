@@ -66,7 +66,8 @@ def _(size: Size) -> Forms:
 @case("order of a permutation")
 def _(size: Size) -> Forms:
     """XLNet: a token sees those before it in a random order."""
-    rank = torch.randperm(size.seqlen, generator=torch.Generator().manual_seed(size.seed)).int().to(size.device)
+    rank = torch.randperm(size.seqlen, generator=torch.Generator().manual_seed(size.seed), device="cpu")
+    rank = rank.int().to(size.device)
     return Forms(
         lambda b, h, q, kv: rank[kv] <= rank[q],
         mask="rank[kv] <= rank[q]",

@@ -32,7 +32,7 @@ def _(size: Size) -> Forms:
 def _ancestors(size: Size, nodes: int) -> Tensor:
     """A random tree as bools (node, ancestor); a node is its own ancestor."""
     parents = (size.uniform(nodes) * torch.arange(nodes, device=size.device)).int().tolist()
-    seen = torch.eye(nodes, dtype=torch.bool)
+    seen = torch.eye(nodes, dtype=torch.bool, device="cpu")
     for node in range(1, nodes):
         seen[node] |= seen[parents[node]]
     return seen.to(size.device)
