@@ -184,6 +184,15 @@ def test_the_modules_of_a_call_hold_no_compiler() -> None:
     assert loaded(code, *COMPILERS, "attngen.compile.triton") == []
 
 
+def test_a_call_on_arrays_imports_no_other_library() -> None:
+    code = (
+        "import attngen, numpy\n"
+        "q = numpy.ones((1, 2, 1, 16), numpy.float32)\n"
+        "assert type(attngen.attention(q, q, q, variant='causal')) is numpy.ndarray"
+    )
+    assert loaded(code, "cupy", "jax", *COMPILERS[2:]) == []
+
+
 def test_reading_the_cache_needs_no_compiler_and_no_torch() -> None:
     code = "from attngen.store import Store\nfrom attngen.store.index import read_indexes\nread_indexes(Store())"
     assert loaded(code, *COMPILERS, "torch", "numpy") == []

@@ -14,6 +14,7 @@ from attngen.dtypes import CACHE_DTYPES, OUT_DTYPES, QUANTIZED_DTYPES
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
+from attngen.runtime.arguments.arrays import refuse_beside
 from attngen.runtime.arguments.scalars import Number, ScalarRule
 
 #: torch dtype of q, k and v → name in manifests. fp64 has no kernel: only the reference takes it.
@@ -253,7 +254,11 @@ def refuse_unreadable(tensors: Mapping[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.is_nested:  # which other checks refuse
+        if not isinstance(tensor, torch.Tensor):  # which other checks refuse
+            if tensor is not None and hasattr(tensor, "__dlpack__"):
+                refuse_beside(tensors, name)
+            continue
+        if tensor.is_nested:
             continue
         if is_distributed(tensor):
             raise CallError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import torch_state
+from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.torch_state import is_compiling, is_traced, watching
@@ -162,7 +163,9 @@ def attention_varlen(
 
 
 def _by_operator(given: Given) -> Any:
-    """Run a call that is traced, or that a dispatch mode has to see whole."""
+    """Run a call that is traced, that a dispatch mode has to see whole, or whose tensors are arrays."""
+    if arrays.is_array(given.q):
+        return arrays.serve_given(partial(mixed.attend_ragged, run_or_trace), given)
     traced = is_traced(given.q)
     if not traced and not watching():  # such as a nested tensor, which is refused
         return run(given)

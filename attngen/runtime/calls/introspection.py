@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from attngen.dtypes import DESCALES, QUANTIZED_DTYPES
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import torch_state
+from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments.addresses import FORWARD
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, DIRECTIONS
 from attngen.runtime.arguments.given import Given, tensors_of
@@ -85,15 +87,24 @@ def tile_map(
     check_form(_form(cu_seqlens_q), {
         "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     })  # fmt: skip
-    given = with_random_state(
-        Given(
-            q, k, k if v is None else v, **_any_descales(q, k), seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q),
-            layout=layout, backend=backend, package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
-        ),
-        draws=False,
+    given = Given(
+        q, k, k if v is None else v, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q),
+        layout=layout, backend=backend, package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
+    mapped: TileMap = _on_tensors(partial(_map_of, any_v=v is None), given)
+    return mapped
+
+
+def _on_tensors(run: Callable[[Given], Any], given: Given) -> Any:
+    """What ``run`` makes of a call, on tensors over the memory of arrays."""
+    return arrays.serve_given(run, given) if arrays.is_array(given.q) else run(given)
+
+
+def _map_of(given: Given, *, any_v: bool) -> TileMap:
+    """The tile map of a call; ``any_v``: for a kernel with any head_dim of v, which is not given."""
+    q, k, backend = given.q, given.k, given.backend
+    given = with_random_state(given._replace(**_any_descales(q, k)), draws=False)
     call, resolved = bind_call(given)
     if not torch_state.on_gpu(q):
         require_reference(call, backend)
@@ -105,7 +116,7 @@ def tile_map(
     addresses = _addresses(given)
     request = request_without_expanded(request_of(call, addresses, given), resolved.kernels, drivers.current())
     call = request.call
-    if v is None:
+    if any_v:
         driver = drivers.current()
         for candidate in preferred(resolved.kernels):
             call.head_dim_v = candidate.head_dim_v
@@ -232,6 +243,13 @@ def explain(
         form="paged" if paged else _form(cu_seqlens_q), layout=page_layout if paged else layout, backend=backend,
         package=package, out_dtype=out_dtype, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
+    explained: Explanation = _on_tensors(partial(_explained, direction=direction), given)
+    return explained
+
+
+def _explained(given: Given, *, direction: str) -> Explanation:
+    """The explanation of a call or of its backward pass."""
+    q, variant, backend, package, tile_map = given.q, given.variant, given.backend, given.package, given.tile_map
     given = in_rows(with_random_state(given, draws=False))
     call, resolved = bind_call(given)
     if not torch_state.on_gpu(q) or backend == "reference":

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
+from attngen.runtime.arguments import arrays
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, LAYOUTS
 
 
@@ -40,7 +42,12 @@ def merge(
     Raises:
         CallError: Arguments are wrong or do not fit each other.
     """
-    parts, logs = _listed("outs", outs), _listed("lses", lses)
+    (parts, of_arrays), (logs, beside_arrays) = _listed("outs", outs), _listed("lses", lses)
+    if of_arrays or beside_arrays:
+        served: tuple[Tensor, Tensor] = arrays.serve(
+            functools.partial(merge, layout=layout), {"outs": parts, "lses": logs}
+        )
+        return served
     _check(parts, logs, layout)
     compute = torch.float64 if torch.float64 in (parts[0].dtype, *(log.dtype for log in logs)) else torch.float32
     by_part = torch.stack(torch.broadcast_tensors(*(log.to(compute) for log in logs)))
@@ -65,18 +72,23 @@ def _beside_rows(rows: Tensor, rank: int, layout: str) -> tuple[Tensor, ...]:
     return ((rows if rank == 4 and layout == "bhsd" else rows.transpose(-1, -2))[..., None]).unbind(0)
 
 
-def _listed(name: str, tensors: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _listed(name: str, tensors: Any) -> tuple[Any, bool]:
+    """The parts, and whether one of them is an array, or all of them together are."""
     if isinstance(tensors, Tensor):
         if tensors.dim() == 0:
             raise CallError(f"{name} must be a sequence of tensors, or a tensor with one more axis, got a number")
-        return tensors.unbind(0)
+        return tensors.unbind(0), False
+    if arrays.is_array(tensors):
+        return tensors, True
     if not isinstance(tensors, Iterable):
         raise CallError(f"{name} must be a sequence of tensors, or a tensor, got {type(tensors).__name__}")
-    listed = tuple(tensors)
+    listed, of_arrays = tuple(tensors), False
     for i, tensor in enumerate(listed):
         if not isinstance(tensor, Tensor):
-            raise CallError(f"{name}[{i}] must be a torch.Tensor, got {type(tensor).__name__}")
-    return listed
+            if not arrays.is_array(tensor):
+                raise CallError(f"{name}[{i}] must be a torch.Tensor, got {type(tensor).__name__}")
+            of_arrays = True
+    return listed, of_arrays
 
 
 def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], layout: str) -> None:

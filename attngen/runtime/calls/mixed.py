@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 from attngen.dtypes import DESCALES
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
+from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments import debug as debugging
-from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.kinds import has_kinds
@@ -81,6 +82,8 @@ def attend(run: Callable[[Given], Any], num_decodes: int, given: Given, *, whole
     if given.cu_seqlens_q is None:
         raise CallError("num_decodes goes with cu_seqlens_q: without, all sequences have as many queries")
     if not _apart(count, last, given):
+        if not isinstance(given.q, Tensor) and arrays.is_array(given.q):
+            return arrays.serve_given(partial(attend, run, num_decodes, whole=whole), given)
         return run(given)
     if whole and _are_unlike(given):
         return _attend_unlike(run, given, lambda one: _attend_apart(run, count, last, one))

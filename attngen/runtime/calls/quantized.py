@@ -11,6 +11,7 @@ Source: Zhang et al., SageAttention, arXiv 2410.02367, section 4.2 (smoothing K)
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from attngen.errors import CallError, suggest
 from attngen.lang.shifts import shifts_with_logits
 from attngen.lang.variant import Variant
+from attngen.runtime.arguments import arrays
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.torch_state import is_compiling
 from attngen.runtime.calls.quantize import quantize_by_sample, quantize_centered
@@ -36,6 +38,12 @@ def attend(
     layout: str, softmax_scale: float | None, seqused_k: Tensor | None, return_lse: bool, **rest: Any,
 ) -> Any:  # fmt: skip
     """Result of a call whose tensors are quantized first; the output has their dtype. Raises CallError."""
+    if arrays.is_array(q):
+        fields = {
+            "q": q, "k": k, "v": v, "variant": variant, "package": package, "layout": layout,
+            "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, **rest,
+        }  # fmt: skip
+        return arrays.serve(partial(attend, call, form), fields)
     _check(form, q, k, v, rest)
     rest = {name: value for name, value in rest.items() if not name.endswith("_descale")}
     dtype = q.dtype

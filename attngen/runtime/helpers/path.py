@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments import debug as debugging
-from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.seen import SeenTensors
@@ -153,6 +153,8 @@ class Helper(ABC, Generic[Record, Sizes]):
                 prepared = _kept(self.prepared, tuple(key))
                 if prepared is not None and not isinstance(prepared, str):
                     return prepared.run(call, addresses)
+        if not on_gpu and arrays.is_array(tensors[0]):
+            return arrays.serve(lambda **fields: self.run(type(call)(**fields)), call._asdict(), self.fields.written)
         sizes = self.check(call)
         if checked or tensors[0].device.type == "cpu":
             self.check_contents(call, sizes)

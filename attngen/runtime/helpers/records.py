@@ -20,13 +20,15 @@ Integer = Annotated[Any, "int"]
 
 
 class Fields:
-    """The arguments of a record: ``tensors`` in the order of their addresses, and ``settings``, all others."""
+    """The arguments of a record: ``tensors`` in the order of their addresses, those of them that are ``written``, and
+    ``settings``, all others."""
 
     def __init__(self, record: Any) -> None:
         hints = get_type_hints(record, include_extras=True)
         self._kinds: dict[str, str] = {name: get_args(hints[name])[1] for name in record._fields}
         self._defaults: dict[str, Any] = record._field_defaults
         self.tensors = tuple(name for name, kind in self._kinds.items() if kind.startswith("Tensor"))
+        self.written = tuple(name for name, kind in self._kinds.items() if "!" in kind)
         self.settings = tuple(name for name in self._kinds if name not in self.tensors)
         self.tensors_of = _getter(self.tensors)
         self.settings_of = _getter(self.settings)
