@@ -112,7 +112,7 @@ def attend(
     k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
 
     Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
-    on the reference, built or not. Candidates with dropout share one state of random numbers, drawn here. Raises
+    on the reference, built or not, traced or not. Candidates with dropout share one state of random numbers, drawn here. Raises
     NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call ``or_reference`` warns
     instead, with the same text, and runs on the reference. With ``deterministic``, gradients have the same bits on
     every run. ``descales`` are the scales of quantized tensors, by their keywords.
@@ -124,19 +124,19 @@ def attend(
     if DROPOUT_P.name in candidates[0].arguments and RNG_STATE.name not in candidates[0].arguments:
         state = {RNG_STATE.name: draw(q.device)}
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
-    if is_traced(q):
+    traced = is_traced(q)
+    if not on_gpu(q) or backend == "reference":
+        first = candidates[0].variant
+        return _call(candidates[0], _declared(first) if traced else variant(first), q, k, v, packing, pages, options)
+    if traced:
         learns, ordered = _learns(candidates, q, k, v), deterministic or asks_for_determinism() == 2
         names = tuple(candidate.variant for candidate in candidates)
         layout = _layout(packing, pages)
-        dtype, kv_dtype, device = _dtype(q), latent_name(v) or _dtype(v), q.device.type
+        dtype, kv_dtype = _dtype(q), latent_name(v) or _dtype(v)
         known = _head_dims(names)
         dims = _number(q.shape[-1], known), _number(value_columns(v), known)
-        place, name = _built_at_trace(
-            names, dtype, kv_dtype, *dims, layout, device, q.device.index, spec, learns, ordered
-        )
+        place, name = _built_at_trace(names, dtype, kv_dtype, *dims, layout, q.device.index, spec, learns, ordered)
         return _call(candidates[place], name, q, k, v, packing, pages, options)
-    if not on_gpu(q) or backend == "reference":
-        return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, pages, options)
     kind: tuple[Any, ...] | None = None
     last, first = None, 0
     if len(candidates) > 1:
@@ -339,6 +339,12 @@ def _number(size: int, known: tuple[int, ...]) -> int:
 
 
 @torch.compiler.assume_constant_result
+def _declared(name: str) -> str:
+    """Full name by which a trace calls a variant of the catalogue, whether it is built or not."""
+    return registry.declare(variant(name))
+
+
+@torch.compiler.assume_constant_result
 def _built_at_trace(
     names: tuple[str, ...],
     dtype: str,
@@ -346,7 +352,6 @@ def _built_at_trace(
     head_dim_qk: int,
     head_dim_v: int,
     layout: str,
-    device: str,
     index: int | None,
     spec: str,
     learns: bool,
@@ -355,41 +360,33 @@ def _built_at_trace(
     """Return the place of the candidate that a trace calls, and its full name. Runs on plain values.
 
     A trace that ``learns`` takes the first candidate whose package can also differentiate it, if there is one, with a
-    fixed order of sums if ``ordered``. What this GPU cannot run comes last, so that the call says why. On the CPU only
-    the variant has to be known, since the reference takes all dimensions.
+    fixed order of sums if ``ordered``. What this GPU cannot run comes last, so that the call says why.
     """
     registry.refresh_if_built()
     form: dict[str, Any] = {
         "dtype": dtype, "kv_dtype": kv_dtype, "head_dim_qk": head_dim_qk, "head_dim_v": head_dim_v, "layout": layout
     }  # fmt: skip
     capability = None
-    if device == "cuda" and torch.cuda.is_available():  # a tensor of a trace may be on a GPU that is not there
+    if torch.cuda.is_available():  # a tensor of a trace may be on a GPU that is not there
         capability = drivers.current().capability(index or 0)
-    turns = [("backward", capability)] if learns and device == "cuda" else []
+    turns = [("backward", capability)] if learns else []
     for direction, runs_on in (*turns, ("forward", capability), ("forward", None)):
         for place, name in enumerate(names):
-            packages = _packages_of(name, device, runs_on, direction, form, ordered)
+            packages = _packages_of(name, runs_on, direction, form, ordered)
             if packages:
                 return place, f"{packages[0]}/{name}"
     if on_demand.maker is not None:  # the program has the kernel compiled when it first runs
-        return 0, registry.declare(variant(names[0]))
+        return 0, _declared(names[0])
     raise none_takes([Candidate(name) for name in names], spec, None)
 
 
 def _packages_of(
-    name: str, device: str, capability: int | None, direction: str, form: Mapping[str, Any], ordered: bool
+    name: str, capability: int | None, direction: str, form: Mapping[str, Any], ordered: bool
 ) -> list[str]:
     """Return the packages that have a forward of a variant, and its backward where ``direction`` says so.
 
     Kernels for GPUs of another ``capability`` do not count, if it is given.
     """
-    wanted = variant(name)
-    if device != "cuda":
-        return [
-            package.name
-            for _, package in registry.packages()
-            if any(kernel.variant.definition == wanted.definition for kernel in package.kernels(name))
-        ]
 
     def built(direction: str) -> list[tuple[str, Kernel]]:
         kernels = kernels_of(name, direction=direction, **form)

@@ -17,7 +17,6 @@ from attngen.integrations import flash_attn, sdpa
 from tests.integrations import families, oracles
 from tests.integrations.drops import factors, next_dense_factors, next_factors
 from tests.integrations.families import MAKERS, batch, gradients, logits
-from tests.integrations.shipped import known
 from tests.integrations.test_flash_attn import BATCH, DIM, HEADS, KV_HEADS, near, options_of, qkv
 from tests.integrations.test_flash_attn import OPTIONS as FLASH_OPTIONS
 from tests.integrations.test_sdpa import OPTIONS as SDPA_OPTIONS
@@ -98,10 +97,9 @@ def test_a_compiled_program_draws_as_an_eager_one() -> None:
         return out, *torch.autograd.grad(out.square().sum(), inputs)
 
     torch._dynamo.reset()
-    with known("integrations/flash_attn"):
-        compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
-        near(step(compiled), step(program))
-        assert not torch.equal(compiled(*inputs), compiled(*inputs))
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+    near(step(compiled), step(program))
+    assert not torch.equal(compiled(*inputs), compiled(*inputs))
 
 
 # --- scaled_dot_product_attention ---------------------------------------------------------------------------
@@ -268,12 +266,11 @@ def test_a_compiled_model_draws_as_an_eager_one(padding: str) -> None:
     given = batch("llama", padding)
     model = train(families.make("llama", head_dim=8, implementation="attngen"))
     torch._dynamo.reset()
-    with known("integrations/transformers"):
-        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        results = []
-        for run in (compiled, model):
-            torch.manual_seed(16)
-            results.append(gradients(model, logits(run, given, use_cache=False)))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for run in (compiled, model):
+        torch.manual_seed(16)
+        results.append(gradients(model, logits(run, given, use_cache=False)))
     for name, wanted in results[1].items():
         torch.testing.assert_close(results[0][name], wanted, rtol=1e-4, atol=1e-5)
 

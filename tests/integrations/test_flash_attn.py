@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attngen.errors import CallError
 from attngen.integrations import flash_attn, flash_cache
 from tests.integrations.oracles import flash_attention
-from tests.integrations.shipped import known
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 
@@ -128,16 +127,15 @@ def test_gradients(given: dict[str, Any]) -> None:
 def test_lengths_and_batches_that_change_are_compiled_once(given: dict[str, Any]) -> None:
     options = options_of(given)
     torch._dynamo.reset()
-    with known("integrations/flash_attn"):
 
-        def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            return flash_attn.flash_attn_func(q * 2, k, v, **options)
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flash_attn.flash_attn_func(q * 2, k, v, **options)
 
-        compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
-        for turn, (batch, length) in enumerate(((7, 12), (3, 30), (9, 5))):
-            inputs = [torch.randn(batch, length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
-                near(compiled(*inputs), program(*inputs))
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+    for turn, (batch, length) in enumerate(((7, 12), (3, 30), (9, 5))):
+        inputs = [torch.randn(batch, length, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+            near(compiled(*inputs), program(*inputs))
 
 
 def test_a_last_dimension_that_is_not_contiguous_is_copied() -> None:
@@ -158,16 +156,15 @@ def test_longest_lengths_may_be_tensors() -> None:
 
 
 def test_tensors_without_data_have_results_of_their_shapes() -> None:
-    with known("integrations/flash_attn"):
-        q, k, v = (t.to("meta") for t in qkv())
-        out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-        assert out.is_meta
-        assert (out.shape, lse.shape) == (q.shape, (BATCH, HEADS, 9))
-        with FakeTensorMode():
-            q, k, v = qkv()
-            lengths = torch.full((BATCH,), 5, dtype=torch.int32)
-            out = flash_attn.flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=lengths)
-            assert out.shape == q.shape
+    q, k, v = (t.to("meta") for t in qkv())
+    out, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert out.is_meta
+    assert (out.shape, lse.shape) == (q.shape, (BATCH, HEADS, 9))
+    with FakeTensorMode():
+        q, k, v = qkv()
+        lengths = torch.full((BATCH,), 5, dtype=torch.int32)
+        out = flash_attn.flash_attn_with_kvcache(q, k, v, k[:, :1], v[:, :1], cache_seqlens=lengths)
+        assert out.shape == q.shape
 
 
 # --- caches -------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations import flash_attn, flash_attn_3
 from tests.integrations.oracles import flash_attention
-from tests.integrations.shipped import known
 from tests.integrations.test_flash_attn import BATCH, DIM, HEADS, KV_HEADS, near, qkv
 
 OPTIONS: list[dict[str, Any]] = [
@@ -170,18 +169,17 @@ def test_nothing_at_all() -> None:
 
 def test_used_queries_are_compiled_once() -> None:
     torch._dynamo.reset()
-    with known("integrations/flash_attn"):
 
-        def program(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, used: Tensor) -> Any:
-            return flash_attn_3.flash_attn_varlen_func(q * 2, k, v, starts, starts, 12, 12, used, causal=True)
+    def program(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, used: Tensor) -> Any:
+        return flash_attn_3.flash_attn_varlen_func(q * 2, k, v, starts, starts, 12, 12, used, causal=True)
 
-        compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
-        for turn, lengths in enumerate(((7, 12), (3, 5), (9, 2))):
-            starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-            used = torch.tensor([2, 1], dtype=torch.int32)
-            inputs = [torch.randn(sum(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-            with torch._dynamo.config.patch(error_on_recompile=turn > 0):
-                near(compiled(*inputs, starts, used), program(*inputs, starts, used))
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+    for turn, lengths in enumerate(((7, 12), (3, 5), (9, 2))):
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        used = torch.tensor([2, 1], dtype=torch.int32)
+        inputs = [torch.randn(sum(lengths), heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+        with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+            near(compiled(*inputs, starts, used), program(*inputs, starts, used))
 
 
 # --- arguments ----------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from attngen.errors import CallError, NoKernelError
 from attngen.integrations import choice, flash_mla
 from attngen.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from attngen.runtime.device import driver as drivers
-from tests.integrations.shipped import known
 from tests.runtime.latent_caches import latent_cache
 from tests.runtime.pages import cache
 from tests.runtime.support import FakeDriver
@@ -309,9 +308,8 @@ def two_caches(name: str, *, queries: int, sink: bool) -> dict[str, Any]:
 def test_compiled_calls_of_two_caches(name: str) -> None:
     given = two_caches(name, queries=2, sink=True)
     program = torch.compile(flash_mla_with_kvcache, fullgraph=True, backend="eager")
-    with known("integrations/flash_mla"):
-        for compiled, eager in zip(program(**given), flash_mla_with_kvcache(**given), strict=True):
-            torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+    for compiled, eager in zip(program(**given), flash_mla_with_kvcache(**given), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("queries", [1, 3])

@@ -20,7 +20,6 @@ from attngen.integrations.mask_structure import StructuredMask
 from attngen.integrations.transformers_versions import cache_name
 from tests.integrations import families
 from tests.integrations.families import GENERATORS, MAKERS, PADDINGS, WINDOW, batch, gradients, logits
-from tests.integrations.shipped import known
 from tests.integrations.sweep_checks import spread
 from tests.integrations.tiny_configs import tiny
 from tests.sampling import sampled
@@ -413,12 +412,11 @@ def test_keys_whose_last_dimension_is_not_contiguous() -> None:
 
 @pytest.mark.parametrize("kind", ["fake", "meta"])
 def test_models_without_data_have_logits_of_their_shape(kind: str) -> None:
-    with known("integrations/transformers"):
-        with FakeTensorMode() if kind == "fake" else torch.device("meta"):
-            ids = torch.ones(2, 9, dtype=torch.int64)
-            empty = transformers.LlamaForCausalLM(model("llama").config)
-            actual = empty(input_ids=ids).logits
-        assert actual.shape == (2, 9, empty.config.vocab_size)
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+        ids = torch.ones(2, 9, dtype=torch.int64)
+        empty = transformers.LlamaForCausalLM(model("llama").config)
+        actual = empty(input_ids=ids).logits
+    assert actual.shape == (2, 9, empty.config.vocab_size)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "whisper", "t5"])
@@ -509,7 +507,7 @@ def test_compiles_without_a_graph_break(family: str, padding: str) -> None:
         del given.inputs["attention_mask"]
     wanted = logits(eager(family), given, use_cache=False)
     torch._dynamo.reset()
-    with known("integrations/transformers"), torch.no_grad():
+    with torch.no_grad():
         compiled = torch.compile(model(family), fullgraph=True, backend="eager")
         actual = compiled(**given.inputs, use_cache=False).logits[given.counts]
     near(actual, wanted)
@@ -517,7 +515,7 @@ def test_compiles_without_a_graph_break(family: str, padding: str) -> None:
 
 def test_lengths_and_batches_that_change_are_compiled_once() -> None:
     torch._dynamo.reset()
-    with known("integrations/transformers"), torch.no_grad():
+    with torch.no_grad():
         compiled = torch.compile(model("llama"), fullgraph=True, backend="eager", dynamic=True)
         for turn, (rows, length) in enumerate(((7, 12), (3, 30), (9, 5))):
             ids = torch.randint(3, families.VOCABULARY, (rows, length))
@@ -541,9 +539,8 @@ def test_a_compiled_step_against_a_static_cache(family: str, padding: str) -> No
     given = batch(family, padding)
     _, wanted = families.generate(eager(family), given, cache_implementation="static")
     torch._dynamo.reset()
-    with known("integrations/transformers"):
-        compiled = families.make(family, head_dim=8, implementation="attngen")
-        _, actual = families.generate(compiled, given, cache_implementation="static", compile_config=config)
+    compiled = families.make(family, head_dim=8, implementation="attngen")
+    _, actual = families.generate(compiled, given, cache_implementation="static", compile_config=config)
     assert graphs
     if family == "llama":
         assert len(graphs) == 1  # whatever the cache holds
@@ -579,7 +576,7 @@ def test_a_step_of_ones_own_against_a_static_cache_reads_no_mask(masks: str) -> 
         return torch.cat(actual, 1)
 
     torch._dynamo.reset()
-    with known("integrations/transformers"), torch.no_grad():
+    with torch.no_grad():
         wanted = generated(eager("llama"), eager("llama"))
         actual = generated(model("llama"), torch.compile(model("llama"), fullgraph=True, backend=backend))
     operators = {str(node.target) for graph in graphs for node in graph.graph.nodes if "attngen" in str(node.target)}

@@ -18,12 +18,12 @@ from typing import Any
 from attngen.errors import LoadError
 from attngen.runtime.kernels.module import Kernel, read_kernel
 from attngen.runtime.registry.packages import BrokenKernelWarning, Package, package_of_kernels, reader
-from attngen.runtime.registry.presets import preset, preset_names
+from attngen.runtime.registry.presets import preset, preset_names, variant
 from attngen.runtime.registry.shipped import INDEX, read_package
 
 __all__ = [
     "ENTRY_POINTS", "built_packages", "builds_stamp", "installed_packages", "package_at", "package_of_folder", "preset",
-    "preset_names", "read_installed",
+    "preset_names", "read_installed", "variant",
 ]  # fmt: skip
 
 ENTRY_POINTS = "attngen.kernels"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -180,6 +181,13 @@ class Registry:
             self._values[name] = variant
         return f"{NO_PACKAGE}/{name}"
 
+    def _declare_shipped(self, name: str) -> None:
+        """Declare the shipped variant that a saved program may mean by a name of ``declare``."""
+        discovery, (of_spec, _, digest) = _discovery(), name.partition("__")
+        if discovery is not None and digest:
+            with suppress(KeyError):
+                self.declare(discovery.variant(of_spec))
+
     def of_value(self, variant: Variant, package: str | None = None) -> Resolved:
         """Return a variant that is given as a value, and the kernels of its name that compute exactly it."""
         kernels: tuple[Kernel, ...] = ()
@@ -204,6 +212,8 @@ class Registry:
 
     def _search(self, name: str, package: str | None) -> Resolved:
         prefix, slash, short = name.rpartition("/")
+        if prefix == NO_PACKAGE and short not in self._values:
+            self._declare_shipped(short)
         if prefix == NO_PACKAGE and short in self._values:
             resolved = self.of_value(self._values[short], package)
             return replace(resolved, package=NO_PACKAGE, namespace=SHARED_NAMESPACE, name=name)
