@@ -112,10 +112,10 @@ def attend(
     k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
 
     Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
-    on the reference, built or not, traced or not. Candidates with dropout share one state of random numbers, drawn here. Raises
-    NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call ``or_reference`` warns
-    instead, with the same text, and runs on the reference. With ``deterministic``, gradients have the same bits on
-    every run. ``descales`` are the scales of quantized tensors, by their keywords.
+    on the reference, built or not, traced or not. Candidates with dropout share one state of random numbers, drawn
+    here. Raises NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call
+    ``or_reference`` warns instead, with the same text, and runs on the reference. With ``deterministic``, gradients
+    have the same bits on every run. ``descales`` are the scales of quantized tensors, by their keywords.
     """
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend,

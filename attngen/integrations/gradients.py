@@ -6,8 +6,7 @@ the log-sum-exp of all keys, the gradients of a part are its share of the total.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,9 @@ from attngen.integrations import choice
 from attngen.integrations.catalogue import variant
 from attngen.integrations.choice import Candidate, Packing
 from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.torch_state import recordable
 from attngen.runtime.autograd import training
+from attngen.runtime.autograd.derivatives import reference_gradients
 from attngen.runtime.calls import entry as calls
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -49,20 +50,20 @@ def gradients_of(
     _check(q, v, out, lse, dout)
     out, dout = (t.to(q.dtype).resolve_neg() for t in (out, dout))
     lse = lse.resolve_neg().to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
-    options = {"softmax_scale": softmax_scale, "seqused_k": seqused_k}
+    starts_q, starts_k, longest_q, longest_k = packing or (None,) * 4
+    form, layout = ("dense", "bshd") if packing is None else ("varlen", "varlen")
+    call = Given(
+        q, k, v, seqused_k=seqused_k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k, softmax_scale=softmax_scale, deterministic=deterministic, form=form, layout=layout,
+        return_lse=True,
+    )  # fmt: skip
     if not choice.on_gpu(q):
-        return _of_reference(candidates[0], q, k, v, out, lse, dout, packing, options)
+        return _of_reference(_of_candidate(call, candidates[0]), out, lse, dout)
     out = out if _aligned(out) else out.contiguous()
     error: NoKernelError | None = None
-    starts_q, starts_k, longest_q, longest_k = packing or (None,) * 4
     for candidate in candidates:
-        given = Given(
-            q, k, v, seqused_k=seqused_k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
-            max_seqlen_k=longest_k, variant=variant(candidate.variant), arguments=candidate.own(),
-            softmax_scale=softmax_scale, deterministic=deterministic, form="dense" if packing is None else "varlen",
-        )  # fmt: skip
         try:
-            dq, dk, dv, _ = training.differentiate(given, out, lse, dout, None, ())
+            dq, dk, dv, _ = training.differentiate(_of_candidate(call, candidate), out, lse, dout, None, ())
         except NoKernelError as refused:
             error = refused
             continue
@@ -102,30 +103,28 @@ def _aligned(given: Tensor) -> bool:
     return given.stride(-1) == 1 and given.data_ptr() % 16 == 0 and all(step * size % 16 == 0 for step in steps)
 
 
-def _of_reference(
-    candidate: Candidate, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-    packing: Packing | None, options: Mapping[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _of_candidate(call: Given, candidate: Candidate) -> Given:
+    return call._replace(variant=variant(candidate.variant), arguments=candidate.own())
+
+
+def _of_reference(given: Given, out: Tensor, lse: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiate the reference of the call itself, whose probabilities are weighted by exp(its own lse − lse).
 
     The weighted probabilities are exp(score − lse), with a constant ``lse``: the gradient of rowsum(dout ∘ out of the
     call) · w − rowsum(dout ∘ out) · w, where w is that weight, is that of the given log-sum-exp.
     """
-    wide = torch.float32 if q.dtype in _HALVES else q.dtype
-    inputs = leaf_q, leaf_k, leaf_v = [t.detach().to(wide).requires_grad_() for t in (q, k, v)]
-    sums = row_sums(out, dout)
-    call: dict[str, Any] = {"variant": variant(candidate.variant), "return_lse": True, **options, **candidate.own()}
-    with torch.enable_grad():
-        if packing is None:
-            result: Any = calls.attention(leaf_q, leaf_k, leaf_v, **call)
-        else:
-            starts_q, starts_k, longest_q, longest_k = packing
-            result = calls.attention_varlen(leaf_q, leaf_k, leaf_v, starts_q, starts_k, longest_q, longest_k, **call)
-        own_out, own_lse = result
+    inputs = given.q, given.k, given.v
+    wide = torch.float32 if given.q.dtype in _HALVES else given.q.dtype
+
+    def weighted(wider: Given) -> tuple[Tensor, Tensor]:
+        whole_out, whole_lse, above = map(recordable, (out, lse, dout))
+        own_out, own_lse = calls.run_or_trace(wider)
         dead = own_lse.isneginf()  # rows that see no key of the call
-        share = (own_lse.masked_fill(dead, 0.0) - lse.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
-        loss = ((row_sums(own_out, dout) - sums) * share).sum()
-    if not loss.requires_grad:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dq, dk, dv = torch.autograd.grad(loss, inputs, materialize_grads=True)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        share = (own_lse.masked_fill(dead, 0.0) - whole_lse.masked_fill(dead, 0.0)).exp().masked_fill(dead, 0.0)
+        return ((row_sums(own_out, above) - row_sums(whole_out, above)) * share).sum(), own_lse
+
+    q, k, v = (tensor.to(wide) for tensor in inputs)
+    one = torch.ones((), dtype=lse.dtype, device=lse.device)
+    gradients = reference_gradients(weighted, given._replace(q=q, k=k, v=v), one, None, ())
+    dq, dk, dv = (gradient.to(tensor.dtype) for gradient, tensor in zip(gradients, inputs, strict=True))
+    return dq, dk, dv

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attngen.parallel.stages import Options
+from attngen.runtime.arguments.torch_state import recordable, recording
 
 #: All plans by their numbers, by which compiled programs name them.
 plans_by_number: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -45,8 +46,9 @@ class Call:
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
         """Gradients of q, k, v, and of the tensors that are ``learned``."""
         work = self.plan.rank_attention(self.layer)
-        with torch.enable_grad(), recording():
-            leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(tensors, learned, strict=True)]
+        with recording():
+            own_tensors = (recordable(x).detach() for x in tensors)
+            leaves = [x.requires_grad_(wanted) for x, wanted in zip(own_tensors, learned, strict=True)]
             arguments = self.plan.arguments(self.layer, q, self.values(leaves))
         asked = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.requires_grad]
         plain = {name: x.detach() if isinstance(x, Tensor) else x for name, x in arguments.items()}
@@ -61,11 +63,6 @@ class Call:
             for i, gradient in zip(wanted, each, strict=True):
                 gradients[i] = torch.zeros_like(leaves[i]) if gradient is None else gradient
         return dq, dk, dv, gradients
-
-
-def recording() -> Any:
-    """Let autograd record inside an operator, which a compiled program may call with autograd left out of dispatch."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
 
 
 def attend(

@@ -48,17 +48,17 @@ def test_dense_calls_and_their_gradients(active: None, causal: bool) -> None:
     wanted = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
     grad = torch.randn_like(wanted)
     exact = torch.autograd.grad(wanted, (q, k, v), grad)
-    with torch.no_grad():
-        out, lse, *_, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False, scale=0.3
-        )
-        torch.testing.assert_close(out, wanted)
-        # Not through the operator: below autograd the reference, which stands for kernels here, has no gradients.
-        gradients = torch_flash.dense_backward(
-            grad, q, k, v, out, lse, None, None, 20, 20, 0.0, causal, seed, offset, scale=0.3
-        )
-    for mine, theirs in zip(gradients, exact, strict=True):
+    out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=0.3)
+    torch.testing.assert_close(out, wanted)
+    for mine, theirs in zip(torch.autograd.grad(out, (q, k, v), grad), exact, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def of_sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention of two packed sequences, of 12 and 18 tokens."""
+    rows = (slice(0, 12), slice(12, 30))
+    parts = [[t[where].transpose(0, 1)[None] for t in (q, k, v)] for where in rows]
+    return torch.cat([scaled_dot_product_attention(*part, is_causal=True)[0].transpose(0, 1) for part in parts])
 
 
 def test_packed_calls(active: None) -> None:
@@ -66,9 +66,19 @@ def test_packed_calls(active: None) -> None:
     starts = torch.tensor([0, 12, 30], dtype=torch.int32)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, starts, starts, 18, 18, 0.0, True, False)
     assert lse.shape == (4, 30)
-    for rows in (slice(0, 12), slice(12, 30)):
-        parts = (t[rows].transpose(0, 1)[None] for t in (q, k, v))
-        torch.testing.assert_close(out[rows], scaled_dot_product_attention(*parts, is_causal=True)[0].transpose(0, 1))
+    torch.testing.assert_close(out, of_sequences(q, k, v))
+
+
+def test_varlen_attn_and_its_gradients(active: None) -> None:
+    """torch's own function, whose backward runs below autograd."""
+    q, k, v = (t.requires_grad_() for t in qkv(30, 4, 16))
+    starts = torch.tensor([0, 12, 30], dtype=torch.int32)
+    out, wanted = varlen_attn(q, k, v, starts, starts, 18, 18, window_size=(-1, 0)), of_sequences(q, k, v)
+    torch.testing.assert_close(out, wanted)
+    grad = torch.randn_like(wanted)
+    gradients, exact = (torch.autograd.grad(each, (q, k, v), grad) for each in (out, wanted))
+    for mine, theirs in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_varlen_attn_over_pages(active: None) -> None:

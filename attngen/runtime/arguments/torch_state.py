@@ -1,4 +1,4 @@
-"""Torch's state at a call: compiling, tracing or transforming, and whether a tensor is on a GPU."""
+"""Torch's state at a call: compiling, tracing, transforming or recording, and whether a tensor is on a GPU."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ def is_traced(tensor: Any) -> bool:
     if type(tensor) in PLAIN:
         return tensor.is_meta
     return isinstance(tensor, Tensor) and not tensor.is_nested  # which is refused
+
+
+def recording() -> Any:
+    """Context in which autograd records: also inside an operator, where torch leaves it out of dispatch, and in
+    inference mode."""
+    return torch.inference_mode(False)
+
+
+def recordable(value: Any) -> Any:
+    """A value that autograd may save: a copy of a tensor of inference mode, anything else as it is."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def on_gpu(tensor: Any) -> bool:

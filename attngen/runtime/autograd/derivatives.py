@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.given import TENSORS, Given, tensors_of
+from attngen.runtime.arguments.torch_state import recordable, recording
 from attngen.runtime.reference.eager import (
     CHUNK_ELEMENTS,
     CHUNK_ELEMENTS_ELSEWHERE,
@@ -31,26 +32,23 @@ _LEADING = ("q", "k", "v")
 def reference_gradients(
     run: Callable[[Given], Any], given: Given, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[str]
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k, v and of the variant's tensors ``asked`` by autograd of the reference."""
-    with torch.enable_grad(), _recording():
-        q, k, v = inputs = [tensor.detach().requires_grad_() for tensor in (given.q, given.k, given.v)]
-        learned = {name: given.arguments[name].detach().requires_grad_() for name in asked}
-        out, lse = run(given._replace(q=q, k=k, v=v, arguments={**given.arguments, **learned}))
-    inputs += learned.values()
-    pairs = [(o, g) for o, g in ((out, dout), (lse, dlse)) if g is not None and o.requires_grad]
-    if not pairs:
-        return tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
-    outputs, gradients = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
-    return tuple(
-        (torch.zeros_like(tensor) if gradient is None else gradient).contiguous()
-        for tensor, gradient in zip(inputs, grads, strict=True)
-    )
+    """Return the gradients of q, k, v and of the variant's tensors ``asked`` by autograd of the reference.
 
-
-def _recording() -> Any:
-    """Let autograd record inside an operator, which a compiled program may call with autograd left out of dispatch."""
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    ``run`` gives (out, lse); ``dout`` and ``dlse`` are their gradients, None for none.
+    """
+    with recording():
+        own = {name: recordable(value) for name, value in given.arguments.items()}
+        others = {name: recordable(tensor) for name, tensor in zip(TENSORS, tensors_of(given), strict=True)}
+        q, k, v = inputs = [others[name].detach().requires_grad_() for name in _LEADING]
+        learned = {name: own[name].detach().requires_grad_() for name in asked}
+        inputs += learned.values()
+        if dout is None and dlse is None:
+            return tuple(torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in inputs)
+        results = run(given._replace(**{**others, "q": q, "k": k, "v": v}, arguments={**own, **learned}))
+        pairs = [(result, above) for result, above in zip(results, (dout, dlse), strict=True) if above is not None]
+        outputs, gradients = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(outputs, inputs, gradients, materialize_grads=True)
+    return tuple(gradient.contiguous() for gradient in grads)
 
 
 class Plain:

@@ -11,23 +11,18 @@ from torch import Tensor
 
 class _Constant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, lse: Tensor | None, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, result: Tensor, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
-        return out, lse
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
+        return (None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
 
 
-def with_zero_gradients(out: Tensor, lse: Tensor | None, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return the results so that their gradients by the inputs exist and are zero, as those of an empty call are.
+def with_zero_gradients(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Results of which those that depend on no input, as of an empty call, have gradients of zero.
 
-    A log-sum-exp that has gradients, as that of sinks alone has, keeps them.
+    Autograd must have recorded the others (``torch_state.recording``): they keep their gradients.
     """
-    if lse is not None and lse.requires_grad:
-        return with_zero_gradients(out, None, inputs)[0], lse
-    if out.requires_grad or not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in inputs):
-        return out, lse
-    anchored: tuple[Tensor, Tensor | None] = _Constant.apply(out, lse, *inputs)
-    return anchored
+    return tuple(result if result.requires_grad else _Constant.apply(result, *inputs) for result in results)

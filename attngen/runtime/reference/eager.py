@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from attngen.dtypes import LATENT_ROWS
+from attngen.errors import CallError
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
@@ -24,6 +26,7 @@ from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
 from attngen.runtime.arguments.extra_cache import has_extra_cache, with_extra_rows
 from attngen.runtime.arguments.latent_rows import unpacked
+from attngen.runtime.arguments.torch_state import recording
 from attngen.runtime.reference.anchor import with_zero_gradients
 from attngen.runtime.reference.listed import listed
 from attngen.runtime.reference.sinks import sinks
@@ -86,9 +89,29 @@ def reference(
 
     ``compute`` is the dtype of all arithmetic: float32 unless the inputs are float64. With float64 both results stay
     float64, which makes an oracle; otherwise out has q's dtype and lse is float32. Rows without a visible key give
-    0 and −inf, or the sink of their head if there is one; rows of no sequence give 0 and −inf. Raises IndexError for a
-    load out of extent that nothing guards.
+    0 and −inf, or the sink of their head if there is one; rows of no sequence give 0 and −inf. Autograd records it if
+    gradients are enabled, also inside an operator. Raises IndexError for a load out of extent that nothing guards, and
+    CallError for an input of inference mode that asks for a gradient.
     """
+    inputs = {"q": q, "k": k, "v": v, **call.tensors, **call.scalars}
+    learned = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    if not torch.is_grad_enabled() or not learned:
+        return _computed(call, q, k, v, compute)
+    for name, tensor in learned.items():
+        if tensor.is_inference():
+            raise CallError(
+                f"{name} requires a gradient, but was made in inference mode, which autograd does not record; clone it "
+                "outside of torch.inference_mode()"
+            )
+    with recording():
+        out, lse = with_zero_gradients(_computed(call, q, k, v, compute), tuple(learned.values()))
+    return out, lse
+
+
+def _computed(
+    call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, compute: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``reference``, recorded or not."""
     compute = compute or (torch.float64 if q.dtype == torch.float64 else torch.float32)
     out_dtype = torch.float64 if compute == torch.float64 else call.out_dtype
     outs, lses = [], []
@@ -96,9 +119,7 @@ def reference(
         out, lse = _attend(call, sequence, compute)
         outs.append(out.to(out_dtype))  # while others are computed in twice the bytes
         lses.append(lse)
-    out, lse = joined(call, q, outs, lses, out_dtype, compute)
-    out, anchored = with_zero_gradients(out, lse, (q, k, v, *call.tensors.values()))
-    return out, lse if anchored is None else anchored
+    return joined(call, q, outs, lses, out_dtype, compute)
 
 
 def _dequantized(call: Call, sequence: OneSequence, compute: torch.dtype) -> OneSequence:
@@ -263,11 +284,20 @@ def _attend(call: Call, sequence: OneSequence, compute: torch.dtype) -> tuple[to
         arguments = (call, sequence, keys_of_heads, first, min(first + step, rows), compute)
         if differentiable and rows > step:
             # Only one chunk's scores are alive at a time in the backward pass too.
-            parts.append(checkpoint(_attend_rows, *arguments, use_reentrant=False, preserve_rng_state=False))
+            parts.append(
+                checkpoint(
+                    _attend_rows, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
+                )
+            )
         else:
             parts.append(_attend_rows(*arguments))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def _contexts() -> tuple[Any, Any]:
+    """Contexts of a chunk and of its recomputation, which may happen inside an operator, too."""
+    return nullcontext(), recording()
 
 
 def _tensors_of(call: Call, sequence: OneSequence) -> Iterator[torch.Tensor]:
