@@ -179,6 +179,40 @@ def test_replays_of_a_graph_draw_again_and_their_gradients_agree() -> None:
     assert not torch.equal(seen[1][1], seen[2][1])
 
 
+@pytest.mark.parametrize("compiled_at_call", [False, True])
+def test_each_replay_of_a_training_step_has_gradients_of_its_own_pairs(compiled_at_call: bool) -> None:
+    """With v the identity, the output shows which pairs were kept; the first step runs on the default stream."""
+    rows = 64
+    q, k, _ = (t[:, :rows].detach().repeat(1, 1, 4 // t.shape[2], 1).requires_grad_() for t in leaves())
+    v = torch.eye(rows, device="cuda").bfloat16()[None, :, None].repeat(2, 1, 4, 1).requires_grad_()
+    above = torch.randn_like(q)
+    own: dict[str, Any] = {"variant": "causal_dropout"}
+    if compiled_at_call:
+        own = {"variant": attngen.variant("q_pos >= kv", dropout=True, name="dropped_in_graphs"), "package": None}
+
+    def step() -> tuple[Tensor, ...]:
+        out = attngen.attention(q, k, v, dropout_p=0.5, **{"package": PACKAGE, **own})
+        return out, *torch.autograd.grad(out, (q, k, v), above)
+
+    with attngen.jit(compiled_at_call):
+        step()
+        graph, (out, *gradients) = in_graph(step)
+    seen = set()
+    hidden = torch.ones(rows, rows, dtype=torch.bool, device="cuda").triu(1)
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        kept = out.double() > 0
+        seen.add(kept.cpu().numpy().tobytes())
+        wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        scores = torch.einsum("bqhd,bkhd->bhqk", *wide[:2]) / math.sqrt(64)
+        p = torch.softmax(scores.masked_fill(hidden, -math.inf), -1) * kept.transpose(1, 2) * 2
+        exact = torch.autograd.grad(torch.einsum("bhqk,bkhd->bqhd", p, wide[2]), wide, above.double())
+        for one, other in zip(gradients, exact, strict=True):
+            assert float((one.double() - other).norm()) <= 2e-2 * float(other.norm())
+    assert len(seen) == 5
+
+
 def test_a_program_is_compiled_whole() -> None:
     inputs = leaves()
     state = torch.tensor([21, 22], device="cuda")
