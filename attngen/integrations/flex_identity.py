@@ -239,7 +239,7 @@ class Reading:
     def _object(self, value: Any, kind: type, name: str, depth: int) -> Any:
         """Return the key of an object: of the attributes that some code names, its own and those of its class."""
         if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and kind.__name__ != "ndarray":
-            return kind, value.item()
+            return kind, self._of(value.item(), name, depth)
         fields = getattr(value, "__dict__", None)
         if (fields is None and not _slotted(kind)) or _computes(kind):
             return self._unknown()

@@ -104,7 +104,7 @@ class Translator:
                 return "(inf - inf)"
             if math.isinf(operand):
                 return "inf" if operand > 0 else "(-inf)"
-            return repr(operand) if operand >= 0 else f"(-{-operand!r})"
+            return repr(operand) if math.copysign(1.0, operand) > 0 else f"(-{-operand!r})"
         if isinstance(operand, Given | Made):
             return self._number(operand)
         if operand in self._rows:

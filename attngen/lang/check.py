@@ -17,7 +17,7 @@ from attngen.errors import Gathered, Location, SpecError
 from attngen.lang.declarations import check_declarations, check_let_name
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, rewrite, tensors, walk
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, is_zero, names, rewrite, tensors, walk
 from attngen.lang.listed import KEYS, LISTS
 from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
@@ -38,7 +38,7 @@ _NOT_OF_A_SINK = frozenset((
     "s", "q", "kv", "q_pos", "q_global", "kv_global", "seqlen_q", "seqlen_k", "total_q", "total_k",
 ))  # fmt: skip
 
-_HIDDEN, _ZERO = Const(-math.inf, Type.FLOAT), Const(0.0, Type.FLOAT)
+_HIDDEN = Const(-math.inf, Type.FLOAT)
 #: The least values of float32 and of bfloat16: ``torch.finfo(dtype).min``.
 _LEAST = (Const(-(2.0**128 - 2.0**104), Type.FLOAT), Const(-(2.0**128 - 2.0**120), Type.FLOAT))
 _SHOWN = Const(True, Type.BOOL)
@@ -383,7 +383,7 @@ def split_hidden(score: Expr, rules: Rules) -> tuple[Expr | None, Expr]:
                 seen, shown = split_hidden(one, rules)
                 if seen is not None and not tensors(other):
                     args = (shown, other) if one is a else (other, shown)
-                    return seen, rules.build("add", args) if shown != _ZERO else other
+                    return seen, other if is_zero(shown) else rules.build("add", args)
     return None, score
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 from attngen.dtypes import DTYPES
+from attngen.lang.intervals import has_no_sign
 from attngen.lang.ir import Const, Op, Type, walk
 from attngen.lang.ranges import INT32, INT64
 from attngen.lang.statements import Code, Statement, joined, statement, written
-from attngen.lang.targets import Dialect, EmissionScope, has_no_sign, power_factors, power_of_two
+from attngen.lang.targets import Dialect, EmissionScope, power_factors, power_of_two
 
 # Binding strength in C++'s grammar, loosest first.
 _SELECT, _OR, _AND, _BITOR, _BITXOR, _BITAND, _EQUAL, _COMPARE, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(13)
@@ -36,6 +37,8 @@ _FAST = {
 }  # fmt: skip
 #: Functions that kernels approximate under ``fast_math``.
 _APPROXIMATED = frozenset((*_FAST, "expm1", "log1p", "erf"))
+#: Those whose approximation of -0.0 is 0.0.
+_LOSES_SIGN = frozenset({"expm1", "log1p", "silu"})
 _LEAST_NORMAL = 2.0**-126
 _PACKED = ("bf16", "fp16")
 _ONE = Const(1.0, Type.FLOAT)
@@ -76,10 +79,11 @@ class CudaDialect(Dialect):
             sign, strength = _INFIX[op]
             left, right = (_SIGN, _SIGN) if op in _BRACKETED else (strength, strength + 1)
             return written("{} {} {}", args[0].within(left), sign, args[1].within(right), strength=strength)
-        if scope.approximate and op in ("expm1", "log1p", "erf"):
+        approximate = scope.approximate and not (op in _LOSES_SIGN and scope.signed(node))
+        if approximate and op in ("expm1", "log1p", "erf"):
             return self._approximate(node, args[0], scope)
         if op in _CALLS:
-            name = _FAST.get(op, _CALLS[op]) if scope.approximate else _CALLS[op]
+            name = _FAST.get(op, _CALLS[op]) if approximate else _CALLS[op]
             return _call(name, args[0])
         match op:
             case "neg":

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
-from attngen.lang.ir import Type
+from attngen.lang.ir import Type, identity_of
 from attngen.records import Count, Extent, Limit, Limits, Name, Number, Some
 
 Bound = Limit | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Scalar:
     """A number that a variant takes. ``const`` fixes it at build time; otherwise it is an argument of the call.
 
     ``min`` and ``max`` are inclusive and trusted; a string names an extent (``seqlen_k``). ``default`` serves a
-    call that leaves the argument out. ``grad`` asks the backward pass for its gradient (fp32 only).
+    call that leaves the argument out. ``grad`` asks the backward pass for its gradient (fp32 only). A ``const`` of 0.0
+    and one of -0.0 make two scalars, as the literals do.
     """
 
     name: Name
@@ -25,6 +27,15 @@ class Scalar:
     max: Bound = None
     default: Number | None = None
     grad: bool = False
+
+    def _identity(self) -> tuple[Any, ...]:
+        return tuple([identity_of(getattr(self, field.name)) for field in fields(self)])
+
+    def __eq__(self, other: object) -> bool:
+        return self._identity() == other._identity() if isinstance(other, Scalar) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
 
     @property
     def type(self) -> Type:

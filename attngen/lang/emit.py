@@ -19,7 +19,7 @@ from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
 from attngen.lang.ranges import INDEX_RANGES, INT32, Range
 from attngen.lang.statements import Code, Statement, joined, leaf, reads, written
-from attngen.lang.usage import Usage, deciding
+from attngen.lang.usage import Usage, deciding, signed
 
 _NO_AXES: frozenset[str] = frozenset()
 #: Indices that are inside an extent by definition; rows and keys are in none, since tiles overhang the sequence.
@@ -179,6 +179,7 @@ class _Emission:
         self._inner = inner
         self.usage = Usage(roots, self.axes, inner)
         self._deciding = deciding(roots)
+        self._signed = signed(roots)
 
     # --- facts about a node -------------------------------------------------------------------------------
 
@@ -227,6 +228,10 @@ class _Emission:
     def exact(self, node: Expr) -> bool:
         """Whether a quotient or a root must be the nearest float32."""
         return not self.fast_math or node in self._deciding
+
+    def signed(self, node: Expr) -> bool:
+        """Whether the sign of a float matters where it is 0."""
+        return node in self._signed
 
     # --- writing ------------------------------------------------------------------------------------------
 

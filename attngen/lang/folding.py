@@ -20,7 +20,7 @@ from attngen.lang.ir import POSITION, Const, Expr, Load, Op, Type, Var, names, o
 from attngen.lang.ranges import Range
 from attngen.lang.runs import score_by_position
 from attngen.lang.simplify import mul, truediv
-from attngen.lang.usage import decides
+from attngen.lang.usage import decides, reads_sign
 from attngen.lang.variant import Variant
 
 #: The raw product of a query row and a key row, before the scale.
@@ -364,13 +364,21 @@ def _never_zero(divisor: Expr) -> bool:
 def _rewrite_values(node: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     """Rebuild an expression bottom up like ``ir.rewrite``, but leave what is rounded or compared as it is.
 
-    There the last bit matters: ``x / n >= 1.0`` and ``x * (1.0 / n) >= 1.0`` may differ at ``x == n``.
+    There the last bit matters: ``x / n >= 1.0`` and ``x * (1.0 / n) >= 1.0`` may differ at ``x == n``. So does the sign
+    of a zero as a divisor or in ``atan2``: terms of a sum that cancel in another order may leave another one.
     """
     if not isinstance(node, Op) or node.type is not Type.FLOAT or decides(node):
         return node
-    node = replace(node, args=tuple(_rewrite_values(argument, rule) for argument in node.args))
+    kept = [argument for argument in reads_sign(node) if _may_be_zero(argument)]
+    node = replace(node, args=tuple(a if a in kept else _rewrite_values(a, rule) for a in node.args))
     replacement = rule(node)
     return node if replacement is None else replacement
+
+
+def _may_be_zero(value: Expr) -> bool:
+    """Whether a float may be 0, whatever scalars and elements are."""
+    low, high = bounds(value, {})
+    return low <= 0 <= high
 
 
 def _varies(node: Expr) -> bool:

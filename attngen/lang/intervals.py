@@ -33,6 +33,9 @@ _LENGTHS = {
     **dict.fromkeys(("kv", "kv_lo", "kv_hi", "q_pos", "q_pos_lo", "q_pos_hi"), "seqlen_k"),
 }
 
+#: Operators whose result is never -0.0 unless it may be negative.
+_NEVER_NEGATIVE = frozenset({"abs", "exp", "exp2", "sigmoid", "to_float"})
+
 #: Float operators that do not round; the result of any other depends on how a compiler contracts it.
 EXACT = _NAN_PRESERVING | {"select", "to_float"}
 
@@ -127,6 +130,11 @@ def exact(expr: Expr, numbers: Collection[str] = ()) -> bool:
     return expr.type is not Type.FLOAT
 
 
+def has_no_sign(node: Expr, low: float) -> bool:
+    """Whether a float of at least ``low`` is neither negative nor -0.0, of which roots and odd powers have a sign."""
+    return low > 0 or (low == 0 and isinstance(node, Op) and node.op in _NEVER_NEGATIVE)
+
+
 def never_nan(expr: Expr, numbers: Numbers) -> bool:
     """Whether a float is never NaN, by its form or by the bounds of its parts."""
     if exact(expr):
@@ -216,8 +224,14 @@ class Numbers:
         return total, (lo, hi)
 
     def refined(self, node: Expr, interval: Interval) -> Interval:
-        """Bound ``x // n * n`` for positive n: at most x, and at least min(-n, 2 * x), or 0 if x is not negative."""
+        """Bound ``x // n * n`` for positive n: at most x, and at least min(-n, 2 * x), or 0 if x is not negative. Drop
+        the bounds of what may be the reciprocal of -0.0: the rules take a 0 for one without a sign."""
         match node:
+            case Op(op="rsqrt" | "pow", args=(x, *exponent), type=Type.FLOAT) if not has_no_sign(
+                x, evaluate(x, self)[0]
+            ):
+                inverts = not exponent or evaluate(exponent[0], self)[0] < 0
+                return self.unbounded if inverts else interval
             case Op(op="mul", args=(a, b)):
                 for quotient, n in ((a, b), (b, a)):
                     match quotient:

@@ -8,6 +8,7 @@ common subexpression is one dictionary entry.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -49,13 +50,33 @@ class _Node:
     __slots__ = ("_hash",)
 
 
+def identity_of(number: Any) -> Any:
+    """A key of a number, the same for 1 and 1.0, that tells -0.0 from 0.0 and makes NaN equal to itself."""
+    if number != number:
+        return "nan"
+    return "-0.0" if number == 0 and math.copysign(1.0, number) < 0 else number
+
+
 @_remembers_hash
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Const(_Node):
-    """A literal. ``inf`` is ``Const(math.inf, Type.FLOAT)``."""
+    """A literal. ``inf`` is ``Const(math.inf, Type.FLOAT)``; 0.0 and -0.0 are two literals, NaN is one."""
 
     value: bool | int | float
     type: Type
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Const):
+            return NotImplemented
+        return self.type is other.type and identity_of(self.value) == identity_of(other.value)
+
+    def __hash__(self) -> int:
+        return hash((identity_of(self.value), self.type))
+
+
+def is_zero(node: Expr) -> bool:
+    """Whether a node is the literal 0, 0.0 or -0.0."""
+    return isinstance(node, Const) and node.value == 0
 
 
 @_remembers_hash

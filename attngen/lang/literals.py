@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Callable
 
-from attngen.lang.ir import Const, Expr, Op, Type, rewrite
+from attngen.lang.ir import Const, Expr, Op, Type, is_zero, rewrite
 from attngen.lang.parser import FLOAT32_MAX
 from attngen.lang.simplify import make
 
@@ -96,7 +96,7 @@ def _folded(node: Expr) -> Expr | None:
         return None
     if node.op in _LOGICAL and any(isinstance(a, Const) and a.type is Type.BOOL for a in node.args):
         return make(node.op, *node.args, wide=node.wide)
-    if node.op == "pow" and node.args[1] == Const(0, node.type):  # 1, even of NaN
+    if node.op == "pow" and is_zero(node.args[1]):  # 1, even of NaN
         return Const(1, node.type)
     if not all(isinstance(arg, Const) for arg in node.args):
         return None

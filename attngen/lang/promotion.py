@@ -84,8 +84,8 @@ def typed(op: str, args: Sequence[Expr]) -> Expr:
     if op == "pow":
         return _power(args[0], args[1])
     values = tuple(to_float(arg) for arg in args) if info.float_args else promote(args)
-    if op == "neg" and isinstance(values[0], Const) and values[0].value != 0:
-        return Const(-values[0].value, values[0].type)  # a literal; -0.0 stays, since it would equal 0.0
+    if op == "neg" and isinstance(values[0], Const):
+        return Const(-values[0].value, values[0].type)
     return Op(op, values, info.result or values[0].type)
 
 

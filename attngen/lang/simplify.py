@@ -1,8 +1,8 @@
 """Smart constructors: build expressions that are simplified from the start, so that emitted code reads well.
 
 Integers are exact here: an ``Op`` whose int32 result could overflow is marked ``wide``, so sums may be
-reordered and comparisons moved. Floats are not: only identities that hold for NaN, infinities and rounding are
-applied to them.
+reordered and comparisons moved. Floats are not: only identities that hold for NaN, infinities, rounding and the sign of
+zero are applied to them.
 """
 
 from __future__ import annotations
@@ -249,9 +249,10 @@ def _sum(op: str) -> Callable[..., Expr | None]:
     def rule(node: Op, a: Expr, b: Expr) -> Expr | None:
         if node.type is Type.INT:
             return _total(node)
-        if op == "add" and _is(a, 0):
+        neutral = Const(-0.0 if op == "add" else 0.0, Type.FLOAT)  # -0.0 + 0.0 is 0.0
+        if op == "add" and a == neutral:
             return b
-        return a if _is(b, 0) else None
+        return a if b == neutral else None
 
     return rule
 

@@ -27,6 +27,9 @@ class EmissionScope(Protocol):
     def exact(self, node: Expr) -> bool:
         """Whether a quotient or a root must be the nearest float32: without ``fast_math``, and where it decides."""
 
+    def signed(self, node: Expr) -> bool:
+        """Whether the sign of a float matters where it is 0."""
+
     def axes(self, node: Expr) -> frozenset[str]:
         """Return the axes of a tile along which a node varies."""
 
@@ -95,11 +98,6 @@ def power_of_two(node: Expr) -> int | None:
         value = int(node.value)
         return value.bit_length() - 1 if value & (value - 1) == 0 else None
     return None
-
-
-def has_no_sign(node: Expr, low: float) -> bool:
-    """Whether a float of at least ``low`` is neither negative nor -0.0, of which odd powers have a sign."""
-    return low > 0 or (isinstance(node, Op) and node.op == "abs")
 
 
 def power_factors(base: Code, exponent: int, square: Callable[[Code], Code]) -> list[Code]:

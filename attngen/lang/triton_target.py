@@ -9,6 +9,9 @@ which has no ``.to`` and whose ``~`` is a number: it is written with ``tl.cast``
 ``/`` may be off by two units in the last place (``div.full.f32``) and ``tl.sqrt`` by one; where a quotient or a root is
 compared or rounded, and everywhere without ``fast_math``, ``tl.div_rn`` and ``tl.sqrt_rn`` round to nearest.
 
+Some releases of Triton compute ``-x`` as ``0 - x``, and take a literal -0.0 for 0.0. Where the sign of a zero matters,
+a product with -1.0 is written instead.
+
 Sources: Triton language reference (integer division and remainder truncate, as in C; comparisons with NaN are
 false; ``tl.minimum`` drops NaN unless told otherwise).
 """
@@ -17,10 +20,11 @@ from __future__ import annotations
 
 import math
 
+from attngen.lang.intervals import has_no_sign
 from attngen.lang.ir import Const, Expr, Op, Type, Var
 from attngen.lang.ranges import INT32
 from attngen.lang.statements import Code, Statement, joined, statement, written
-from attngen.lang.targets import Dialect, EmissionScope, has_no_sign, power_factors, power_of_two
+from attngen.lang.targets import Dialect, EmissionScope, power_factors, power_of_two
 
 # Binding strength in Python's grammar, loosest first.
 _COMPARE, _BITOR, _BITXOR, _BITAND, _SHIFT, _SUM, _PRODUCT, _SIGN, _ATOM = range(1, 10)
@@ -73,6 +77,8 @@ class TritonDialect(Dialect):
             return Code('float("nan")', _ATOM)
         if math.isinf(value):
             return Code('float("inf")' if value > 0 else 'float("-inf")', _ATOM)
+        if value == 0 and math.copysign(1.0, value) < 0:
+            return Code("tl.cast(0.0, tl.float32) * -1.0", _PRODUCT)
         if 0 < abs(value) < _SMALLEST_NORMAL:  # Triton would take the literal for a float64
             return Code(f"tl.cast({value!r}, tl.float32)", _ATOM)
         return Code(repr(value), _ATOM if math.copysign(1.0, value) > 0 else _SIGN)
@@ -105,7 +111,7 @@ class TritonDialect(Dialect):
             return _call(_CALLS[op], args[0])
         match op:
             case "neg":
-                return written("-{}", args[0].within(_SIGN), strength=_SIGN)
+                return self._negative(node, args[0], scope)
             case "not" | "invert":
                 return written("~{}", args[0].within(_SIGN), strength=_SIGN)
             case "to_float":
@@ -146,6 +152,12 @@ class TritonDialect(Dialect):
                 sine, cosine = _call("tl.sin", x), _call("tl.cos", x)
                 return self._quotient(node, sine, cosine, scope)
         raise ValueError(f"operator {op!r} has no Triton form")
+
+    def _negative(self, node: Op, x: Code, scope: EmissionScope) -> Code:
+        """Write ``-x`` as the value of a node, or as a part of it that decides its sign."""
+        if scope.signed(node):
+            return written("{} * -1.0", x.within(_PRODUCT), strength=_PRODUCT)
+        return written("-{}", x.within(_SIGN), strength=_SIGN)
 
     def _quotient(self, node: Op, a: Code, b: Code, scope: EmissionScope) -> Code:
         if scope.exact(node):
@@ -247,7 +259,8 @@ class TritonDialect(Dialect):
         x = self._tensor(node.args[0], "whole", scope)
         size = scope.temporary(node, "size", _call("tl.abs", x))
         near = scope.temporary(node, "near", written("{} + {n} - {n}", size, n=repr(_NO_FRACTION), strength=_SUM))
-        near = written("tl.where({} < 0.0, -{near}, {near})", x, near=near)
+        negative = written("{}.to(tl.int32, bitcast=True) < 0" if scope.signed(node) else "{} < 0.0", x)
+        near = written("tl.where({}, {}, {near})", negative, self._negative(node, near, scope), near=near)
         return written("tl.where({} < {}, {}, {})", size, repr(_NO_FRACTION), near, x, strength=_ATOM)
 
     def _expm1(self, node: Op, scope: EmissionScope) -> Code:
@@ -288,7 +301,8 @@ class TritonDialect(Dialect):
         angle = scope.temporary(node, "angle", flipped)
         turned = written("tl.where({}.to(tl.int32, bitcast=True) < 0, 3.141592653589793 - {a}, {a})", x, a=angle)
         angle = scope.temporary(node, "angle", turned)
-        return written("tl.where({}.to(tl.int32, bitcast=True) < 0, -{a}, {a})", y, a=angle, strength=_ATOM)
+        below = self._negative(node, angle, scope)
+        return written("tl.where({}.to(tl.int32, bitcast=True) < 0, {}, {a})", y, below, a=angle, strength=_ATOM)
 
     def _float_power(self, node: Op, scope: EmissionScope) -> Code:
         """A power whose exponent varies; of a negative base, if the exponent is whole, as in torch."""
@@ -303,7 +317,8 @@ class TritonDialect(Dialect):
             return power
         power = scope.temporary(node, "power", power)
         odd = written("{y} - 2.0 * tl.floor(0.5 * {y}) == 1.0", y=y)
-        signed = written("tl.where(({}.to(tl.int32, bitcast=True) < 0) & ({}), -{p}, {p})", x, odd, p=power)
+        negative = self._negative(node, power, scope)
+        signed = written("tl.where(({}.to(tl.int32, bitcast=True) < 0) & ({}), {}, {p})", x, odd, negative, p=power)
         fraction = written("({} < 0.0) & (tl.floor({y}) != {y})", x, y=y)
         return written('tl.where({}, float("nan"), {})', fraction, signed, strength=_ATOM)
 
@@ -326,6 +341,8 @@ class TritonDialect(Dialect):
         divisor = written("tl.exp2(2.8853900817779268 * {}) + 1.0", x, strength=_SUM)
         far = written("1.0 - {}", self._quotient(node, Code("2.0", _ATOM), divisor, scope), strength=_SUM)
         near = written("{} + {} * {} * ({})", x, x, square, sums, strength=_SUM)
+        if scope.signed(node):  # of -0.0 the sum is 0.0
+            near = written("tl.where({} == 0.0, {}, {})", x, x, near, strength=_ATOM)
         return written("tl.where(tl.abs({}) < 0.5, {}, {})", x, near, far, strength=_ATOM)
 
     def declare(self, name: str, type: Type, wide: bool, value: Code) -> Statement:

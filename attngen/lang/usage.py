@@ -1,14 +1,20 @@
-"""Uses of each node in a set of expressions: how often, and under which conditions."""
+"""Uses of each node in a set of expressions: how often, under which conditions, and for what."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from attngen.lang.ir import Expr, Load, Op, Type, children
+from attngen.lang.ir import Const, Expr, Load, Op, Type, children
 
 #: Functions whose result is a whole number.
 _WHOLE = frozenset({"floor", "ceil", "trunc", "round"})
+
+#: Float operators that are 0 where an argument is, or where arguments cancel, and whose sign is then that of arguments.
+_PASSES_SIGN = frozenset({
+    "add", "sub", "mul", "neg", "min", "max", "floor", "ceil", "trunc", "round", "expm1", "log1p", "erf", "tanh",
+    "silu", "sqrt", "sin", "tan",
+})  # fmt: skip
 
 #: A condition and whether it holds.
 Guard = tuple[Expr, bool]
@@ -77,6 +83,35 @@ def decides(node: Expr) -> bool:
         return False
     whole = node.op in _WHOLE or (node.op == "to_int" and node.args[0].type is Type.FLOAT)
     return whole or node.type is Type.BOOL
+
+
+def signed(roots: Sequence[Expr]) -> frozenset[Expr]:
+    """Floats whose sign matters where they are 0: both arguments of ``atan2``, divisors, and what decides their sign.
+
+    The sign of a root does not matter: a condition has none, and softmax takes -0.0 for 0.0.
+    """
+    found: set[Expr] = set()
+    for node in _parents_first(roots):
+        if isinstance(node, Op):
+            found.update(reads_sign(node, node in found))
+    return frozenset(found)
+
+
+def reads_sign(node: Op, signed: bool = False) -> tuple[Expr, ...]:
+    """Arguments of an operator whose sign matters where they are 0; ``signed`` says whether that of the result does."""
+    match node.op, node.args:
+        case "atan2" | "rsqrt", args:
+            return args
+        case "truediv", (dividend, divisor):
+            return (dividend, divisor) if signed else (divisor,)
+        case "pow", (base, exponent) if node.type is Type.FLOAT:
+            inverts = not isinstance(exponent, Const) or exponent.value < 0
+            return (base,) if signed or inverts else ()
+        case "select", (_, a, b) if signed:
+            return a, b
+        case op, args if signed and op in _PASSES_SIGN:
+            return args
+    return ()
 
 
 def _edges(node: Expr) -> Iterator[tuple[Expr, list[Guard]]]:

@@ -507,22 +507,41 @@ def special() -> list[Expr]:
         "float(-kv // 3) + float(-kv % 3) + float(-kv // -4) + float(kv % -4)",
         "float((kv - 9) // 4) + float((kv - 9) % 4) + float((kv - 9) // window) + float((kv - 9) % window)",
     ]  # fmt: skip
-    exprs = []
-    for source in texts:
-        expr = randoms.declare(source, "float").score
-        assert expr is not None
-        exprs.append(expr)
-    return exprs
+    return [declared_score(text) for text in texts]
+
+
+def zeros() -> list[Expr]:
+    """Values of which the sign of a zero decides: an angle of ±pi, an infinity of either sign."""
+    z = "(0.0 * s)"
+    values = [
+        z, f"-{z}", f"(0 - {z})", f"({z} + 0.0)", f"(0.0 + {z})", f"({z} - 0.0)", f"({z} + -0.0)", f"({z} - -0.0)",
+        f"{z} * 1", f"-0.0 * {z}", f"-(-{z})", f"(-0.0 if kv < 9 else 0.0)", "-0.0", "0.0", f"(kv - 5) * {z}",
+        "(0.0 * -1.0 if s > 0 else 0.0)", f"({z} if q > 5 else -{z})", "-float(kv - 5)", f"abs({z})",
+        f"{z} ** 3", f"{z} ** 2", "(-gain * 0.0)", "-(gain - gain)",
+        *(f"{name}({z})" for name in (
+            "floor", "ceil", "trunc", "round", "expm1", "log1p", "erf", "tanh", "silu", "sqrt", "sin", "tan", "atan",
+        )),
+        "round(clamp(s, -0.4, 0.4))", "ceil(clamp(s, -0.4, 0.4))", "trunc(clamp(s, -0.4, 0.4))",
+    ]  # fmt: skip
+    texts = [f"atan2({value}, -1.0)" for value in values]
+    texts += ["atan2(0.0, s) - atan2(-0.0, s)", f"1.0 / {z}", f"1.0 / ({z} + 0.0)", f"rsqrt({z})", f"{z} ** (kv - 12)"]
+    return [declared_score(text) for text in texts]
+
+
+def declared_score(text: str) -> Expr:
+    expr = randoms.declare(text, "float").score
+    assert expr is not None
+    return expr
 
 
 def test_triton_agrees_with_eager(tmp_path: Path) -> None:
-    exprs = expressions(0, 8) + special()
+    exprs = expressions(0, 8) + special() + zeros()
     check(exprs, harness.run_triton(exprs, tmp_path))
 
 
 @pytest.mark.skipif(harness.compiler() is None, reason="no g++ on this machine")
 def test_cuda_text_agrees_with_eager(tmp_path: Path) -> None:
-    exprs = expressions(1000, 150) + special()
+    exprs = expressions(1000, 150) + special() + zeros()
     check(exprs, harness.run_cxx(exprs, tmp_path))
 
 
@@ -533,7 +552,7 @@ def test_triton_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     from triton.compiler import ASTSource, compile
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    exprs = [e for e in expressions(3000, 12) if e.type is Type.FLOAT] + special()
+    exprs = [e for e in expressions(3000, 12) if e.type is Type.FLOAT] + special() + zeros()
     emitted = emit_many(
         exprs,
         Target.TRITON,

@@ -111,6 +111,7 @@ F = bruteforce.Var("f", Type.FLOAT)
         (op("mul", op("exp2", op("mul", F, const(1e9))), const(2.0)), 0.0, math.inf),
         (op("exp", op("mul", F, const(-1e4))), 0.0, math.inf),
         (op("rsqrt", op("abs", F)), 0.7, math.inf),
+        (op("rsqrt", op("max", F, const(0.0))), -math.inf, math.inf),  # of -0.0, too
         (op("round", F), -2.0, 2.0),
         (op("trunc", F), -1.0, 2.0),
         (op("erf", F), -0.9662, 0.9954),

@@ -58,7 +58,9 @@ zero, one = s.integer(0), s.integer(1)
         (s.select(s.not_(p), x, y), "y if p else x"),
         (s.select(p, s.TRUE, r), "p or r"),
         (s.select(p, x, x), "x"),
-        (s.add(f, Const(0.0, Type.FLOAT)), "f"),
+        (s.sub(f, Const(0.0, Type.FLOAT)), "f"),
+        (s.add(f, Const(-0.0, Type.FLOAT)), "f"),
+        (s.add(Const(-0.0, Type.FLOAT), f), "f"),
         (s.mul(Const(1.0, Type.FLOAT), f), "f"),
         (s.truediv(f, Const(1.0, Type.FLOAT)), "f"),
         (s.neg(s.neg(f)), "f"),
@@ -77,6 +79,20 @@ def test_floats_keep_what_nan_and_inf_decide() -> None:
     assert isinstance(s.le(f, f), Op)
     assert math.isnan(s.minimum(Const(math.nan, Type.FLOAT), inf).value)
     assert s.sub(inf, inf).value != s.sub(inf, inf).value
+    assert s.sub(inf, inf) == Const(math.nan, Type.FLOAT)
+
+
+def test_floats_keep_the_sign_of_zero() -> None:
+    plus, minus = Const(0.0, Type.FLOAT), Const(-0.0, Type.FLOAT)
+    for kept in (s.add(f, plus), s.add(plus, f), s.sub(f, minus), s.sub(plus, f), s.sub(minus, f), s.mul(f, minus)):
+        assert isinstance(kept, Op)
+    assert isinstance(s.select(p, plus, minus), Op)
+    assert isinstance(s.maximum(plus, f), Op)
+    for folded, value in (
+        (s.add(plus, minus), 0.0), (s.add(minus, minus), -0.0), (s.mul(plus, Const(-1.0, Type.FLOAT)), -0.0),
+        (s.neg(plus), -0.0), (s.neg(minus), 0.0), (s.absolute(minus), 0.0), (s.make("round", minus), -0.0),
+    ):  # fmt: skip
+        assert folded == Const(value, Type.FLOAT)
 
 
 @pytest.mark.parametrize("op", ["floordiv", "mod"])

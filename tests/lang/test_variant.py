@@ -7,11 +7,13 @@ import math
 import pickle
 
 import pytest
+import yaml
 
 from attngen.errors import SpecError
 from attngen.lang.check import compile_variant, restore_variant
 from attngen.lang.ir import Const, Type
-from attngen.lang.variant import Monotone, Scalar, Tensor
+from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
+from attngen.schema.writing import declaration, spec_text
 from tests.lang import randoms
 
 PACKED = compile_variant(
@@ -58,6 +60,44 @@ def test_an_inlined_text_may_be_longer_than_a_user_may_write() -> None:
     variant = compile_variant("v", "f(f(kv % 3) % 9) > 0", let=let)
     assert len(variant.to_dict()["mask"]) > 1000
     assert restore_variant(variant.to_dict()) == variant
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0])
+def test_the_sign_of_a_constant_zero_survives(value: float) -> None:
+    variant = signed(value)
+    text = json.dumps(variant.to_dict(), allow_nan=False)
+    assert restore_variant(json.loads(text)) == variant
+    assert f"atan2({value}, -1.0)" in text
+    fields = yaml.safe_load(spec_text({"signed": declaration(variant)}, []))["variants"]["signed"]
+    assert math.copysign(1.0, fields["scalars"]["zero"]["const"]) == math.copysign(1.0, value)
+    assert fields["score"] == variant.to_dict()["score"]
+
+
+def test_zeros_of_both_signs_make_two_variants() -> None:
+    """Seen: two variants whose constants are 0.0 and -0.0 were one, so that one's kernels served the other."""
+    plus, minus = signed(0.0), signed(-0.0)
+    assert plus.definition != minus.definition
+    assert plus != minus
+    assert len({plus, minus, signed(0.0)}) == 2
+    for field in ("const", "default", "min"):
+        a, b = (Scalar("x", "fp32", **{field: value}) for value in (0.0, -0.0))
+        assert a != b
+        assert hash(a) == hash(Scalar("x", "fp32", **{field: 0}))
+        assert a == Scalar("x", "fp32", **{field: 0})
+
+
+def signed(value: float) -> Variant:
+    return compile_variant("signed", None, "s + atan2(zero, -1.0) * kv", [Scalar("zero", "fp32", const=value)])
+
+
+def test_literals_are_known_by_their_sign_and_nan_is_one() -> None:
+    zeros, nan = [Const(value, Type.FLOAT) for value in (0.0, -0.0, 0)], Const(math.nan, Type.FLOAT)
+    assert zeros[0] == zeros[2] != zeros[1]
+    assert hash(zeros[0]) == hash(zeros[2])
+    assert nan == Const(float("nan"), Type.FLOAT)
+    assert hash(nan) == hash(Const(float("nan"), Type.FLOAT))
+    assert len({*zeros, nan, Const(-math.nan, Type.FLOAT), Const(0, Type.INT)}) == 4
+    assert pickle.loads(pickle.dumps(zeros[1])) == zeros[1]
 
 
 def test_a_damaged_manifest_is_refused() -> None:

@@ -14,6 +14,7 @@ import torch
 from attngen.dtypes import SCALAR_TYPES
 from attngen.errors import CallError
 from attngen.lang.host import KEYS_OF_SCALAR
+from attngen.lang.ir import identity_of
 
 #: Largest finite float32.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
@@ -43,7 +44,7 @@ class ScalarRule:
         if number is None:
             kind = {"bool": "True or False", "fp32": "a number of the range of float32"}.get(self.dtype, "an integer")
             raise CallError(f"{variant}: scalar '{self.name}' is {self.dtype}, so it must be {kind}, got {value!r}")
-        if self.const is not None and number != self.const:
+        if self.const is not None and identity_of(number) != identity_of(self.const):
             raise CallError(
                 f"{variant}: scalar '{self.name}' was fixed to {self.const} when the kernels were built, got {value!r}"
             )

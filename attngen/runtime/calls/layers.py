@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
+from attngen.lang.ir import identity_of
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
@@ -134,7 +135,7 @@ class PagedLayer:
         key: list[Any] = ["attention", variant if named else id(variant), softmax_scale, page_layout, split_size]
         own = [value for value in arguments.values() if isinstance(value, Tensor)]
         for name, value in arguments.items():
-            key += (name, type(value), None if isinstance(value, Tensor) else value)
+            key += (name, type(value), None if isinstance(value, Tensor) else identity_of(value))
         tensors = {_K: k_pages, _V: v_pages, _K_DESCALE: k_descale, _V_DESCALE: v_descale}
         self._places = _noted(key, tensors | dict(enumerate(own, len(FORWARD))))
         #: The changes that bring another layer's launches to this one's tensors, by what is launched.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.lang.ir import names, tensors
+from attngen.lang.ir import identity_of, names, tensors
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.scalars import Number
@@ -93,13 +93,14 @@ class TileMap:
 class MapMaker:
     """Makes the tile maps of one prepared call, and keeps them while the mask's tensors and scalars stay the same."""
 
-    __slots__ = ("_device", "_last", "_launches", "_of", "_scalars", "_tensors")
+    __slots__ = ("_device", "_last", "_launches", "_of", "_reads_floats", "_scalars", "_tensors")
 
     def __init__(self, launches: Launches, kernel: Kernel, call: Call, device: torch.device) -> None:
         self._launches, self._device = launches, device
         self._of = _served(kernel, call)
         self._tensors = _tensors_of(call)
         self._scalars = tuple(place for place, rule in enumerate(call.rules) if rule.name in names(call.variant.mask))
+        self._reads_floats = any(call.rules[place].dtype == "fp32" for place in self._scalars)
         self._last: Last | None = None
 
     def append(self, given: Given, addresses: list[int], scale: float, scalars: Sequence[Number]) -> list[Tensor]:
@@ -109,6 +110,8 @@ class MapMaker:
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         last, stream = self._last, launches.stream()
         numbers = [scalars[place] for place in self._scalars]
+        if self._reads_floats:
+            numbers = [identity_of(number) for number in numbers]
         fresh = not capturing and not in_graph_pool(self._device, stream)
         if last is not None and fresh and last.serves(given, self._tensors, numbers, stream):
             addresses[launches.first_map] = last.words.data_ptr()
