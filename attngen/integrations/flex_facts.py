@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations.flex_identity import state_of
+from attngen.lang.ranges import INT32, INT64
 
 #: Elements of the largest tensor that is searched.
 _MOST = 2**24
@@ -23,13 +24,13 @@ _PENDING = -1
 class Look:
     """The facts about one tensor's numbers."""
 
-    __slots__ = ("_answers", "_done", "_order")
+    __slots__ = ("_answers", "_done", "_known")
 
     def __init__(self, tensor: Tensor) -> None:
         """Queue what finds them out. Raises CallError while a CUDA graph is captured, in which nothing runs."""
-        self._order: tuple[bool, int] | None = None  # whether they rise, and the least
+        self._known: tuple[bool, int, int] | None = None  # whether they rise, the least, and the greatest
         if not answers_exist(tensor):
-            self._order = False, -1
+            self._known = False, *map(int, INT64)
             return
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CallError(
@@ -38,25 +39,25 @@ class Look:
             )
         with torch.no_grad():
             numbers = tensor.detach()
-            least = numbers.amin()
+            least, greatest = torch.aminmax(numbers)
             rises = (numbers[..., 1:] >= numbers[..., :-1]).all() if numbers.dim() else least >= least
-            answers = torch.stack((rises, least))
+            answers = torch.stack((rises, least, greatest))
         if not tensor.is_cuda:
             self._read(answers)
             return
-        self._answers = torch.full((2,), _PENDING, dtype=answers.dtype, pin_memory=True, device="cpu")
+        self._answers = torch.full((3,), _PENDING, dtype=answers.dtype, pin_memory=True, device="cpu")
         self._answers.copy_(answers, non_blocking=True)
         self._done = torch.cuda.Event()
         self._done.record(torch.cuda.current_stream(tensor.device))
 
-    def _read(self, answers: Tensor) -> tuple[bool, int]:
-        rises, least = answers.tolist()
-        self._order = bool(rises), least
-        return self._order
+    def _read(self, answers: Tensor) -> tuple[bool, int, int]:
+        rises, least, greatest = answers.tolist()
+        self._known = bool(rises), least, greatest
+        return self._known
 
-    def _wait(self) -> tuple[bool, int]:
-        if self._order is not None:
-            return self._order
+    def _wait(self) -> tuple[bool, int, int]:
+        if self._known is not None:
+            return self._known
         if not torch.cuda.is_current_stream_capturing():
             self._done.synchronize()
         elif self._answers.tolist()[0] == _PENDING:  # a capture may not wait, but all before it is done
@@ -77,6 +78,12 @@ class Look:
     def positive(self) -> bool:
         """Whether all numbers are at least 1."""
         return self._wait()[1] >= 1
+
+    @property
+    def narrow(self) -> bool:
+        """Whether int32 holds all numbers."""
+        _, least, greatest = self._wait()
+        return INT32[0] <= least and greatest <= INT32[1]
 
 
 def answers_exist(tensor: Tensor) -> bool:

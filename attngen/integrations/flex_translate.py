@@ -40,6 +40,13 @@ _CLOSED = _UNCHANGED | {
 }  # fmt: skip
 
 
+#: Operations on integers whose result may exceed that of both operands.
+_GROWING = frozenset({
+    "add", "sub", "rsub", "mul", "neg", "abs", "square", "pow", "div", "floor_divide", "remainder", "fmod",
+    "bitwise_left_shift", "__lshift__",
+})  # fmt: skip
+
+
 class Translator:
     """Walks a trace, and keeps the text of each step."""
 
@@ -148,6 +155,9 @@ class Translator:
         self._check_numbers(step)
         text = own(step) if own is not None else _RULES[step.name](self, step)
         self._text[step] = text if step.name in _CLOSED else _wrapped(text, step.dtype)
+        if step.dtype == torch.int64 and step.name in _GROWING:
+            for operand in step.args[:2]:
+                self._narrow(operand)
 
     def _check_numbers(self, step: Step) -> None:
         """Refuse a Python integer that the narrow integers of an operation lack: torch computes with another one."""
@@ -186,7 +196,32 @@ class Translator:
             number = int(operand.tensor.item())
             return str(number if number >= 0 else number + size)
         text = self._of(operand)
-        return text if self._never_negative(operand) else f"(({text}) + {size} if ({text}) < 0 else ({text}))"
+        if self._never_negative(operand):
+            return text
+        negative = text if _dtype(operand) != torch.int64 or self._narrow(operand) else f"min({text}, -1)"
+        return f"(({negative}) + {size} if ({text}) < 0 else ({text}))"
+
+    def _narrow(self, operand: Any) -> bool:
+        """Whether int32 holds the elements of int64 tensors that an integer is made of, which is then declared of them.
+
+        What is asked about tensors does not depend on the answers.
+        """
+        if isinstance(operand, Step) and operand not in self._sources:
+            answers = [self._narrow(each) for each in operand.args if isinstance(each, Step)]  # all of them are asked
+            return all(answers)
+        source = self._sources.get(operand) if isinstance(operand, Step) else operand
+        if isinstance(source, Made) and source.element is not None:
+            source = source.element[0]
+        if not isinstance(source, Given | Made) or source.dtype != torch.int64:
+            return True
+        entry = self._into.tensors.get(source.slot if isinstance(source, Given) else id(source))
+        if entry is None:  # a number of the text
+            return True
+        if isinstance(source, Given):
+            entry.narrow = self._values.fact(source.slot, "narrow")
+        else:
+            entry.narrow = source.tensor is not None and Look(source.tensor).narrow
+        return entry.narrow
 
     def _natural(self, tensor: Given | Made) -> bool:
         """Whether a tensor holds no negative number, which is then declared of it."""

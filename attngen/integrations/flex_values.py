@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attngen.integrations.flex_trace import Given, Made, Step
 from attngen.lang.declarations import RESERVED
+from attngen.lang.ranges import INT32
 
 _INDICES = ("b", "h", "q", "kv")
 
@@ -42,6 +43,7 @@ class Captured:
     learned: bool
     monotone: bool = False  # along its last axis
     least: int | None = None
+    narrow: bool = False  # an int64 of numbers that int32 holds
     entries: int | None = None  # along its last axis, of a small table that integers of other tensors are looked up in
 
     def fields(self) -> dict[str, Any]:
@@ -52,8 +54,9 @@ class Captured:
         fields: dict[str, Any] = {"dtype": DTYPES[CONVERTED.get(self.dtype, self.dtype)], "shape": shape}
         if self.monotone:
             fields["monotone"] = {"axis": self.dims - 1}
-        if self.least is not None:
-            fields["range"] = {"min": self.least}
+        least = int(INT32[0]) if self.narrow and self.least is None else self.least
+        if least is not None:
+            fields["range"] = {"min": least, **({"max": int(INT32[1])} if self.narrow else {})}
         if self.learned:
             fields["grad"] = True
         return fields

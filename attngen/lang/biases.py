@@ -148,7 +148,10 @@ def asked_by(index: Expr) -> tuple[Expr, int]:
             op="select",
             args=(Op(op="lt", args=(low, Const(0))), Op(op="add", args=(moved, Const(int() as more))), other),
         ):
-            return (other, more) if low == moved == other else (index, 0)
+            negative = Op(
+                "min", (low, Const(-1, Type.INT)), Type.INT, wide=True
+            )  # of an int64, which a sum might exceed
+            return (other, more) if low == other and moved in (low, negative) else (index, 0)
     return index, 0
 
 

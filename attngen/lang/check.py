@@ -91,13 +91,13 @@ class Rules:
         inherited = any(self.is_wide(arg) for arg in node.args)
         if not inherited and INT32[0] <= low and high <= INT32[1]:
             return node
-        if (low < INT64[0] or high > INT64[1]) and not self._reads_int64(node):
-            raise ExpressionError(f"may reach {_number(low)} .. {_number(high)}, beyond int64; declare narrower ranges")
+        if low < INT64[0] or high > INT64[1]:
+            open_ones = sorted(name for name in names(node) | tensors(node) if self.ranges.get(name) == INT64)
+            of = f" of {' and '.join(map(repr, open_ones))}" if open_ones else ""
+            raise ExpressionError(
+                f"may reach {_number(low)} .. {_number(high)}, beyond int64; declare narrower ranges{of}"
+            )
         return Op(node.op, node.args, node.type, wide=True)
-
-    def _reads_int64(self, node: Expr) -> bool:
-        """Undeclared int64 data reaches every bound by itself; only its arithmetic may then wrap, as in torch."""
-        return any(isinstance(n, Var | Load) and self.is_wide(n) for n in walk(node))
 
     def _divisor(self, op: str, divisor: Expr) -> None:
         low, high = bounds(divisor, self.ranges)

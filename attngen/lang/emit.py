@@ -7,17 +7,18 @@ Everything else stays one expression with the fewest parentheses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.dtypes import DTYPES
 from attngen.lang.facts import Facts
 from attngen.lang.intervals import Numbers, bounds, never_nan
-from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, rewrite
+from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, children, rewrite, walk
 from attngen.lang.languages import Target
 from attngen.lang.literals import fold_literals
 from attngen.lang.naming import describe, label
-from attngen.lang.ranges import INDEX_RANGES, INT32, Range
+from attngen.lang.ranges import INDEX_RANGES, INT32, INT64, Range
 from attngen.lang.statements import Code, Statement, joined, leaf, reads, written
 from attngen.lang.usage import Usage, deciding, signed
 
@@ -351,13 +352,22 @@ class _Emission:
 
     def _may_leave(self, index: Expr, tensor: TensorBinding, axis: int) -> tuple[bool, bool]:
         """Two flags: the index may be negative, and it may reach the extent."""
-        low, high = self.bounds(index)
+        low, high = self.bounds(index) if self._holds(index) else (-math.inf, math.inf)
         extent = tensor.shape[axis] if tensor.shape else None
         if isinstance(index, Var) and (index.name, extent) in _INSIDE:
             return False, False
         if isinstance(index, Var) and extent in self.names[index.name].below:
             return low < 0, False
         return low < 0, not (isinstance(extent, int) and high < extent)
+
+    def _holds(self, index: Expr) -> bool:
+        """Whether no part of an integer exceeds its type, not even in lanes that overhang, where loads read 0."""
+        for node in walk(index):
+            if isinstance(node, Op) and node.type is Type.INT:
+                (low, high), (least, most) = self.bounds(node), INT64 if self.wide(node) else INT32
+                if not (least <= low and high <= most):
+                    return False
+        return True
 
     # --- names --------------------------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from torch.nn.attention import flex_attention as theirs
 from attngen.errors import CallError
 from attngen.integrations import flex_attention as ours
 from attngen.integrations import flex_meaning as meanings
+from attngen.lang.biases import asked_by
+from attngen.lang.ir import Expr, Load, Type, Var, walk
 from tests.integrations.flex_mods import BATCH, HEADS, LENGTH, MODS, causal_mask
 
 DIM = 8
@@ -301,6 +303,54 @@ def test_differences_of_elements_that_are_never_negative_need_no_int64() -> None
 
     assert "'min': 0" in of(later)
     assert "min" not in of(signed)
+
+
+def test_arithmetic_of_int64_tensors_takes_what_they_hold() -> None:
+    """Sums and differences of int64 stay within int64 if int32 holds the numbers, which is looked up."""
+    offsets, document = torch.tensor([0, 3, 9]), torch.tensor([0] * 3 + [1] * 6 + [2] * 7)
+    places, far = torch.arange(16) - 8, torch.full((16,), 2**62)
+
+    def inside(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q - offsets[document[q]] >= kv - offsets[document[kv]]
+
+    def chosen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.where(q > 3, places[q], 0) * 2 + document[places[kv]] >= places[kv].abs()
+
+    def later(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return far[q] + 1 >= kv
+
+    def looked_up(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return document[torch.minimum(far[q] - 2**62, kv)] == document[q]
+
+    for mask in (inside, chosen):
+        made = ours.create_block_mask(mask, None, None, 16, 16, "cpu")
+        assert torch.equal(made.visible(), theirs.create_mask(mask, None, None, 16, 16, "cpu"))
+    assert "2147483647" in str(ours.meaning(inside, None, torch.device("cpu")).variant.fields["tensors"]["offsets"])
+    for mask in (later, looked_up):
+        with pytest.raises(CallError, match="beyond int64; declare narrower ranges of 'far'"):
+            ours.create_block_mask(mask, None, None, 16, 16, "cpu")
+
+
+def test_indices_of_int64_whose_numbers_are_not_known_count_from_the_end() -> None:
+    """Nothing is known of what only the score of a compiled program reads: no sum with an index may then overflow."""
+    places, table = torch.arange(-8, 8), torch.randn(16)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + table[places[kv]]
+
+    functions = meanings.Functions(None, score, torch.device("cpu"))
+    unknown, known = functions.meaning_whatever_they_hold(()).variant, functions.meaning().variant
+    assert "(min(places[kv], -1)) + 16 if" in unknown.fields["score"]
+    assert (
+        asked_by(index_of(unknown))
+        == asked_by(index_of(known))
+        == (Load("places", (Var("kv", Type.INT),), Type.INT), 16)
+    )
+
+
+def index_of(variant: Any) -> Expr:
+    loads = (node for node in walk(variant.value.score) if isinstance(node, Load) and node.tensor == "table")
+    return next(loads).indices[0]
 
 
 def test_rows_by_number_beside_indices() -> None:

@@ -22,6 +22,7 @@ SCALARS = [
 TENSORS = [
     Tensor("doc", "int32", ("b", "seqlen_k"), range=(0, "seqlen_k")),
     Tensor("ids", "int64", ("b", "seqlen_q")),
+    Tensor("far", "int64", ("b", "seqlen_q"), range=(0, 2**40)),
     Tensor("slope", "bf16", ("h",)),
     Tensor("pad", "bool", ("b", "seqlen_k")),
 ]
@@ -93,6 +94,16 @@ def test_arms_of_a_choice_have_one_type() -> None:
         ("1 >> -1 > 1", "the distance of a shift must lie within 0 .. 31"),
         ("q * q * q > 1", "beyond int64; declare narrower ranges"),
         ("q ** 3 > 1", "beyond int64"),
+        ("ids[b, q] + 1 > big", "beyond int64; declare narrower ranges of 'ids'"),
+        ("ids[b, q] - big > 0", "beyond int64; declare narrower ranges of 'big' and 'ids'"),
+        ("abs(big) > 1", "may reach 0 .. 9223372036854775808, beyond int64"),
+        ("-ids[b, q] > 1", "beyond int64"),
+        ("ids[b, q] // -1 > 1", "beyond int64"),
+        ("max(ids[b, q], 0) + 1 > 0", "beyond int64"),
+        ("far[b, q] * 1000000000 >= 5", "may reach 0 .. 1099511627776000000000, beyond int64; declare narrower ranges"),
+        ("far[b, q] ** 2 > 1", "beyond int64"),
+        ("far[b, q] << 40 > 1", "beyond int64"),
+        ("doc[b, (far[b, q] * far[b, q]) & 7] > 1", "beyond int64"),
         ("(0 - q) ** 63 > 1", r"may reach -2\^1889 .. 0, beyond int64"),
         ("tanh(s) > 1", "'s' is the logit"),
     ],
@@ -167,8 +178,15 @@ def test_int64_only_where_int32_may_overflow(text: str, expected: bool) -> None:
     assert wide(text) is expected
 
 
-def test_int64_data_may_reach_its_own_bounds() -> None:
-    assert wide("ids[b, q] + 1 > big * 2")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ids[b, q] == big", "min(ids[b, q], 5) + 1 > 0 and big % 8 == 3", "clamp(ids[b, q], -9, 9) * 5 > big",
+        "far[b, q] * 1000000 + q >= big", "far[b, q] - far[b, kv] > 5", "~big == ids[b, q] >> 3",
+    ],
+)  # fmt: skip
+def test_int64_data_may_reach_its_own_bounds(text: str) -> None:
+    assert wide(text)
 
 
 def test_ranges_may_name_extents() -> None:

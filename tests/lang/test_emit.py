@@ -390,6 +390,21 @@ def test_several_computed_indices_are_multiplied_as_unsigned_from_a_base_in_regi
     assert ".to(tl.int64) * stride_1" in "".join(code.body)
 
 
+def test_bounds_beyond_a_type_prove_nothing_of_an_index() -> None:
+    """Seen: in lanes that overhang ``id`` reads 0, the product wraps around, and the index was taken for at most 50."""
+    tensors = [Tensor("id", "int32", ("seqlen_k",), range=(2 * 10**9, 2 * 10**9 + 5)), Tensor("entry", "fp32", (64,))]
+    own = compile_variant("v", None, "s + entry[(id[kv] - 2000000000) * 10]", [], tensors)
+    bound = {
+        "id": TensorBinding("id_ptr", ("1",), ("seqlen_k",), "int32", ("seqlen_k",)),
+        "entry": TensorBinding("entry_ptr", ("1",), ("64",), "fp32", (64,)),
+    }
+    assert own.score is not None
+    code = emit(own.score, Target.CUDA, NAMES, bound, ranges=declared_ranges([], tensors))
+    (load,) = (line for line in code.body if "entry_ptr[" in line)
+    assert ">= 0 &&" in load
+    assert "< 64" in load
+
+
 def test_a_name_without_a_binding() -> None:
     with pytest.raises(KeyError):
         emit(Var("nope", Type.INT), Target.TRITON, NAMES)
@@ -515,7 +530,7 @@ def zeros() -> list[Expr]:
     z = "(0.0 * s)"
     values = [
         z, f"-{z}", f"(0 - {z})", f"({z} + 0.0)", f"(0.0 + {z})", f"({z} - 0.0)", f"({z} + -0.0)", f"({z} - -0.0)",
-        f"{z} * 1", f"-0.0 * {z}", f"-(-{z})", f"(-0.0 if kv < 9 else 0.0)", "-0.0", "0.0", f"(kv - 5) * {z}",
+        f"{z} * 1", f"-0.0 * {z}", f"-(-{z})", "(-0.0 if kv < 9 else 0.0)", "-0.0", "0.0", f"(kv - 5) * {z}",
         "(0.0 * -1.0 if s > 0 else 0.0)", f"({z} if q > 5 else -{z})", "-float(kv - 5)", f"abs({z})",
         f"{z} ** 3", f"{z} ** 2", "(-gain * 0.0)", "-(gain - gain)",
         *(f"{name}({z})" for name in (
