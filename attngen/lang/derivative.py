@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from attngen.lang.eager import as_clamp
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, walk
 
 ZERO = Const(0.0, Type.FLOAT)
@@ -44,6 +43,14 @@ def differentiate_loads(expr: Expr, tensor: str) -> tuple[tuple[Load, Expr], ...
     loads = dict.fromkeys(n for n in walk(expr) if isinstance(n, Load) and n.tensor == tensor)
     pairs = ((load, differentiate(expr, load)) for load in loads)
     return tuple((load, slope) for load, slope in pairs if slope != ZERO)
+
+
+def as_clamp(node: Expr) -> tuple[Expr, Expr, Expr] | None:
+    """Return (value, low, high) of ``clamp``, which the parser writes as ``min(max(value, low), high)``."""
+    match node:
+        case Op(op="min", args=(Op(op="max", args=(value, low)), high)):
+            return value, low, high
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Expressions in eager torch: the reference that generated code is measured against, in any float type.
 
-Integers are int64 here, so nothing overflows. Differentiable: a branch that is not taken contributes neither a value
-nor a gradient, whatever NaN or infinity it holds.
+Integers are int64 here, so nothing overflows. Gradients are those of kernels (``eager_gradients``): what is not chosen
+contributes neither a value nor a gradient, whatever NaN or infinity it holds.
 """
 
 from __future__ import annotations
@@ -39,9 +39,30 @@ def evaluate(
     """
     import torch
 
-    evaluation = _Evaluation(env, tensors or {}, float_dtype or torch.float32, guard, checked)
-    with_guard: _Guards = ()
-    return evaluation.value(expr, with_guard)
+    loaded, dtype = tensors or {}, float_dtype or torch.float32
+    if isinstance(expr, Op) and torch.is_grad_enabled() and _learns(expr, env, loaded):
+        from attngen.lang.eager_gradients import Differentiable
+
+        def value(expr: Expr, env: Any, tensors: Any, guard: Any) -> torch.Tensor:
+            return _Evaluation(env, tensors, dtype, guard, checked).value(expr, ())
+
+        def unchecked(expr: Expr, env: Any, tensors: Any, guard: Any) -> torch.Tensor:
+            return evaluate(expr, env, tensors, dtype, guard, checked=False)
+
+        return Differentiable.apply(expr, env, loaded, guard, value, unchecked)
+    return _Evaluation(env, loaded, dtype, guard, checked).value(expr, ())
+
+
+def _learns(expr: Expr, env: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an expression reads a float that requires a gradient."""
+    if expr.type is not Type.FLOAT:
+        return False
+    leaves = [
+        env[node.name] if isinstance(node, Var) else tensors[node.tensor]
+        for node in walk(expr)
+        if isinstance(node, Var | Load) and node.type is Type.FLOAT
+    ]
+    return any(getattr(leaf, "requires_grad", False) for leaf in leaves)
 
 
 class _Evaluation:
@@ -89,7 +110,7 @@ class _Evaluation:
                 value = self.env[name]
                 if not isinstance(value, torch.Tensor):  # filled on the device: a copy would synchronize
                     return torch.full((), value, dtype=self.types[type], device=self.device)
-                return self._gate(value.to(self.device, self.types[type]), guards)
+                return value.to(self.device, self.types[type])
             case Load():
                 return self._load(node, guards)
             case Search():
@@ -104,9 +125,6 @@ class _Evaluation:
                 no = self.value(b, (*guards, (condition, False)))
                 return torch.where(chosen, yes, no)
             case Op(op=op, args=args):
-                clamp = as_clamp(node)
-                if clamp is not None and node.type is Type.FLOAT:
-                    return torch.clamp(*torch.broadcast_tensors(*(self.value(part, guards) for part in clamp)))
                 if op == "to_float":
                     return self.value(args[0], guards).to(self.types[Type.FLOAT])
                 if op == "pow" and isinstance(args[1], Const):
@@ -118,7 +136,7 @@ class _Evaluation:
         torch = self.torch
         tensor = self.tensors[node.tensor].to(self.device)
         if not node.indices:
-            return self._gate(tensor.to(self.types[node.type]), guards)
+            return tensor.to(self.types[node.type])
         indices = torch.broadcast_tensors(*(self.value(index, guards) for index in node.indices))
         inside = torch.ones_like(indices[0], dtype=torch.bool)
         for axis, index in enumerate(indices):
@@ -130,7 +148,7 @@ class _Evaluation:
             return torch.zeros(indices[0].shape, dtype=self.types[node.type], device=self.device)
         safe = tuple(torch.where(inside, index, 0) for index in indices)
         value = tensor[safe].to(self.types[node.type])
-        return self._gate(torch.where(inside, value, torch.zeros_like(value)), guards)
+        return torch.where(inside, value, torch.zeros_like(value))
 
     def _require(
         self,
@@ -160,35 +178,14 @@ class _Evaluation:
             wanted = chosen if wanted is None else wanted & chosen
         return wanted
 
-    def _gate(self, value: torch.Tensor, guards: _Guards) -> torch.Tensor:
-        """Block the gradient where the value is not wanted: 0 * inf in a branch not taken would be NaN."""
-        if not (value.requires_grad and self.torch.is_grad_enabled()):
-            return value
-        wanted = self._wanted(guards)
-        if wanted is None:
-            return value
-        shape = self.torch.broadcast_shapes(value.shape, wanted.shape)
-        gated = value.expand(shape).clone()
-        # autograd passes None where no gradient arrives at all
-        torch = self.torch  # the hook must not keep self, which has the tensor: no garbage collector sees that cycle
-        gated.register_hook(lambda g: None if g is None else torch.where(wanted, g, 0.0))
-        return gated
-
     def _guarded(self, node: Expr) -> bool:
-        """Whether conditions matter below a node: only loads and what carries a gradient depend on them."""
+        """Whether conditions matter below a node: an index is checked where its element is wanted."""
+        if not self.checked:
+            return False
         sensitive = self._sensitive.get(node)
         if sensitive is None:
-            sensitive = any(isinstance(n, Load) or (isinstance(n, Var) and n.type is Type.FLOAT) for n in walk(node))
-            self._sensitive[node] = sensitive
+            sensitive = self._sensitive[node] = any(isinstance(n, Load) for n in walk(node))
         return sensitive
-
-
-def as_clamp(node: Expr) -> tuple[Expr, Expr, Expr] | None:
-    """Return (value, low, high) of ``clamp``, which the parser writes as ``min(max(value, low), high)``."""
-    match node:
-        case Op(op="min", args=(Op(op="max", args=(value, low)), high)):
-            return value, low, high
-    return None
 
 
 def _operators() -> dict[str, Callable[..., torch.Tensor]]:

@@ -191,7 +191,7 @@ def test_an_empty_tensor_and_an_empty_grid() -> None:
 
 
 def test_any_rank() -> None:
-    tensors = [Tensor("deep", "int32", (2, 3, 4)), Tensor("one", "int64")]
+    tensors = [Tensor("deep", "int32", (2, 3, 4)), Tensor("one", "int64", range=(0, 1000))]
     expr = compile_variant("v", None, "deep[h, b, kv] + one", tensors=tensors).score
     assert expr is not None
     values = {"deep": torch.arange(24).view(2, 3, 4), "one": torch.tensor(100)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -241,6 +242,65 @@ def test_gradients_of_scalars_and_tensors_pass_gradcheck() -> None:
         torch.tensor(2.0, dtype=torch.float64).requires_grad_(),
     ]
     assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+
+
+#: Scores with an infinite derivative where an argument is not chosen, and the same written so that none is computed.
+_UNCHOSEN: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "s + clamp(log(abs(s)), -5, 5)": lambda s, w: s + torch.where(s == 0, -5.0, _safe(torch.log, s, -5.0).clamp(-5, 5)),
+    "s + max(sqrt(abs(s)), 0.5)": lambda s, w: s + _safe(torch.sqrt, s, 0.5).clamp(min=0.5),
+    "s + max(0.5, sqrt(abs(s)))": lambda s, w: s + _safe(torch.sqrt, s, 0.5).clamp(min=0.5),
+    "s - min(rsqrt(abs(s)), 2.0)": lambda s, w: s - _safe(torch.rsqrt, s, 2.0).clamp(max=2.0),
+    "s + ceil(sqrt(abs(s)))": lambda s, w: s + torch.ceil(s.abs().sqrt()).detach(),
+    "s * (1.0 if sqrt(abs(s)) < 1.0 else 0.5)": lambda s, w: s * torch.where(s.abs() < 1, 1.0, 0.5),
+    "s + (sqrt(abs(s)) if s != 0 else 0.0)": lambda s, w: s + _safe(torch.sqrt, s, 0.0),
+    "s + sqrt(abs(s)) ** 0": lambda s, w: s + 1.0,
+    "s + max(log(w[h]), -4.0)": lambda s, w: s + _safe(torch.log, w, -4.0).clamp(min=-4.0)[:, None, None],
+    "s * max(sqrt(w[h]), 0.1)": lambda s, w: s * _safe(torch.sqrt, w, 0.1).clamp(min=0.1)[:, None, None],
+    "s + log(w[h])": lambda s, w: s + torch.where(w > 0, w, 1.0).log()[:, None, None] + (w == 0)[:, None, None] * -1e30,
+}
+
+
+def _safe(function: Any, x: torch.Tensor, at_zero: float) -> torch.Tensor:
+    return torch.where(x == 0, at_zero, function(torch.where(x == 0, 1.0, x.abs())))
+
+
+@pytest.mark.parametrize("form", ["dense", "varlen", "paged"])
+@pytest.mark.parametrize("score", _UNCHOSEN)
+def test_what_is_not_chosen_takes_no_gradient(score: str, form: str) -> None:
+    """Seen: NaN in gradients of scores whose min, max, clamp or -inf leaves out an infinite derivative."""
+    chosen = variant("unchosen", "q_pos >= kv", score=score, tensors=[Declared("w", "fp32", ("h",), grad=True)])
+    q, k, v = (t[0] for t in tensors(1, 3, 1, 5, 7))
+    q[1], w = 0.0, torch.tensor([0.0, 0.5, 2.0], dtype=torch.float64)
+    inputs = [t.detach().requires_grad_() for t in (q, k, v, w)]
+    q, k, v, w = inputs
+    logits = _UNCHOSEN[score](torch.einsum("qhd,kgd->hqk", q, k) / math.sqrt(8), w)
+    hidden = torch.arange(7) > torch.arange(5)[:, None] + 2
+    probabilities = torch.where((logits > -1e29) & ~hidden, logits, -math.inf).softmax(-1).nan_to_num(0.0)
+    wanted = torch.einsum("hqk,kgd->qhd", probabilities, v)
+    dout = torch.randn_like(wanted)
+    cu_q, cu_k = torch.tensor([0, 5]).int(), torch.tensor([0, 7]).int()
+    uses: dict[str, Any] = {"variant": chosen, "w": w}
+    if form == "dense":
+        out = attngen.attention(q[None], k[None], v[None], **uses)[0]
+    elif form == "varlen":
+        out = attngen.attention_varlen(q, k, v, cu_q, cu_k, 5, 7, **uses)
+    else:
+        pages = [torch.cat([t, t.new_zeros(1, 1, t.shape[-1])]).unflatten(0, (2, 4)) for t in (k, v)]
+        table, used = torch.tensor([[0, 1]]).int(), torch.tensor([7]).int()
+        out = attngen.attention_paged(q[None], *pages, table, used, **uses)[0]
+    torch.testing.assert_close(out, wanted)
+    found = torch.autograd.grad(out, inputs, dout, allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(wanted, inputs, dout, allow_unused=True, materialize_grads=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, torch.where(other.isnan(), 0.0, other))
+
+
+def test_a_score_that_hides_every_pair_has_gradients_of_zero() -> None:
+    q, k, v = (t.requires_grad_() for t in tensors(1, 2, 1, 4, 5))
+    out, lse = attngen.attention(q, k, v, variant=variant("hides", score="log(0.0 * s)"), return_lse=True)
+    assert not out.any()
+    for gradient in torch.autograd.grad(out.sum() + lse.clamp(min=0.0).sum(), (q, k, v)):
+        assert not gradient.any()
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 1, 4, 4), (1, 2, 1, 0, 4), (1, 2, 1, 4, 0), (1, 0, 0, 4, 4)], ids=str)

@@ -151,3 +151,21 @@ def test_an_index_out_of_extent_reads_zero_and_gets_nothing() -> None:
     gradients = {"t": torch.zeros(3)}
     add_gradients(call, torch.zeros(2, 4, 7), torch.ones(2, 4, 7), gradients)
     torch.testing.assert_close(gradients["t"], torch.full((3,), -14.0))
+
+
+def test_a_sink_that_is_off_takes_no_gradient_from_a_logarithm() -> None:
+    """The derivative of log(w) at 0 is infinite, and a sink of -inf takes no part: 0, in both ways of computing it."""
+    variant = compile_variant(
+        "off", "q_pos >= kv", tensors=[Declared("w", "fp32", ("h",), grad=True)], sink="log(w[h])"
+    )
+    q, k, v = inputs(torch.float32)
+    w = torch.tensor([0.0, 1.0, 0.0, 2.0], requires_grad=True)
+    call = bound(variant, q, k, v, None, w=w)
+    out, lse = reference(call, q, k, v)
+    (gradient,) = torch.autograd.grad(out.square().sum(), [w])
+    delta = (2 * out * out).sum(-1).transpose(-1, -2).detach()
+    by_rows = {"w": torch.zeros(4)}
+    add_gradients(call, lse.detach(), delta, by_rows)
+    torch.testing.assert_close(by_rows["w"], gradient)
+    assert gradient[0] == gradient[2] == 0
+    assert (gradient[[1, 3]] < 0).all()

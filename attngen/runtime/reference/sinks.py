@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.lang.derivative import differentiate_loads
+from attngen.lang.derivative import ONE, differentiate_loads
 from attngen.lang.eager import evaluate
+from attngen.lang.eager_gradients import product
 from attngen.lang.ir import Expr, Load, Type, Var, names
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
@@ -57,8 +58,11 @@ def add_gradients(call: Call, lse: Tensor, delta: Tensor, gradients: Mapping[str
     of_heads = _gradients_of_heads(call, lse, delta)
     for name in learned(variant):
         for load, derivative in differentiate_loads(variant.sink, name):
-            slope = _of_heads(derivative, call, call.tensors, call.scalars, torch.float32, checked=False)
-            _add(call, load, of_heads * slope, gradients[name])
+            contribution = of_heads
+            if derivative != ONE:
+                slope = _of_heads(derivative, call, call.tensors, call.scalars, torch.float32, checked=False)
+                contribution = product(of_heads, slope)
+            _add(call, load, contribution, gradients[name])
 
 
 def _gradients_of_heads(call: Call, lse: Tensor, delta: Tensor) -> Tensor:
