@@ -126,15 +126,16 @@ def attend(
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
     traced = is_traced(q)
     if not on_gpu(q) or backend == "reference":
-        first = candidates[0].variant
-        return _call(candidates[0], _declared(first) if traced else variant(first), q, k, v, packing, pages, options)
+        only = candidates[0]
+        known = _declared(only.variant) if traced else variant(only.variant)
+        return _call(only, known, q, k, v, packing, pages, options)
     if traced:
         learns, ordered = _learns(candidates, q, k, v), deterministic or asks_for_determinism() == 2
         names = tuple(candidate.variant for candidate in candidates)
         layout = _layout(packing, pages)
         dtype, kv_dtype = _dtype(q), latent_name(v) or _dtype(v)
-        known = _head_dims(names)
-        dims = _number(q.shape[-1], known), _number(value_columns(v), known)
+        built = _head_dims(names)
+        dims = _number(q.shape[-1], built), _number(value_columns(v), built)
         place, name = _built_at_trace(names, dtype, kv_dtype, *dims, layout, q.device.index, spec, learns, ordered)
         return _call(candidates[place], name, q, k, v, packing, pages, options)
     kind: tuple[Any, ...] | None = None

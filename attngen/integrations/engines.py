@@ -85,11 +85,13 @@ class Mask:
     layers: str = "all"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.variant, (str, Variant)):
-            kind = type(self.variant).__name__
+        variant: object = self.variant
+        if not isinstance(variant, (str, Variant)):
+            kind = type(variant).__name__
             raise CallError(f"the variant of a mask is a name or what attngen.variant returns, got a {kind}")
-        if not (isinstance(self.arguments, Mapping) or callable(self.arguments)):
-            kind = type(self.arguments).__name__
+        arguments: object = self.arguments
+        if not (isinstance(arguments, Mapping) or callable(arguments)):
+            kind = type(arguments).__name__
             raise CallError(f"arguments of a mask are a mapping or a function of a Step, got a {kind}")
         if self.layers not in _LAYERS:
             nearest = suggest(str(self.layers), _LAYERS)

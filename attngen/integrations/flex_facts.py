@@ -30,7 +30,7 @@ class Look:
         """Queue what finds them out. Raises CallError while a CUDA graph is captured, in which nothing runs."""
         self._known: tuple[bool, int, int] | None = None  # whether they rise, the least, and the greatest
         if not answers_exist(tensor):
-            self._known = False, *map(int, INT64)
+            self._known = False, int(INT64[0]), int(INT64[1])
             return
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CallError(

@@ -158,7 +158,7 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
 def _without_schedule(spec: KernelSpec, arch: Arch) -> PlanError:
     """The error for a kernel that no schedule of a spec's backend has on an arch: it names the field that asks for its
     form, and the backends that have it there."""
-    backend, instead = str(spec.backend), ()
+    backend, instead = str(spec.backend), tuple[str, ...]()
     if spec.variant.keys is not None:
         field, form = "variant", f" with 'keys: {spec.variant.keys}'"
     elif spec.v_of_key:

@@ -23,7 +23,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import registry
 from attngen.runtime.registry.select import against_device
 
-Record = TypeVar("Record")
+Record = TypeVar("Record", bound="NamedTuple")
 Sizes = TypeVar("Sizes")
 
 
@@ -154,7 +154,7 @@ class Helper(ABC, Generic[Record, Sizes]):
                 if prepared is not None and not isinstance(prepared, str):
                     return prepared.run(call, addresses)
         if not on_gpu and arrays.is_array(tensors[0]):
-            return arrays.serve(lambda **fields: self.run(type(call)(**fields)), call._asdict(), self.fields.written)
+            return arrays.serve(lambda **fields: self.run(call._replace(**fields)), call._asdict(), self.fields.written)
         sizes = self.check(call)
         if checked or tensors[0].device.type == "cpu":
             self.check_contents(call, sizes)
