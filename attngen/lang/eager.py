@@ -6,9 +6,10 @@ contributes neither a value nor a gradient, whatever NaN or infinity it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from attngen.errors import CallError
 from attngen.lang.ir import Const, Expr, Load, Op, Search, Type, Var, walk
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 #: A condition and whether it holds; a node is evaluated under a chain of them.
 _Guards = tuple[tuple[Expr, bool], ...]
+
+#: The least and the greatest element of tensors, by name.
+Limits = Mapping[str, tuple[float, float]]
 
 
 def evaluate(
@@ -26,6 +30,7 @@ def evaluate(
     guard: torch.Tensor | None = None,
     *,
     checked: bool = True,
+    limits: Limits | None = None,
 ) -> torch.Tensor:
     """Return the value of an expression, broadcast over the values of ``env``.
 
@@ -34,7 +39,8 @@ def evaluate(
     at all, for instance the mask under which a score is read.
 
     Raises IndexError, naming the tensor, for an index out of extent where the value is wanted; it is 0 elsewhere.
-    Unless ``checked``, it is 0 there too, as in kernels, and nothing waits for a GPU.
+    Raises CallError for an element beyond its tensor's ``limits`` where it is wanted, since kernels trust these.
+    Unless ``checked``, an element out of extent is 0 as in kernels, no limit is looked at, and nothing waits for a GPU.
     Autograd flows to ``s``, to scalars and to float tensors.
     """
     import torch
@@ -44,13 +50,13 @@ def evaluate(
         from attngen.lang.eager_gradients import Differentiable
 
         def value(expr: Expr, env: Any, tensors: Any, guard: Any) -> torch.Tensor:
-            return _Evaluation(env, tensors, dtype, guard, checked).value(expr, ())
+            return _Evaluation(env, tensors, dtype, guard, checked, limits).value(expr, ())
 
         def unchecked(expr: Expr, env: Any, tensors: Any, guard: Any) -> torch.Tensor:
             return evaluate(expr, env, tensors, dtype, guard, checked=False)
 
         return Differentiable.apply(expr, env, loaded, guard, value, unchecked)
-    return _Evaluation(env, loaded, dtype, guard, checked).value(expr, ())
+    return _Evaluation(env, loaded, dtype, guard, checked, limits).value(expr, ())
 
 
 def _learns(expr: Expr, env: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -75,11 +81,13 @@ class _Evaluation:
         float_dtype: torch.dtype,
         guard: torch.Tensor | None,
         checked: bool,
+        limits: Limits | None = None,
     ) -> None:
         import torch
 
         self.torch = torch
         self.checked = checked
+        self.limits = limits or {}
         self.tensors = tensors
         self.types = {Type.BOOL: torch.bool, Type.INT: torch.int64, Type.FLOAT: float_dtype}
         given = [value for value in (*env.values(), *tensors.values()) if isinstance(value, torch.Tensor)]
@@ -136,7 +144,10 @@ class _Evaluation:
         torch = self.torch
         tensor = self.tensors[node.tensor].to(self.device)
         if not node.indices:
-            return tensor.to(self.types[node.type])
+            number = tensor.to(self.types[node.type])
+            if self.checked and node.tensor in self.limits:
+                self._require_limits(node.tensor, (), number, torch.ones_like(number, dtype=torch.bool), guards)
+            return number
         indices = torch.broadcast_tensors(*(self.value(index, guards) for index in node.indices))
         inside = torch.ones_like(indices[0], dtype=torch.bool)
         for axis, index in enumerate(indices):
@@ -148,6 +159,8 @@ class _Evaluation:
             return torch.zeros(indices[0].shape, dtype=self.types[node.type], device=self.device)
         safe = tuple(torch.where(inside, index, 0) for index in indices)
         value = tensor[safe].to(self.types[node.type])
+        if self.checked and node.tensor in self.limits:
+            self._require_limits(node.tensor, indices, value, inside, guards)
         return torch.where(inside, value, torch.zeros_like(value))
 
     def _require(
@@ -169,6 +182,23 @@ class _Evaluation:
                 f"guard the access (x if condition else y) or clamp the index"
             )
 
+    def _require_limits(
+        self,
+        name: str,
+        indices: Sequence[torch.Tensor],
+        value: torch.Tensor,
+        inside: torch.Tensor,
+        guards: _Guards,
+    ) -> None:
+        """Raise CallError for the first element that is wanted and lies beyond the limits of its tensor."""
+        low, high = self.limits[name]
+        wanted = self._wanted(guards)
+        read = inside if wanted is None else inside & wanted
+        bad = read & ~((value >= low) & (value <= high))  # so that NaN is beyond any
+        if bool(bad.any()):
+            place = [index.expand(bad.shape)[bad][0].item() for index in indices]
+            raise CallError(beyond(name, place, value.expand(bad.shape)[bad][0].item(), low, high))
+
     def _wanted(self, guards: _Guards) -> torch.Tensor | None:
         """Mask of the places where a value under these conditions is wanted; None is everywhere."""
         wanted = self.guard
@@ -186,6 +216,11 @@ class _Evaluation:
         if sensitive is None:
             sensitive = self._sensitive[node] = any(isinstance(n, Load) for n in walk(node))
         return sensitive
+
+
+def beyond(name: str, place: Sequence[int], value: float, low: float, high: float) -> str:
+    """Sentence about an element of a tensor that its declared range does not hold."""
+    return f"tensor '{name}' holds {value} at {list(place)}, outside its declared range {low} .. {high}"
 
 
 def _operators() -> dict[str, Callable[..., torch.Tensor]]:

@@ -90,11 +90,11 @@ def signed(roots: Sequence[Expr]) -> frozenset[Expr]:
 
     The sign of a root does not matter: a condition has none, and softmax takes -0.0 for 0.0.
     """
-    found: set[Expr] = set()
+    signed: set[Expr] = set()
     for node in _parents_first(roots):
         if isinstance(node, Op):
-            found.update(reads_sign(node, node in found))
-    return frozenset(found)
+            signed.update(reads_sign(node, node in signed))
+    return frozenset(signed)
 
 
 def reads_sign(node: Op, signed: bool = False) -> tuple[Expr, ...]:

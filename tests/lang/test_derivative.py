@@ -59,11 +59,11 @@ def test_random_scores_agree_with_autograd(seed: int) -> None:
         torch.testing.assert_close(
             torch.where(other.isnan(), other, one), other, rtol=1e-6, atol=1e-6, equal_nan=True, msg=canonical(expr)
         )
-    found = torch.autograd.grad(
+    of_eager = torch.autograd.grad(
         torch.broadcast_to(evaluate(expr, env, tensors, f64), s.shape),
         [s, gain, tensors["table"], tensors["bias"]], weight, allow_unused=True, materialize_grads=True,
     )  # fmt: skip
-    for one, other in zip(derivatives, found, strict=True):
+    for one, other in zip(derivatives, of_eager, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True, msg=canonical(expr))
 
 

@@ -214,6 +214,37 @@ def test_the_mask_is_what_the_reference_sees() -> None:
     assert torch.equal(seen[:, 0], doc[:, :, None] == doc[:, None, :])
 
 
+def test_only_tensors_of_the_mask_are_asked_for_whatever_bounds_they_have() -> None:
+    """Seen: a range up to seqlen_k asked for all tensors with that extent, and explanations named these as missing."""
+    forgetting = attngen.variant(
+        "q_pos >= kv and kv < n[b]", "s + total[b, h, kv] * rows[total_rows]", name="forgetting",
+        scalars={"total_rows": {"type": "int32", "min": 0, "max": "total_k"}},
+        tensors={
+            "total": {"dtype": "fp32", "shape": ["b", "h", "seqlen_k"]},
+            "rows": {"dtype": "fp32", "shape": ["total_k"]},
+            "n": {"dtype": "int32", "shape": ["b"], "range": {"min": 0, "max": "seqlen_k"}},
+        },
+    )  # fmt: skip
+    n = torch.tensor([5, 3], dtype=torch.int32)
+    seen = forgetting.mask((2, 4, 16, 16), n=n)
+    causal = torch.ones(16, 16, dtype=torch.bool).tril()
+    assert torch.equal(seen, (causal & (torch.arange(16) < n[:, None, None]))[:, None].expand(2, 4, 16, 16))
+    assert forgetting.plot((2, 4, 16, 16), n=n)
+    told = forgetting.explain((2, 4, 16, 16), n=n)
+    assert told.missing == ()
+    assert told.counted is not None
+    assert told.counted.visible == int(seen.sum())
+    assert str(forgetting.explain((2, 4, 16, 16))).endswith("depends on what was not given: n")
+    bounded = attngen.variant(
+        "kv < n[b]", "s + more[b, extra]", name="bounded", scalars={"extra": {"type": "int32", "min": 0}},
+        tensors={
+            "n": {"dtype": "int32", "shape": ["b"], "range": {"min": 0, "max": "width"}},
+            "more": {"dtype": "fp32", "shape": ["b", "width"]},
+        },
+    )  # fmt: skip
+    assert bounded.explain((2, 1, 4, 4), n=n).missing == ("more",)  # which alone says how large width is
+
+
 def test_a_mask_of_wrong_values_or_sizes_is_refused() -> None:
     own = {"window": torch.tensor([3], dtype=torch.int32)}
     for sizes in ("8", -1, (1, 2, 3), 2.0, True, (8, None)):
@@ -226,7 +257,7 @@ def test_a_mask_of_wrong_values_or_sizes_is_refused() -> None:
         windows().mask(8)
     with pytest.raises(CallError, match="unknown argument 'windw'; did you mean 'window'"):
         windows().mask(8, windw=own["window"])
-    with pytest.raises(CallError, match="tensor 'window' holds 0, below its min 1"):
+    with pytest.raises(CallError, match=r"tensor 'window' holds 0 at \[0\], outside its declared range 1 .. 65536"):
         windows().mask(8, window=torch.zeros(1, dtype=torch.int32))
     with pytest.raises(CallError, match="h must be 0 to 0, got 1"):
         windows().plot(8, h=1, **own)

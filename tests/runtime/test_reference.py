@@ -289,9 +289,9 @@ def test_what_is_not_chosen_takes_no_gradient(score: str, form: str) -> None:
         table, used = torch.tensor([[0, 1]]).int(), torch.tensor([7]).int()
         out = attngen.attention_paged(q[None], *pages, table, used, **uses)[0]
     torch.testing.assert_close(out, wanted)
-    found = torch.autograd.grad(out, inputs, dout, allow_unused=True, materialize_grads=True)
+    gradients = torch.autograd.grad(out, inputs, dout, allow_unused=True, materialize_grads=True)
     expected = torch.autograd.grad(wanted, inputs, dout, allow_unused=True, materialize_grads=True)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, torch.where(other.isnan(), 0.0, other))
 
 

@@ -6,6 +6,7 @@ with attngen.debug():
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -13,6 +14,7 @@ from itertools import pairwise
 import torch
 
 from attngen.errors import CallError
+from attngen.lang.eager import beyond
 from attngen.lang.listed import EXTRA_INDICES, EXTRA_TOPK_LENGTH, INDICES, LISTS, TOPK_LENGTH
 from attngen.lang.variant import Bound
 from attngen.lang.variant import Tensor as DeclaredTensor
@@ -149,7 +151,7 @@ def check_scales(call: Call) -> None:
 def check_scale(name: str, scale: torch.Tensor) -> None:
     """Raise CallError unless scales are finite and positive."""
     odd = (~torch.isfinite(scale) | (scale <= 0)).nonzero()
-    if odd.numel():
+    if len(odd):  # one of no axes has no coordinates
         where = odd[0].tolist()
         raise CallError(f"{name}{where} is {scale[tuple(where)].item()}; a scale is finite and positive")
 
@@ -161,15 +163,26 @@ def check_facts(call: Call) -> None:
         if declared.monotone is not None:
             _monotone(call, declared, tensor, declared.monotone.axis)
             _by_ones(call, declared, tensor)
-        if declared.range is not None and tensor.numel():
-            low, high = (_limit(call, bound) for bound in declared.range)
-            found_low, found_high = tensor.min().item(), tensor.max().item()
-            if low is not None and not found_low >= low:
-                raise CallError(f"{call.variant.name}: tensor '{declared.name}' holds {found_low}, below its min {low}")
-            if high is not None and not found_high <= high:
-                raise CallError(
-                    f"{call.variant.name}: tensor '{declared.name}' holds {found_high}, above its max {high}"
-                )
+    for name, (low, high) in limits_of(call).items():
+        tensor = call.tensors[name].detach()
+        odd = (~((tensor >= low) & (tensor <= high))).nonzero()  # so that NaN is outside any range
+        if len(odd):  # one of no axes has no coordinates
+            where = odd[0].tolist()
+            value = tensor[tuple(where)].item()
+            raise CallError(f"{call.variant.name}: {beyond(name, where, value, low, high)}")
+
+
+def limits_of(call: Call) -> dict[str, tuple[float, float]]:
+    """The least and the greatest element of each tensor whose range the variant declares."""
+    declared = [tensor for tensor in call.variant.tensors if tensor.range is not None]
+    return {
+        tensor.name: (
+            -math.inf if (low := _limit(call, tensor.range[0])) is None else low,
+            math.inf if (high := _limit(call, tensor.range[1])) is None else high,
+        )
+        for tensor in declared
+        if tensor.range is not None
+    }
 
 
 def _monotone(call: Call, declared: DeclaredTensor, tensor: torch.Tensor, axis: int) -> None:

@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError
-from attngen.lang.eager import evaluate
+from attngen.lang.eager import Limits, evaluate
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.debug import limits_of
 from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
 from attngen.runtime.arguments.extra_cache import has_extra_cache, with_extra_rows
@@ -91,7 +92,8 @@ def reference(
     float64, which makes an oracle; otherwise out has q's dtype and lse is float32. Rows without a visible key give
     0 and −inf, or the sink of their head if there is one; rows of no sequence give 0 and −inf. Autograd records it if
     gradients are enabled, also inside an operator. Raises IndexError for a load out of extent that nothing guards, and
-    CallError for an input of inference mode that asks for a gradient.
+    CallError for an element beyond the range that the variant declares, and for an input of inference mode that asks
+    for a gradient.
     """
     inputs = {"q": q, "k": k, "v": v, **call.tensors, **call.scalars}
     learned = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.requires_grad}
@@ -377,12 +379,13 @@ def scores_of(
     names = names_of(call, sequence.index, rows, queries, seqlen_k, *place, heads=heads)
     tensors = {name: _as_compute(tensor, compute) for name, tensor in call.tensors.items()}
     shape = (q.shape[0], q.shape[1], seqlen_k)
-    shown = evaluate(call.variant.mask, names, tensors, float_dtype=compute, checked=not smooth)
+    limits = limits_of(call)
+    shown = evaluate(call.variant.mask, names, tensors, float_dtype=compute, checked=not smooth, limits=limits)
     visible = _truth(shown, shape, q.device)
     if call.variant.keys is not None:
         visible = visible & (listed(call, sequence.index, rows, seqlen_k, heads) > 0)
     logits = _product(q, keys.k, keys.odd_k, visible) * call.scale
-    scores = _scores(call.variant, logits, visible, names, tensors, compute, checked=not smooth)
+    scores = _scores(call.variant, logits, visible, names, tensors, compute, checked=not smooth, limits=limits)
     visible = visible & (scores != -math.inf)  # a score may hide a pair too
     return visible, torch.where(visible, scores, -math.inf)
 
@@ -481,12 +484,15 @@ def _scores(
     compute: torch.dtype,
     *,
     checked: bool,
+    limits: Limits,
 ) -> torch.Tensor:
     """Return the score of every visible pair; what stands at other pairs does not matter and has no gradient."""
     if variant.score is None:
         return logits
     names = {**names, "s": logits}
-    scores = evaluate(variant.score, names, tensors, float_dtype=compute, guard=visible, checked=checked)
+    scores = evaluate(
+        variant.score, names, tensors, float_dtype=compute, guard=visible, checked=checked, limits=limits
+    )  # fmt: skip
     return scores.to(compute).broadcast_to(logits.shape)
 
 

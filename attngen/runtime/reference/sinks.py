@@ -19,6 +19,7 @@ from attngen.lang.eager_gradients import product
 from attngen.lang.ir import Expr, Load, Type, Var, names
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.debug import limits_of
 
 
 def sinks(call: Call, compute: torch.dtype, *, checked: bool = True) -> Tensor:
@@ -130,7 +131,7 @@ def _of_heads(
         "heads": call.heads,
         "kv_heads": call.kv_heads,
     }
-    value = evaluate(expr, env, tensors, compute, checked=checked)
+    value = evaluate(expr, env, tensors, compute, checked=checked, limits=limits_of(call) if checked else None)
     return value.to(call.device).broadcast_to(call.batch, call.heads)
 
 

@@ -14,6 +14,7 @@ from attngen.lang.bands import bands
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.eager import evaluate
 from attngen.lang.facts import Facts
+from attngen.lang.ranges import EXTENTS
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import Call
@@ -208,8 +209,8 @@ def _of_mask(variant: Variant, given: Any) -> Variant:
     scalars = [s for s in variant.scalars if s.name in variables or s.name in given or s.const is not None]
     tensors = [t for t in variant.tensors if t.name in loaded or t.name in given]
     bounds = {bound for s in scalars for bound in (s.min, s.max)} | {b for t in tensors for b in t.range or ()}
-    extents = {extent for t in tensors for extent in t.shape}
-    tensors = [t for t in variant.tensors if t in tensors or (bounds - extents) & set(t.shape)]
+    known = {extent for t in tensors for extent in t.shape}.union(EXTENTS)  # those of a call, and what it passes
+    tensors = [t for t in variant.tensors if t in tensors or (bounds - known) & set(t.shape)]
     return Variant(variant.name, variant.mask, None, tuple(scalars), tuple(tensors))
 
 
