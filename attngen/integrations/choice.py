@@ -21,13 +21,13 @@ from attngen.integrations.catalogue import variant
 from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
-from attngen.runtime.arguments.dropout import draw
 from attngen.runtime.arguments.latent_rows import latent_name, value_columns
 from attngen.runtime.arguments.torch_state import is_traced
 from attngen.runtime.autograd.training import asks_for_determinism
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.calls import entry as calls
 from attngen.runtime.calls import introspection
+from attngen.runtime.calls.kernel_choice import random_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry import on_demand
@@ -122,7 +122,7 @@ def attend(
         "deterministic": deterministic, **(descales or {}),
     }  # fmt: skip
     if DROPOUT_P.name in candidates[0].arguments and RNG_STATE.name not in candidates[0].arguments:
-        state = {RNG_STATE.name: draw(q.device)}
+        state = {RNG_STATE.name: random_state(q)}
         candidates = [replace(each, arguments={**each.arguments, **state}) for each in candidates]
     traced = is_traced(q)
     if not on_gpu(q) or backend == "reference":

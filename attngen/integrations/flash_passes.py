@@ -26,7 +26,7 @@ from attngen.integrations.flash_arguments import (
     tensor,
 )
 from attngen.integrations.gradients import gradients_of, row_sums
-from attngen.runtime.arguments.dropout import draw
+from attngen.runtime.calls.kernel_choice import random_state
 
 #: flash-attn rounds the rows of the row sums of a backward pass up to this.
 ROWS = 128
@@ -189,7 +189,7 @@ def write(gradients: Sequence[Tensor], into: Sequence[Tensor | None]) -> None:
 
 
 def _state(q: Tensor, rate: float) -> Tensor | None:
-    return draw(q.device) if rate else None
+    return random_state(q) if rate else None
 
 
 def _dropping_again(plain: list[Candidate], rate: float, state: Tensor | None) -> Sequence[Candidate]:

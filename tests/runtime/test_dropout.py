@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen.errors import CallError
@@ -22,6 +23,7 @@ from attngen.schema import preset
 from tests.runtime.support import kernel
 
 DROPPED = compile_variant("dropped", "q_pos >= kv", dropout=True)
+NAMED = attngen.variant("q_pos >= kv", dropout=True, name="dropped_in_programs")
 ALL = compile_variant(
     "everything", "q_pos >= kv", "s + slope[h] * (kv - q_pos)", tensors=[
         Declared("slope", "fp32", ("h",), grad=True), Declared("sinks", "fp32", ("h",), grad=True),
@@ -188,3 +190,44 @@ def test_a_compiled_program_draws_anew_and_differentiates() -> None:
         torch.testing.assert_close(one, other)
     first, second = (compiled(q, k, v, None) for _ in "ab")
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.01])
+def test_a_program_with_a_memory_budget_keeps_its_state(budget: float, *, checkpointed: bool) -> None:
+    """The output is linear in v: <g, out> = <dv, v>, if both passes drop the same pairs."""
+
+    def layer(x: Tensor, v: Tensor) -> Any:
+        return attngen.attention(x.sin(), x.cos(), v, variant=NAMED, dropout_p=0.5)
+
+    def program(x: Tensor, v: Tensor) -> Any:
+        return checkpoint(layer, x, v, use_reentrant=False) if checkpointed else layer(x, v)
+
+    torch._dynamo.reset()
+    x, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64).requires_grad_() for _ in "xv")
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager_decomp_partition")
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        outs = [compiled(x, v) for _ in "ab"]
+    assert not torch.equal(*outs)
+    for out in outs:
+        above = torch.randn_like(out)
+        (dv,) = torch.autograd.grad(out, v, above)
+        torch.testing.assert_close((above * out).sum(), (dv * v).sum())
+
+
+def test_a_memory_budget_of_zero_is_refused_without_a_state() -> None:
+    """With it torch keeps nothing but inputs."""
+
+    def program(x: Tensor, state: Tensor | None) -> Any:
+        return attngen.attention(x.sin(), x, x, variant=NAMED, dropout_p=0.5, rng_state=state)
+
+    torch._dynamo.reset()
+    x, state = torch.randn(1, 16, 2, 8, dtype=torch.float64).requires_grad_(), torch.tensor([3, 4])
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager_decomp_partition")
+    with torch._functorch.config.patch(activation_memory_budget=0):
+        with pytest.raises(RuntimeError, match="activation_memory_budget is 0.*pass rng_state="):
+            compiled(x, None)
+        with torch.no_grad():
+            assert compiled(x, None).shape == x.shape
+        ours, theirs = (torch.autograd.grad(run(x, state).square().sum(), x)[0] for run in (compiled, program))
+    torch.testing.assert_close(ours, theirs)

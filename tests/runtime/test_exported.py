@@ -72,6 +72,7 @@ def test_operators_of_a_package_are_defined_when_they_are_named() -> None:
     assert attngen.define_operators("lazy/plain") == ("attngen_lazy::plain",)
     assert hasattr(torch.ops.attngen, "kv__append")
     assert hasattr(torch.ops.attngen, "qkv__quantize")
+    assert hasattr(torch.ops.attngen, "dropout__state")
 
 
 def test_a_preset_has_an_operator_beside_that_of_a_package() -> None:

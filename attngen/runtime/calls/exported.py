@@ -72,6 +72,7 @@ def _define(namespace: str, operator: str) -> bool:
     from attngen.errors import AttngenError
     from attngen.runtime.calls import (
         append_operator,
+        dropout_operator,
         index_scores_operator,
         operators,
         quantize_operator,
@@ -81,6 +82,8 @@ def _define(namespace: str, operator: str) -> bool:
     for other in (append_operator, quantize_operator, topk_operator, index_scores_operator):
         if operator == other.NAME and namespace == operators.NAMESPACE:
             return other.defined() == namespace
+    if operator in dropout_operator.NAMES and namespace == operators.NAMESPACE:
+        return dropout_operator.defined() == namespace
     try:
         return operators.define_named(namespace, operator)
     except AttngenError as error:

@@ -13,8 +13,9 @@ from attngen.errors import NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.addresses import FORWARD
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.arguments.dropout import with_state
+from attngen.runtime.arguments.dropout import draw, with_state
 from attngen.runtime.arguments.given import TENSORS, Given
+from attngen.runtime.arguments.torch_state import is_traced
 from attngen.runtime.autograd.training import asks_for_determinism
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
@@ -31,6 +32,15 @@ def with_random_state(given: Given, *, draws: bool = True) -> Given:
     named = given.variant
     variant = named if isinstance(named, Variant) else find(named, given.package).variant
     return given._replace(arguments=with_state(variant, given.arguments, device, draws=draws))
+
+
+def random_state(q: Tensor) -> Tensor:
+    """Seed and offset for a call with this q, (2,) int64, which may be traced, from torch's generator of its device."""
+    if not is_traced(q):
+        return draw(q.device)
+    from attngen.runtime.calls import dropout_operator  # what it imports of torch brings a compiler
+
+    return dropout_operator.call(q.device)
 
 
 def request_of(call: Call, addresses: Sequence[int], given: Given) -> Request:

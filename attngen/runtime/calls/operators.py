@@ -23,14 +23,14 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.checked import lse_dtype_of, out_dtype_of
 from attngen.runtime.arguments.declared import hint_for
-from attngen.runtime.arguments.dropout import check_rate, draw
+from attngen.runtime.arguments.dropout import check_rate
 from attngen.runtime.arguments.given import Given, tensors_of
 from attngen.runtime.arguments.latent_rows import value_columns
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.autograd import training
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
 from attngen.runtime.calls import at_trace, dispatch, flops, paged_operators
-from attngen.runtime.calls.kernel_choice import with_random_state
+from attngen.runtime.calls.kernel_choice import random_state, with_random_state
 from attngen.runtime.calls.paged_operators import INTO
 from attngen.runtime.calls.sharding import Sharded, refuse, refuse_mixed, register, register_waiting
 from attngen.runtime.calls.signature import TAGS, Signature, arguments_of, first_own, parameters_of
@@ -318,19 +318,24 @@ def define_named(namespace: str, operator: str) -> bool:
     raise NoKernelError(f"no variant '{name}' is known; {remedy}. Built: {', '.join(known) or 'nothing'}")
 
 
-def define_once(name: str, schema: str, run: Callable[..., Any], *, fake: Callable[..., Any]) -> str:
+def define_once(
+    name: str, schema: str, run: Callable[..., Any], *, fake: Callable[..., Any] | None = None,
+    keys: Sequence[str] = ("CPU", "CUDA"), tags: Sequence[torch.Tag] = (),
+) -> str:  # fmt: skip
     """Define an operator that belongs to no variant, unless it is, and return its namespace: that of the package which
-    has this runtime. ``fake`` returns results of the right shapes, for tracing."""
+    has this runtime. ``run`` serves the dispatch ``keys``. ``fake`` returns results of the right shapes, for tracing;
+    without it ``run`` is traced."""
     namespace = NAMESPACE
     with _lock:
         if (namespace, name) not in _others:
             library = _others[namespace, name] = torch.library.Library(namespace, "FRAGMENT")
             with _defining():
-                library.define(name + schema, tags=TAGS)
-                for key in ("CPU", "CUDA"):
+                library.define(name + schema, tags=(*TAGS, *tags))
+                for key in keys:
                     library.impl(name, run, key)
-                torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-                refuse(getattr(getattr(torch.ops, namespace), name).default, name)
+                if fake is not None:
+                    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
+                    refuse(getattr(getattr(torch.ops, namespace), name).default, name)
     register_waiting()
     return namespace
 
@@ -367,7 +372,7 @@ def _resolved(given: Given) -> tuple[Any, str, list[Any]]:
     if DROPOUT_P.name in arguments and DROPOUT_P.name not in names:
         check_rate(variant, arguments[DROPOUT_P.name])
     if RNG_STATE.name in names and arguments.get(RNG_STATE.name) is None:
-        arguments = {**arguments, RNG_STATE.name: draw(given.q.device)}
+        arguments = {**arguments, RNG_STATE.name: random_state(given.q)}
     return getattr(torch.ops, namespace), name, [arguments.get(argument, default) for argument, default in takes]
 
 
