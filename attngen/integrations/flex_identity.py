@@ -40,6 +40,17 @@ _HIDDEN = frozenset({
     "__dict__", "__import__", "__getattribute__", "__globals__", "__closure__", "import_module", "environ", "getenv",
 })  # fmt: skip
 
+#: Functions and attributes of torch that read its state, which may change between calls.
+_STATE = frozenset({
+    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
+    "is_autocast_cache_enabled", "is_autocast_available", "get_autocast_dtype", "get_autocast_gpu_dtype",
+    "get_autocast_cpu_dtype", "get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled",
+    "is_deterministic_algorithms_warn_only_enabled", "get_deterministic_debug_mode", "get_float32_matmul_precision",
+    "is_anomaly_enabled", "is_anomaly_check_nan_enabled", "is_warn_always_enabled", "get_num_threads", "initial_seed",
+    "get_rng_state", "current_device", "current_stream", "backends", "_C", "is_compiling", "is_dynamo_compiling",
+    "is_exporting", "is_scripting", "is_tracing",
+})  # fmt: skip
+
 #: Methods that Python calls by itself, and that are read by name or read nothing that a trace could depend on.
 _HARMLESS = frozenset({
     "__init__", "__new__", "__post_init__", "__repr__", "__str__", "__eq__", "__hash__", "__reduce__", "__reduce_ex__",
@@ -48,6 +59,9 @@ _HARMLESS = frozenset({
 })  # fmt: skip
 
 _DEPTH, _LONGEST = 8, 4096
+
+#: Looked up once: every call asks.
+_default_dtype, _autocasts = torch.get_default_dtype, torch._C._is_any_autocast_enabled
 
 #: The key of what lies in a cell; what stands where nothing is; the part of a key that does not tell all.
 _CELL, _ABSENT, _UNKNOWN = object(), object(), "unknown"
@@ -74,9 +88,7 @@ class Reading:
             self._open: dict[int, int] = {}  # what is being read, so that cycles end
             self.tensors: list[tuple[str, Tensor]] = []
             self.complete = True
-            self.key: tuple[Any, ...] = (
-                torch.get_default_dtype(), *(self._of(one, "captured", 0) for one in functions)
-            )  # fmt: skip
+            self.key: tuple[Any, ...] = (modes(), *(self._of(one, "captured", 0) for one in functions))
             if not self._by_name or len(self._names) == known:  # all names of all code were looked up
                 break
             if watch is not None:
@@ -131,7 +143,7 @@ class Reading:
 
     def _inside(self, value: Any, kind: type, name: str, depth: int) -> Any:
         if kind is FunctionType:
-            return value if of_torch(value) else self._function(value, depth)
+            return self._of_torch(value) if of_torch(value) else self._function(value, depth)
         if kind is MethodType:
             return "method", self._of(value.__func__, name, depth), self._of(value.__self__, name, depth)
         if kind is partial:
@@ -148,10 +160,14 @@ class Reading:
         if isinstance(value, _OF_C):
             owner = getattr(value, "__self__", None)
             known = owner is None or (isinstance(owner, ModuleType) and not _changes(owner.__name__))
-            return value if known or isinstance(owner, type) else self._unknown()
+            return self._of_torch(value) if known or isinstance(owner, type) else self._unknown()
         if isinstance(value, Enum) or (kind.__module__.startswith("torch._ops") and callable(value)):
             return value
         return self._object(value, kind, name, depth)
+
+    def _of_torch(self, function: Any) -> Any:
+        """The key of a function of torch's or of Python's: itself, unless it reads torch's state."""
+        return self._unknown() if function.__name__ in _STATE else function
 
     def _function(self, function: FunctionType, depth: int) -> Any:
         code, watch = function.__code__, self._watch
@@ -266,9 +282,10 @@ class Watch:
     It keeps no captured tensor alive that a function does not. Without ``complete`` it does not see all changes.
     """
 
-    __slots__ = ("complete", "functions", "tensors", "values")
+    __slots__ = ("_modes", "complete", "functions", "tensors", "values")
 
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
+        self._modes = modes()
         self.clear()
         Reading(*functions, watch=self)
 
@@ -281,6 +298,9 @@ class Watch:
 
     def holds(self) -> bool:
         """Whether nothing that the functions read was replaced, or changed in place, as far as torch counts that."""
+        of_dtypes = self._modes if len(self._modes) > 1 or _autocasts() else None
+        if _default_dtype() is not self._modes[0] or (of_dtypes is not None and modes() != of_dtypes):
+            return False
         for function, code, defaults, named in self.functions:
             if function.__code__ is not code or function.__defaults__ is not defaults:
                 return False
@@ -301,6 +321,14 @@ class Watch:
         except ValueError:  # a cell that was emptied
             return False
         return True
+
+
+def modes() -> tuple[Any, ...]:
+    """What of torch's state decides the dtypes of operations: the default dtype, and where autocast is enabled, its."""
+    if not _autocasts():
+        return (_default_dtype(),)
+    casts = [torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in ("cpu", "cuda")]
+    return _default_dtype(), *casts
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
@@ -326,7 +354,7 @@ def _content(cell: Any) -> Any:
 def reads_of(code: CodeType) -> tuple[tuple[str, ...], bool, tuple[str, ...]]:
     """The names that code looks up, whether it may read anything else, and the names that are Python's own."""
     read = tuple(dict.fromkeys(names(code)))
-    hidden = any(name in _HIDDEN for name in read) or _imports(code)
+    hidden = not _HIDDEN.isdisjoint(read) or not _STATE.isdisjoint(read) or _imports(code)
     return read, hidden, tuple(name for name in read if hasattr(builtins, name))
 
 

@@ -417,8 +417,8 @@ def traced(
     """Trace a function of (b, h, q_idx, kv_idx), or with ``kind='score_mod'`` of (score, b, h, …).
 
     ``reading`` is of this function, or of several with it. Operations that are not among ``words`` are written down as
-    torch decomposes them, where it does. Raises CallError, in one sentence with the place, for a
-    function that cannot be traced.
+    torch decomposes them, where it does. The function runs in the modes of the caller, such as no_grad or autocast.
+    Raises CallError, in one sentence with the place, for a function that cannot be traced.
     """
     effect = effect_of(function)
     if effect is not None:
@@ -428,7 +428,7 @@ def traced(
     recorder = _Recorder(function, arguments, reading, device, words)
     kept = Kept(function)
     try:
-        with torch.no_grad(), recorder, _Gathers(arguments[-1], recorder):
+        with recorder, _Gathers(arguments[-1], recorder):
             returned = function(*arguments)
     except Exception as error:
         kept.changed()

@@ -240,6 +240,70 @@ def test_functions_of_this_package_are_read_like_any_other() -> None:
     assert keys[0] == keys[1]
 
 
+is_enabled = torch.is_grad_enabled  # under another name
+MODES: dict[str, tuple[Callable[[], bool], Callable[[], Any]]] = {
+    "grad": (lambda: torch.is_grad_enabled(), torch.no_grad),
+    "grad by another name": (lambda: is_enabled(), torch.no_grad),
+    "inference": (lambda: not torch.is_inference_mode_enabled(), torch.inference_mode),
+    "autocast": (lambda: not torch.is_autocast_enabled("cpu"), lambda: torch.autocast("cpu", torch.bfloat16)),
+    "default device": (lambda: torch.get_default_device().type == "cpu", lambda: torch.device("meta")),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_state_of_torch_is_that_of_the_call(name: str) -> None:
+    """A mask and a score that read it, called in turn with and without a mode."""
+    reads, mode = MODES[name]
+    q = torch.randn(1, 1, SIZE, 16)
+    places, logits = torch.arange(SIZE), (q @ q.mT / 4).squeeze()
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j if reads() else i <= j
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + j if reads() else s - j
+
+    mask = ours.create_block_mask(mask_mod, None, None, SIZE, SIZE, "cpu")
+    lower = (logits + places).masked_fill(places[:, None] < places, -torch.inf).softmax(-1) @ q
+    upper = (logits - places).masked_fill(places[:, None] > places, -torch.inf).softmax(-1) @ q
+    for _ in range(2):
+        torch.testing.assert_close(ours.flex_attention(q, q, q, score_mod, mask), lower)
+        with mode():
+            inside = ours.flex_attention(q, q, q, score_mod, mask)
+        rounded = inside.dtype == torch.bfloat16  # as autocast has it
+        torch.testing.assert_close(inside.float(), upper, **({"atol": 5e-2, "rtol": 0.0} if rounded else {}))
+
+
+def test_a_score_that_reads_the_grad_mode_has_its_gradient() -> None:
+    q, weight = torch.randn(1, 1, SIZE, 16), torch.randn(SIZE, requires_grad=True)
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + weight[j] * (2.0 if torch.is_grad_enabled() else 1.0)
+
+    (gradient,) = torch.autograd.grad(ours.flex_attention(q, q, q, score_mod).square().sum(), weight)
+    wanted = ((q @ q.mT / 4 + 2.0 * weight).softmax(-1) @ q).square().sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(wanted, weight)[0])
+
+
+@pytest.mark.parametrize("mode", ["default dtype", "autocast"])
+def test_modes_that_decide_dtypes_are_watched(mode: str) -> None:
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + j / 3
+
+    before, key, watch = torch.get_default_dtype(), Reading(score_mod).key, Watch(score_mod)
+    assert watch.holds()
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            if mode == "default dtype":
+                torch.set_default_dtype(torch.float64)
+            assert not watch.holds()
+            assert Reading(score_mod).key != key
+            assert Watch(score_mod).holds()
+    finally:
+        torch.set_default_dtype(before)
+    assert watch.holds()
+
+
 def test_nothing_random() -> None:
     with pytest.raises(Exception, match="returns random numbers"):
         seen(lambda b, h, q, kv: torch.rand(()) + q > kv)
