@@ -37,12 +37,12 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "attngen").
 
 
 def test_every_tensor_names_its_device_and_floats_their_dtype() -> None:
-    found = [
+    lacking_calls = [
         f"{path}:{line}: {call} lacks {keyword}"
         for path in FILES
         for line, call, keyword in lacking((ROOT / path).read_text())
     ]
-    assert not found, "\n".join(found)
+    assert not lacking_calls, "\n".join(lacking_calls)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What docs call by attribute, such as ``attngen.integrations.flash_attn_4``, is there once attngen is imported."""
+"""Names that docs use by attribute, such as ``attngen.integrations.flash_attn_4``, exist once attngen is imported."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_names_are_attributes() -> None:
     pages = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]  # which names what was once there, too
     documents = {name: path for path in pages for name in named(path) if name not in OTHERS}
     assert {"attngen.attention", "attngen.integrations.flash_attn_4", "attngen.jit.save"} <= documents.keys()
-    found = subprocess.run(
+    answer = subprocess.run(
         [sys.executable, "-c", _FIND], input=json.dumps(sorted(documents)), capture_output=True, text=True, check=True
     )
-    missing = json.loads(found.stdout)
+    missing = json.loads(answer.stdout)
     assert not missing, [f"{documents[name].name} names {name}" for name in missing]

@@ -80,9 +80,9 @@ def test_layers_of_a_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
+    ("given", "kind"),
     [({"variant": None}, "got a NoneType"), ({"variant": "causal", "arguments": [1]}, "got a list")],
 )
-def test_other_fields_of_a_mask(given: dict[str, Any], found: str) -> None:
-    with pytest.raises(CallError, match=found):
+def test_other_fields_of_a_mask(given: dict[str, Any], kind: str) -> None:
+    with pytest.raises(CallError, match=kind):
         engines.Mask(**given)
