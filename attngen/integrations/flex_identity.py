@@ -324,7 +324,7 @@ class Watch:
 
 
 def modes() -> tuple[Any, ...]:
-    """The parts of torch's state that decide dtypes of operations: the default dtype, and those of autocast if any is on."""
+    """The state of torch that decides dtypes of operations: the default dtype, and those of autocast if any is on."""
     if not _autocasts():
         return (_default_dtype(),)
     casts = [torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in ("cpu", "cuda")]

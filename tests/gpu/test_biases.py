@@ -179,6 +179,25 @@ def test_minus_infinity(head_dim: int, name: str) -> None:
     assert all(bool(one.isfinite().all()) for one in results)
 
 
+@pytest.mark.parametrize("name", ["of_heads", "causal_of_heads", "masked", "of_all", "floats"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_of_the_least_value(head_dim: int, name: str) -> None:
+    """Rows that a float mask hides whole give all keys the same weight, and have gradients; others hide some keys."""
+    torch.manual_seed(7)
+    heads, rows, keys = 2, 392, 520
+    call = {"variant": name, **values(name, 1, heads, rows, keys)}
+    bias = call["bias"]
+    least = torch.finfo(bias.dtype).min
+    bias[..., ::3, :], bias[..., 1::6, 5:] = least, least
+    bias[..., 2::12, :] = float("-inf")
+    bias[..., 2::12, 3:90] = least
+    inputs, above = inputs_of(head_dim, rows, keys, 1, heads, 1)
+    out, *_ = verify(inputs, above, call)
+    if name in ("of_heads", "floats"):
+        torch.testing.assert_close(out[:, ::3].double(), inputs[2].double().mean(1, True).expand_as(out[:, ::3]),
+                                   atol=4e-3, rtol=1e-2)  # fmt: skip
+
+
 def test_keys_in_use() -> None:
     torch.manual_seed(4)
     inputs, above = inputs_of(128, 300, 640, 2, 2, 1)

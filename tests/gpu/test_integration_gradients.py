@@ -164,6 +164,30 @@ def test_sdpa(variant: str, given: dict[str, Any], dim: int, dtype: torch.dtype,
 
 
 @only_package("sdpa")
+@pytest.mark.parametrize("of_mask", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_sdpa_with_rows_of_the_least_value(dim: int, dtype: torch.dtype, of_mask: torch.dtype, only: Package) -> None:
+    """Rows of ``finfo.min`` are the mean of the values in torch; masks of padding have such rows."""
+    if of_mask not in (dtype, torch.float32):
+        pytest.skip("torch refuses such masks")
+    torch.manual_seed(dim)
+    inputs = leaves(257, 300, dim, dtype, heads_first=True)
+    mask = torch.randn(BATCH, HEADS, 257, 300, device="cuda").to(of_mask)
+    least = torch.finfo(of_mask).min
+    mask[:, :, ::3], mask[:, :, 1::6, 7:] = least, least
+    mask[:, :, 2::12], mask[:, :, 2::12, 40:] = -torch.inf, least
+    weights = torch.randn(BATCH, HEADS, 257, dim, device="cuda").to(dtype)
+    with sdpa() as routed:
+        out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=True)
+    assert routed.routed == 1, routed.report()
+    results = [out, *torch.autograd.grad(out, inputs, weights)]
+    exact = dense_sdpa(*inputs, torch.float64, attn_mask=mask)
+    for one, wanted in zip(results, [exact, *torch.autograd.grad(exact, inputs, weights.double())], strict=True):
+        assert float((one.double() - wanted).norm() / wanted.norm()) < 2e-2
+
+
+@only_package("sdpa")
 def test_sdpa_leaves_a_mask_that_learns_to_torch(only: Package) -> None:
     q, k, v = leaves(100, 100, 64, torch.bfloat16, heads_first=True)
     bias = torch.randn(HEADS, 100, 100, device="cuda").bfloat16().requires_grad_()
