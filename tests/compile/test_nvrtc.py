@@ -147,7 +147,7 @@ def test_keys_leave_out_the_version_of_cupy(install: Install) -> None:
 
 
 def in_a_process(script: str, site: str = "") -> str:
-    """What a fresh process prints, without torch, whose import would load the builtins of its NVRTC."""
+    """Output of a fresh process, without torch, whose import would load the builtins of its NVRTC."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     environment["PYTHONPATH"] = os.pathsep.join([*filter(None, [site]), str(ROOT), environment.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False)
