@@ -36,6 +36,7 @@ def _share_cores() -> None:
 
 
 _share_cores()
+forked.hold_nvrtc()
 
 #: Workers of jobs start as forks of a process that has imported what they need; tests of the workers have fresh ones.
 jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]

@@ -19,14 +19,30 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from attngen.errors import ToolchainError
+
 ROOT = Path(__file__).parents[1]
 
 #: Modules that most processes of tests need, but no Triton: whether it interprets is settled when it is imported.
 ATTNGEN = (
+    "from tests.forked import hold_nvrtc; hold_nvrtc()\n"
     "import torch\n"
     "import attngen.compile.cuda, attngen.compile.triton, attngen.plan, attngen.render, attngen.schema\n"
     "import attngen.tools.build.pipeline, attngen.tools.verify.interpreted\n"
 )
+
+
+def hold_nvrtc() -> None:
+    """Have CuPy call the NVRTC that compiles, where another one is installed that an import of torch may load first.
+
+    Processes of tests compile although they import torch; those of attngen that compile do not.
+    """
+    from attngen.compile import cuda, toolchain
+
+    if len(toolchain.installed_nvrtc()) > 1:
+        with suppress(ToolchainError):  # the tests that compile say what is wrong
+            cuda.load_compiler()
+    toolchain.installed_nvrtc.cache_clear()  # forks may have others on their search paths
 
 
 class Preload:

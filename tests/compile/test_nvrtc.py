@@ -282,6 +282,7 @@ def test_a_cupy_that_is_too_old_is_refused(install: Install) -> None:
     assert f"CuPy 14 or later is needed, found {distribution} 13.6.0; pip" in str(toolchain.missing("cuda", "sm90a"))
 
 
+@pytest.mark.usefixtures("fresh_workers")
 def test_a_broken_cupy_stops_a_build(install: Install, tmp_path: Path) -> None:
     (distribution,) = toolchain.installed_cupy()
     install(distribution, "14.9.9", {"__init__.py": b"raise ImportError('libstdc++.so.6 is missing')"})
