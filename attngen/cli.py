@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -92,20 +92,17 @@ class LazyGroup(click.Group):
                 warnings.showwarning = _print_warning
                 return super().invoke(ctx)
         except AttngenError as error:
-            print_error(error)
-            if as_json:
-                _print_json([each.to_dict() for each in error.each or (error,)])
-            ctx.exit(exit_code(error))
+            self._fail(ctx, error, as_json, code=exit_code(error))
         except OSError as error:  # a full disk, or a file of somebody else's, may show itself anywhere
             if error.filename is None:
                 raise
             told = AttngenError(f"{error.filename}: {cause(error)}")
             if error.errno in FULL:
                 told = DiskFullError(failed_write(error))
-            print_error(told)
-            if as_json:
-                _print_json([told.to_dict()])
-            ctx.exit(EXIT_FAILURE)
+            self._fail(ctx, told, as_json)
+        except KeyboardInterrupt as stop:  # its text says what is kept, if there is anything
+            click.echo(err=True)  # ends the line in which a terminal shows ^C
+            self._fail(ctx, AttngenError(str(stop) or "stopped"), as_json)
         except click.ClickException as error:
             if as_json:
                 _print_json([AttngenError(error.format_message()).to_dict()])
@@ -115,11 +112,14 @@ class LazyGroup(click.Group):
             missing = (error.name or "").partition(".")[0]
             if missing not in EXTRAS:
                 raise
-            unavailable = AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}")
-            print_error(unavailable)
-            if as_json:
-                _print_json([unavailable.to_dict()])
-            ctx.exit(EXIT_FAILURE)
+            self._fail(ctx, AttngenError(f"this needs {missing}, which is not installed; {EXTRAS[missing]}"), as_json)
+
+    def _fail(self, ctx: click.Context, error: AttngenError, as_json: bool, code: int = EXIT_FAILURE) -> NoReturn:
+        """Print an error, as JSON too if that is asked for, and end the command."""
+        print_error(error)
+        if as_json:
+            _print_json([each.to_dict() for each in error.each or (error,)])
+        ctx.exit(code)
 
     def _wants_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
         """Whether a command is given ``--json`` as a flag; for ``bench`` it is the name of a file."""

@@ -418,6 +418,15 @@ def test_doctor_says_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     older = made(sources=records.source_hashes() | {"attngen/plan": "0"})
     changed, same = doctor(monkeypatch, tmp_path, well, older)
     assert (same["name"], same["state"]) == ("NVIDIA H200", "ok")
-    assert same["text"] == "2026-01-31: 7 passed, 0 failed, 0 refused, 0 not run; these sources"
+    ran = "tests/gpu on 2026-01-31 with changes"
+    assert same["text"] == f"{ran}: 7 passed, 0 failed, 0 refused, 0 not run; these sources"
     assert changed["state"] == "missing"
-    assert changed["text"].endswith("1 failed, 0 refused, 3 not run; changed since: attngen/plan")
+    assert changed["text"] == (
+        f"{ran}: 1210 passed, 1 failed, 0 refused, 3 not run (failed: backward 1; {tmp_path}/record.json names each, "
+        "docs/limits.md has more); changed since: attngen/plan"
+    )
+
+
+def test_doctor_names_the_commit_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (row,) = doctor(monkeypatch, tmp_path, made(commit="0ed1462e"))
+    assert row["text"].startswith("tests/gpu on 2026-01-31 at commit 0ed1462e: ")

@@ -183,7 +183,11 @@ def command(
         _write(so_far, json_path)
         click.echo(line, err=True)
 
-    report = runner.bench(todo, observe)
+    try:
+        report = runner.bench(todo, observe)
+    except KeyboardInterrupt as stop:
+        kept = f"stopped; the figures of the cases before are in {json_path}" if json_path is not None else ""
+        raise KeyboardInterrupt(str(stop) or kept) from None
     _write(report, json_path)
     if report_path is not None:
         from attngen.commands.doctor import look

@@ -25,6 +25,7 @@ from attngen.store.store import Store
 
 if TYPE_CHECKING:
     from attngen.runtime.registry.packages import Package
+    from attngen.tools.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +244,7 @@ def _cards() -> list[Finding]:
 
 
 def _tested() -> list[Finding]:
-    """Say which GPUs ran the whole test suite, and whether the sources of the kernels are those that ran."""
+    """Say which GPUs ran the whole test suite, when, what failed there, and whether the sources are those that ran."""
     from attngen.tools import record
 
     try:
@@ -257,10 +258,21 @@ def _tested() -> list[Finding]:
         changed = row.changed()
         since = f"changed since: {', '.join(changed)}" if changed else "these sources"
         well = not changed and not row.count(record.FAILED) and not row.count(record.NOT_RUN)
-        findings.append(
-            Finding("tested", row.card, "ok" if well else "missing", f"{row.date}: {row.counts()}; {since}")
-        )
+        sources = f"at commit {row.commit}" if row.commit else "with changes"
+        text = f"tests/gpu on {row.date} {sources}: {row.counts()}{_failed(row)}; {since}"
+        findings.append(Finding("tested", row.card, "ok" if well else "missing", text))
     return findings
+
+
+def _failed(row: Record) -> str:
+    """Families of the tests of a record that failed, and where their names are; nothing if none did."""
+    from attngen.tools import record
+
+    counts = {name: family.get(record.FAILED) for name, family in row.families.items()}
+    families = [f"{name} {count}" for name, count in counts.items() if count]
+    if not families:
+        return ""
+    return f" (failed: {', '.join(families)}; {resources.record_file()} names each, docs/limits.md has more)"
 
 
 def _try(part: str, name: str, look: Callable[[], str]) -> Finding:

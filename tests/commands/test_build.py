@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from attngen.cli import group
 from attngen.commands import doctor
+from attngen.commands.output import Progress
 from attngen.compile import toolchain
 from attngen.store import Store
 from attngen.tools.build import pipeline as build_module
@@ -62,6 +63,35 @@ def test_build_of_a_kernel_that_fails(spec: Path) -> None:
     assert result.stderr.count(": rejected") == 2
     report = json.loads(attngen("build", spec, "--json", code=1).stdout)
     assert [failure["error"].partition(": ")[2] for failure in report["failures"]] == ["rejected"] * 2
+
+
+@pytest.mark.parametrize("command", ["build", "package"])
+def test_ctrl_c_says_that_finished_kernels_are_kept(
+    spec: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "finished", interrupt)
+        result = attngen(command, spec, "--jobs", 1, code=1)
+    assert "Aborted" not in result.output
+    assert result.stderr.splitlines()[-1] == (
+        f"stopped; 1 of 4 kernels are compiled and kept in {cache}, and the next build compiles the others"
+    )
+    (entry,) = Store(cache).all_keys()
+    report = json.loads(attngen("build", spec, "--json").stdout)
+    assert [kernel["origin"] for kernel in report["kernels"] if kernel["key"] == entry] == ["cached"]
+
+
+def test_ctrl_c_anywhere_else_leaves_no_traceback(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("attngen.schema.loading.read_spec", interrupt)
+    result = attngen("check", spec, "--json", code=1)
+    assert result.stderr == "\nstopped\n"
+    assert json.loads(result.stdout)["errors"][0]["message"] == "stopped"
 
 
 def test_mistakes_of_the_user(spec: Path, tmp_path: Path) -> None:

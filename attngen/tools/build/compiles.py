@@ -176,6 +176,7 @@ class Compiles:
         """Find or compile kernels, whose names differ, in processes of their own where no ``workers`` are given.
 
         Raises ToolchainError where a compiler is not installed or does not work: that says nothing about a kernel.
+        KeyboardInterrupt says what is kept.
         """
         self.store.require_trusted()
         tasks = [self._find(Task.of(kernel)) for kernel in prepared]
@@ -190,7 +191,14 @@ class Compiles:
             note = toolchain.newer_driver_note(arch for backend, arch in compilers if backend == "cuda")
             self.warnings.extend([note] if note else ())
         if missing:
-            self._compile(missing, jobs, workers)
+            found = len(self.kernels)
+            try:
+                self._compile(missing, jobs, workers)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"stopped; {len(self.kernels) - found} of {len(missing)} kernels are compiled and kept in "
+                    f"{self.store.root}, and the next build compiles the others"
+                ) from None
 
     def _compile(self, tasks: Sequence[Task], jobs: int | None, workers: Workers | None) -> None:
         """Compile kernels, and what is to be tried where an attempt is refused, those that take longest first."""

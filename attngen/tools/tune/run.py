@@ -165,7 +165,13 @@ def tune(spec: str | Path, out: Path, options: Options, observer: Observer) -> T
                 continue
             backward = subject.plan.direction == "backward"
             forward_kernels = forward_kernels_of(subject.plan, prepared, gpu.capability) if backward else []
-            outcome = search(subject.spec, subject.cases, forward_kernels, bench, partial(_compiled, options.jobs))
+            try:
+                outcome = search(subject.spec, subject.cases, forward_kernels, bench, partial(_compiled, options.jobs))
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"stopped; {len(journal.rows)} of {len(todo)} kernels are measured and kept in {journal.path}, and "
+                    "the same command goes on with the others"
+                ) from None
             journal.add(outcome.to_dict())
             if not gpu.answers():
                 raise LoadError(f"the GPU stopped responding at {subject.plan.name}; run the same command again")
