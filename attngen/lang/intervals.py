@@ -298,6 +298,8 @@ class Numbers:
 
 def _loosened(value: float, side: int) -> float:
     """Move a float endpoint outward by 2 parts per million, to 0 below the normal floats, to inf above."""
+    if math.isinf(value):
+        return value
     value += side * abs(value) * 2e-6
     if 0 < abs(value) < 1.2e-38:
         return 0.0 if (value > 0) != (side > 0) else side * 1.2e-38
