@@ -251,7 +251,7 @@ def test_what_is_refused(cupy: Any) -> None:
     arrays_q, arrays_k, arrays_v = arrays_of(cupy, (q, k, v))
     for call, told in (
         (lambda: attngen.attention(arrays_q, k, arrays_v), "q is an array of cupy, but k is a torch.Tensor"),
-        (lambda: attngen.attention(q, arrays_k, v), "k is an array of cupy, but q is a torch.Tensor: .* from_dlpack"),
+        (lambda: attngen.attention(q, arrays_k, v), "k is an array of cupy, but q is a torch.Tensor: .*from_dlpack"),
         (
             lambda: attngen.attention(arrays_q, k.cpu().numpy(), arrays_v),
             "q is an array of cupy, but k is an array of n",

@@ -1,4 +1,4 @@
-"""Checks of calls on arrays of JAX, on the CPU: ``python -m tests.runtime.jax_arrays`` prints what became of each."""
+"""Checks of calls on arrays of JAX, on the CPU: ``python -m tests.runtime.jax_arrays`` prints the error of each."""
 
 from __future__ import annotations
 
@@ -171,14 +171,14 @@ def kinds_are_not_mixed() -> None:
 
 def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
-    found = {}
+    outcomes = {}
     for name, function in CHECKS.items():
         try:
             function()
-            found[name] = ""
+            outcomes[name] = ""
         except Exception:
-            found[name] = traceback.format_exc()
-    print(json.dumps(found))
+            outcomes[name] = traceback.format_exc()
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ def test_cupy_beside_a_torch_without_cuda() -> None:
 
 @cache
 def of_jax() -> dict[str, str]:
-    """What became of the checks in ``jax_arrays``, by name; an empty text for one that holds."""
+    """Errors of the checks in ``jax_arrays``, by name; an empty text for one that holds."""
     command = [sys.executable, "-m", "tests.runtime.jax_arrays"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr

@@ -59,16 +59,16 @@ def serve(run: Callable[..., Any], arguments: Mapping[str, Any], written: Collec
     """
     if is_compiling():
         torch._dynamo.graph_break(msg="attngen is called on arrays of another library")
-    found: list[tuple[str, Any]] = []
-    _each(lambda name, value: found.append((name, value)), "", arguments)
-    (first, array), *others = found
+    named: list[tuple[str, Any]] = []
+    _each(lambda name, value: named.append((name, value)), "", arguments)
+    (first, array), *others = named
     library = _library(array)
     for name, value in others:
         if _library(value) is not library:
             raise CallError(
                 f"{first} is {_kind(array)}, but {name} is {_kind(value)}: all tensors of a call are of one kind"
             )
-    for name, value in found:
+    for name, value in named:
         _check(name, value, library, name in written)
     tensors: dict[int, Tensor] = {}  # by the identity of arrays: one that is passed twice is one tensor
     arrays: dict[int, Any] = {}

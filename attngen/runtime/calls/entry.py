@@ -50,6 +50,9 @@ def attention(
     Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
     current stream and does not wait. Under ``torch.autocast``, float32 tensors are converted to its dtype first.
 
+    Arrays of CuPy, JAX, numpy and other libraries with ``__dlpack__`` are taken without a copy in place of all tensors,
+    and arrays are returned; those of CuPy are used on its current stream. There is no gradient.
+
     Args:
         q: (batch, seqlen_q, heads, head_dim).
         k: (batch, seqlen_k, kv_heads, head_dim); heads is a multiple of kv_heads.

@@ -97,7 +97,7 @@ def tile_map(
 
 
 def _on_tensors(run: Callable[[Given], Any], given: Given) -> Any:
-    """What ``run`` makes of a call, on tensors over the memory of arrays."""
+    """Result of ``run`` for a call, on tensors in place of arrays."""
     return arrays.serve_given(run, given) if arrays.is_array(given.q) else run(given)
 
 
