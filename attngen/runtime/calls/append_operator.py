@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attngen.runtime.calls.operators import define_once
+from attngen.runtime.calls.library import define_once
 from attngen.runtime.helpers.append_arguments import FIELDS, Append
 from attngen.runtime.helpers.append_helper import APPEND
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from attngen.errors import CallError
 from attngen.runtime.arguments.dropout import draw
-from attngen.runtime.calls.operators import NAMESPACE, define_once
+from attngen.runtime.calls.library import NAMESPACE, define_once
 
 NAME, _DRAW = "dropout__state", "dropout__draw"
 NAMES = NAME, _DRAW

@@ -74,15 +74,16 @@ def _define(namespace: str, operator: str) -> bool:
         append_operator,
         dropout_operator,
         index_scores_operator,
+        library,
         operators,
         quantize_operator,
         topk_operator,
     )
 
     for other in (append_operator, quantize_operator, topk_operator, index_scores_operator):
-        if operator == other.NAME and namespace == operators.NAMESPACE:
+        if operator == other.NAME and namespace == library.NAMESPACE:
             return other.defined() == namespace
-    if operator in dropout_operator.NAMES and namespace == operators.NAMESPACE:
+    if operator in dropout_operator.NAMES and namespace == library.NAMESPACE:
         return dropout_operator.defined() == namespace
     try:
         return operators.define_named(namespace, operator)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.runtime.calls.operators import define_once
+from attngen.runtime.calls.library import define_once
 from attngen.runtime.helpers.index_scores import IndexScores
 from attngen.runtime.helpers.index_scores_kernel import SCORES
 from attngen.runtime.registry.lookup import registry

@@ -8,9 +8,7 @@ costs several microseconds.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +29,9 @@ from attngen.runtime.autograd import training
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
 from attngen.runtime.calls import at_trace, dispatch, flops, paged_operators
 from attngen.runtime.calls.kernel_choice import random_state, with_random_state
+from attngen.runtime.calls.library import BUSY, LOCK, defining, namespace_of
 from attngen.runtime.calls.paged_operators import INTO
-from attngen.runtime.calls.sharding import Sharded, refuse, refuse_mixed, register, register_waiting
+from attngen.runtime.calls.sharding import Sharded, refuse_mixed, register, register_waiting
 from attngen.runtime.calls.signature import TAGS, Signature, arguments_of, first_own, parameters_of
 from attngen.runtime.registry.binding import bind_call
 from attngen.runtime.registry.lookup import NO_PACKAGE, SHARED_NAMESPACE, Resolved, registry
@@ -57,15 +56,6 @@ def _backward_schema(variant: Variant, *, packed: bool) -> str:
     gradients = ["Tensor"] * (3 + len(Signature.of(variant).differentiable))
     taken = f"Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, {parameters_of(variant, _form(packed))}"
     return f"({taken}) -> ({', '.join(gradients)})"
-
-
-def namespace_of(package: str) -> str:
-    """Return the operator namespace of a package; never one of torch's own."""
-    return package if package.startswith("attngen") else f"attngen_{package}"
-
-
-#: The namespace of operators that belong to no variant: that of the package which has this runtime.
-NAMESPACE = namespace_of(__name__.partition(".")[0])
 
 
 class _Operators:
@@ -228,20 +218,7 @@ class _Differentiation:
 
 
 _libraries: dict[str, torch.library.Library] = {}
-_others: dict[tuple[str, str], torch.library.Library] = {}
 _operators: dict[tuple[str, str, str, str], tuple[str, _Operators]] = {}
-_lock = threading.RLock()
-_busy = threading.local()  # whether a thread is defining operators
-
-
-@contextmanager
-def _defining() -> Iterator[None]:
-    """Say that this thread defines operators, for which torch looks meanwhile."""
-    _busy.defining = True
-    try:
-        yield
-    finally:
-        _busy.defining = False
 
 
 def operators_of(variant: str, package: str | None = None) -> tuple[str, str, Signature]:
@@ -262,7 +239,7 @@ def _place_of(resolved: Resolved) -> tuple[str, str]:
 def _defined(resolved: Resolved, namespace: str, name: str) -> tuple[str, str, Signature]:
     """Define the operators of a variant unless they are, and return their place and signature."""
     schema = schema_of(resolved.variant, packed=True)
-    with _lock:
+    with LOCK:
         known = _operators.get((namespace, name, resolved.full_name, schema))
         if known is None:
             others = sum(key[:2] == (namespace, name) for key in _operators)
@@ -270,7 +247,7 @@ def _defined(resolved: Resolved, namespace: str, name: str) -> tuple[str, str, S
             library = _libraries.get(namespace)
             if library is None:
                 library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-            with _defining():
+            with defining():
                 made = _Operators(library, resolved.full_name, resolved.variant, chosen)
             known = _operators[namespace, name, resolved.full_name, schema] = chosen, made
     return namespace, known[0], known[1].signature
@@ -291,7 +268,7 @@ def define_named(namespace: str, operator: str) -> bool:
     """Define the operators of the variant to which one belongs, by its namespace and name, and return True; False while
     this thread defines others. Raises NoKernelError, with what to do, for a variant that this process does not know.
     """
-    if getattr(_busy, "defining", False):
+    if getattr(BUSY, "defining", False):
         return False
     name = operator
     for suffix in ("__backward", INTO, *filter(None, _SUFFIXES.values())):
@@ -316,28 +293,6 @@ def define_named(namespace: str, operator: str) -> bool:
         remedy = f"build the spec of package '{package}', or attngen.load it, or call define_operators() of its wheel"
     known = sorted({f"{owner.name}/{variant}" for _, owner in registry.packages() for variant in owner.variants})
     raise NoKernelError(f"no variant '{name}' is known; {remedy}. Built: {', '.join(known) or 'nothing'}")
-
-
-def define_once(
-    name: str, schema: str, run: Callable[..., Any], *, fake: Callable[..., Any] | None = None,
-    keys: Sequence[str] = ("CPU", "CUDA"), tags: Sequence[torch.Tag] = (),
-) -> str:  # fmt: skip
-    """Define an operator that belongs to no variant, unless it is, and return its namespace: that of the package which
-    has this runtime. ``run`` serves the dispatch ``keys``. ``fake`` returns results of the right shapes, for tracing;
-    without it ``run`` is traced."""
-    namespace = NAMESPACE
-    with _lock:
-        if (namespace, name) not in _others:
-            library = _others[namespace, name] = torch.library.Library(namespace, "FRAGMENT")
-            with _defining():
-                library.define(name + schema, tags=(*TAGS, *tags))
-                for key in keys:
-                    library.impl(name, run, key)
-                if fake is not None:
-                    torch.library.register_fake(f"{namespace}::{name}", fake, lib=library)
-                    refuse(getattr(getattr(torch.ops, namespace), name).default, name)
-    register_waiting()
-    return namespace
 
 
 @torch.compiler.assume_constant_result

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.runtime.calls.operators import define_once
+from attngen.runtime.calls.library import define_once
 from attngen.runtime.helpers.quantize_arguments import FIELDS, GRANULARITIES, Quantize, check
 from attngen.runtime.helpers.quantize_helper import QUANTIZE
 

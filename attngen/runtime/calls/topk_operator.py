@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.runtime.calls.operators import define_once
+from attngen.runtime.calls.library import define_once
 from attngen.runtime.helpers.topk import FIELDS, SELECTION, Topk
 
 NAME = "scores__topk"
