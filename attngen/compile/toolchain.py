@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -131,8 +132,11 @@ def lacking_for_cuda() -> str | None:
 
 def installed_cupy() -> dict[str, str]:
     """Distribution → version of each CuPy that is installed."""
-    versions = {name: _installed(name)[0] for name in CUPY}
-    return {name: version for name, version in versions.items() if version is not None}
+    versions = {}
+    for name in CUPY:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = str(metadata.version(name))
+    return versions
 
 
 def _cupy_fault() -> str | None:
@@ -147,7 +151,8 @@ def _cupy_fault() -> str | None:
             f"pip uninstall --yes {' '.join(versions)}, then {_INSTALL_CUPY}"
         )
     (version,) = versions.values()
-    if int(version.split(".")[0]) < _OLDEST_CUPY:
+    major = re.match(r"\d+", version)
+    if major is None or int(major[0]) < _OLDEST_CUPY:
         return f"CuPy {_OLDEST_CUPY} or later is needed, found {listed}; {_INSTALL_CUPY}"
     return None
 
