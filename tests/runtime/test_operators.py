@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.decorators import mark_unbacked
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attngen
@@ -270,3 +271,21 @@ def test_no_kernel_for_a_compiled_program(gpu: FakeDriver) -> None:
     )
     with pytest.raises(NoKernelError, match="head_dim of q and k is 64, the call has 8"):
         program(q, k, v)
+
+
+def test_parts_of_a_batch_of_unbacked_size() -> None:
+    """One program for all batches, of which nothing is known when it is compiled."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[0] // 2
+        first, rest = (attngen.attention(t, t, t, variant="causal") for t in (x[:half], x[half:]))
+        return first.sum() + rest.square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, fullgraph=True, backend="aot_eager", dynamic=True)
+    for turn, batch in enumerate((4, 3, 7)):
+        x = torch.randn(batch, 9, 2, 8, requires_grad=True)
+        mark_unbacked(x, 0)
+        with torch._dynamo.config.patch(error_on_recompile=turn > 0):
+            ours, theirs = (torch.autograd.grad(run(x), x)[0] for run in (compiled, program))
+        torch.testing.assert_close(ours, theirs)
