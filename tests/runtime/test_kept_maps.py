@@ -122,11 +122,11 @@ class Calls:
     def __init__(self, variant: Variant = SEEN) -> None:
         self.launches = Launches()
         sizes = {"batch": 1, "heads": 1, "seqlen_q": 128 * ROWS, "seqlen_k": 128 * TILES}
-        call = SimpleNamespace(variant=variant, rules=(SimpleNamespace(name="least"),), **sizes)
+        call = SimpleNamespace(variant=variant, rules=(SimpleNamespace(name="least", dtype="fp32"),), **sizes)
         self.call, self.kernel = call, SimpleNamespace(full_name="tests/seen")
         self.maker = MapMaker(self.launches, self.kernel, call, torch.device("cpu"))  # type: ignore[arg-type]
 
-    def __call__(self, seen: torch.Tensor, least: int = 0, form: str = "dense") -> torch.Tensor:
+    def __call__(self, seen: torch.Tensor, least: float = 0, form: str = "dense") -> torch.Tensor:
         self.launches.content = seen.reshape(ROWS, TILES)
         given = Given(seen, seen, seen, arguments={"seen": seen, "least": least}, form=form)
         (words,) = self.maker.append(given, [0, 0], 1.0, (least,))
@@ -199,6 +199,16 @@ def test_equal_tensors_and_other_scalars_are_others(calls: Calls) -> None:
     words = calls(seen, least=2)
     assert set(partial_pairs(words)) == {place for place, kind in expected(seen).items() if kind > 2}
     assert partial_pairs(calls(seen)) == expected(seen)
+
+
+def test_scalars_of_zero_with_different_signs_are_others(calls: Calls) -> None:
+    """A mask may read the sign, as atan2(least, -1.0) > 0 does."""
+    seen = content(5)
+    plus, minus = calls(seen, least=0.0), calls(seen, least=-0.0)
+    assert plus is not minus
+    assert len(kept_maps()) == 2
+    calls(seen, least=0.0)
+    assert calls.launches.calls == ["classify", "classify", "hash", "bits"]
 
 
 def test_nothing_is_kept_of_tensors_that_died_or_count_no_writes(calls: Calls) -> None:
