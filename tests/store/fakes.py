@@ -12,11 +12,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from attngen import first_call
 from attngen.compile.artifact import Artifact
 from attngen.errors import ChoiceError, CompileError, Location, SpecError
 from attngen.formats import MANIFEST_FORMAT
 from attngen.store import files as store_files
 from attngen.store import worker
+from attngen.tools.build import compiles
 
 #: Names the file that gets one line for each compile.
 LOG = "ATTNGEN_TEST_LOG"
@@ -233,10 +235,31 @@ def loaded(last: bool) -> int | None:
     return _loader
 
 
-def server(_last: bool) -> tuple[int, list[str]]:
-    """Threads of the process that forked this one, and the large modules that it had imported."""
+#: Threads of the process that forks, and the large modules that it has imported, once it has loaded what jobs need.
+_loaded_compilers: tuple[int, list[str]] = (0, [])
+
+
+def load_of_build() -> None:
+    """Load the compilers of a build, and count threads: a fork ends those of OpenBLAS."""
+    worker._named(compiles.LOAD)()
+    _count()
+
+
+def load_of_jit() -> None:
+    """The same for ``attngen.jit``."""
+    worker._named(first_call.LOAD)()
+    _count()
+
+
+def _count() -> None:
+    global _loaded_compilers
     names = ("cupy", "numpy", "triton", "torch")
-    return len(os.listdir(f"/proc/{os.getppid()}/task")), [name for name in names if name in sys.modules]
+    _loaded_compilers = len(os.listdir("/proc/self/task")), [name for name in names if name in sys.modules]
+
+
+def loaded_compilers(_last: bool) -> tuple[int, list[str]]:
+    """Threads and modules of the process that forked this one, before it did."""
+    return _loaded_compilers
 
 
 def parent(last: bool) -> int:

@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from attngen import first_call
 from attngen.errors import CompileError, DiskFullError, InternalError, SpecError
 from attngen.store import limits
 from attngen.store.jobs import Job, JobResult, run_jobs, worker_processes
 from attngen.store.spare import SpareWorkers
-from attngen.tools.build import compiles
 from tests.store import fakes
 
 FAKES = "tests.store.fakes"
@@ -70,13 +68,13 @@ def test_workers_fork_from_a_process_that_has_loaded_what_jobs_need() -> None:
         assert run([job("add", 1, 2)], shared=workers)[0].value == 3
 
 
-@pytest.mark.parametrize("load", [compiles.LOAD, first_call.LOAD], ids=["build", "jit"])
-def test_compilers_are_loaded_without_torch_and_without_a_thread(load: str) -> None:
+@pytest.mark.parametrize(
+    ("load", "modules"), [("load_of_build", ["cupy", "numpy", "triton"]), ("load_of_jit", ["cupy", "numpy"])]
+)
+def test_compilers_are_loaded_without_torch_and_without_a_thread(load: str, modules: list[str]) -> None:
     """CuPy loads OpenBLAS, which starts threads: a fork has none of them, but every lock that they hold."""
-    with worker_processes(load) as workers:
-        threads, modules = run([job("server")], shared=workers)[0].value
-    assert threads == 1
-    assert modules == ["cupy", "numpy", "triton"][: 3 if load == compiles.LOAD else 2]
+    with worker_processes(f"{FAKES}:{load}") as workers:
+        assert run([job("loaded_compilers")], shared=workers)[0].value == (1, modules)
 
 
 def test_workers_start_again_where_the_process_that_forks_was_killed() -> None:
