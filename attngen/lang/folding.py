@@ -107,8 +107,9 @@ def fold_variant(variant: Variant, *, fast_math: bool, heads: Heads = "single", 
 
 
 class _MayFall:
-    """Whether a term or an arm of a score, or what a constant multiplies there, is a literal below ``LEAST_LOGIT``, or
-    an element for each key that may be: of a float mask."""
+    """Whether a term or an arm of a score, or a factor of constants there, is a literal below ``LEAST_LOGIT``, or an
+    element of a float mask, which may be: one for each pair. Elements of keys do not count: sums of decays get as far.
+    """
 
     def __init__(self, variant: Variant) -> None:
         least = float(LEAST_LOGIT.value)
@@ -126,8 +127,8 @@ class _MayFall:
                 return self(a) or self(b)
             case Op(op="mul", args=(a, b)) if not (_varies(a) and _varies(b)):
                 return self(a) or self(b)
-            case Load(tensor=tensor, indices=(*_, last), type=Type.FLOAT):
-                return last == _KV and tensor in self._masks
+            case Load(tensor=tensor, type=Type.FLOAT) if is_of_pair(node):
+                return tensor in self._masks
             case Const(value=value, type=Type.FLOAT):
                 return -math.inf < value < float(LEAST_LOGIT.value)
         return False

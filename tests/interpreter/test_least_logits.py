@@ -80,21 +80,6 @@ def test_masks_of_pairs(interpreter: Interpreter, dtype: str, of_mask: str, fast
     check(given, products(given) + mask.double())
 
 
-@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e9])
-def test_masks_of_keys(interpreter: Interpreter, value: float) -> None:
-    """A sequence all of whose keys are padding."""
-    declared = (
-        'variants:\n  mask:\n    score: "s + padding[b, kv]"\n'
-        "    tensors: {padding: {dtype: fp32, shape: [b, seqlen_k]}}\n"
-    )
-    padding = torch.zeros(2, KEYS)
-    padding[0], padding[1, 30:] = value, value
-    case = Case("least", (QUERIES, QUERIES), (KEYS, KEYS), heads=1)
-    texts = (text("mask", declared=declared, fast_math="true") for text in (forward, backward))
-    given = interpreter.call("trained", *texts, case, {"padding": padding})
-    check(given, products(given) + padding.double()[:, None, None])
-
-
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e9])
 def test_literals(interpreter: Interpreter, value: float, added: bool) -> None:
