@@ -72,10 +72,10 @@ def spec_errors(error: ValidationError, tree: Node, model: type[BaseModel], *, e
     details = error.errors(include_url=False)
     details = [each for each in details if not _is_misspelt(each, details) and (empty or not _is_empty(each, tree))]
     # in the order of the file, not of the models' fields
-    details.sort(key=lambda each: _place(each, tree).line)
+    details.sort(key=lambda each: _line(each, tree))
     errors = [_one(each, tree, model) for each in details[:_MOST_ERRORS]]
     if more := len(details) - len(errors):
-        errors.append(SpecError(f"{more} more errors", location=Location(tree.location.file)))
+        errors.append(SpecError(f"{more} more errors", location=tree.location and Location(tree.location.file)))
     return errors
 
 
@@ -102,6 +102,11 @@ def _is_about_key(detail: Any) -> bool:
 
 def _place(detail: Any, tree: Node) -> Location:
     return tree.locate(_path(detail), key=_is_about_key(detail))
+
+
+def _line(detail: Any, tree: Node) -> int:
+    place = _place(detail, tree)
+    return place.line if place else 0  # fields that were given in Python have no place
 
 
 def _is_misspelt(missing: Any, details: Sequence[Any]) -> bool:
