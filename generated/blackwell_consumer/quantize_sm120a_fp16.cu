@@ -35,7 +35,7 @@ struct Part {
   long long from_b, from_s, from_h, to_b, to_s, to_h;  // strides, in elements
   Divisor heads, tiles, lanes;                         // of a batch entry; of a sequence; of a row
   int begin;                                           // its first unit
-  int seqlen, rows, far_row, vectors, lane_bits, granularity;
+  int seqlen, number, rows, far_row, vectors, lane_bits, granularity;  // `number` among the three
   bool whole;  // threads have no vectors beyond a row
 };
 
@@ -72,13 +72,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm120a_fp16(
     const Divisor of_qk(lanes_qk, lanes_qk_reciprocal), of_v(lanes_v, lanes_v_reciprocal);
     parts[0] = {q_ptr, q_out_ptr, q_descale_ptr, stride_q_b, stride_q_s, stride_q_h,
                 stride_q_out_b, stride_q_out_s, stride_q_out_h, of_heads, Divisor(tiles_q, tiles_q_reciprocal), of_qk,
-                0, seqlen_q, rows_qk, far_row_qk, vectors_qk, lane_bits_qk, scales_qk, vectors_qk % (far_row_qk ? kHalf : kSlots) == 0};
+                0, seqlen_q, 0, rows_qk, far_row_qk, vectors_qk, lane_bits_qk, scales_qk, vectors_qk % (far_row_qk ? kHalf : kSlots) == 0};
     parts[1] = {k_ptr, k_out_ptr, k_descale_ptr, stride_k_b, stride_k_s, stride_k_h,
                 stride_k_out_b, stride_k_out_s, stride_k_out_h, of_kv_heads, Divisor(tiles_k, tiles_k_reciprocal), of_qk,
-                units_q, seqlen_k, rows_qk, far_row_qk, vectors_qk, lane_bits_qk, scales_qk, vectors_qk % (far_row_qk ? kHalf : kSlots) == 0};
+                units_q, seqlen_k, 1, rows_qk, far_row_qk, vectors_qk, lane_bits_qk, scales_qk, vectors_qk % (far_row_qk ? kHalf : kSlots) == 0};
     parts[2] = {v_ptr, v_out_ptr, v_descale_ptr, stride_v_b, stride_v_s, stride_v_h,
                 stride_v_out_b, stride_v_out_s, stride_v_out_h, of_kv_heads, Divisor(tiles_v, tiles_v_reciprocal), of_v,
-                units_q + units_k, seqlen_k, rows_v, far_row_v, vectors_v, lane_bits_v, scales_v, vectors_v % (far_row_v ? kHalf : kSlots) == 0};
+                units_q + units_k, seqlen_k, 2, rows_v, far_row_v, vectors_v, lane_bits_v, scales_v, vectors_v % (far_row_v ? kHalf : kSlots) == 0};
   }
   if (threadIdx.x < 32) factors[threadIdx.x] = hadamard_factor<Element>(threadIdx.x);
   for (int i = threadIdx.x; i < 3 * kMaxRows; i += blockDim.x) largest[i / kMaxRows][i % kMaxRows] = 0;
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm120a_fp16(
     const int row = part.lanes.quotient(threadIdx.x), lane = threadIdx.x - row * part.lanes.value;
     const int in_transform = lane & (1 << part.lane_bits) - 1, last = (part.far_row ? part.far_row : part.rows) - 1;
     const int first = (lane - in_transform) * (part.far_row ? kHalf : kSlots) + 2 * in_transform;
-    return Share{min(row, last), first, row <= last};
+    return Share{min(row, last), first, static_cast<int>(threadIdx.x) < part.lanes.value * (last + 1)};
   };
   // Slots come in pairs of neighbouring vectors. Those of the second half are of the same row, or of one `far_row` later.
   const auto vector_of = [&](const Part& part, const Share& share, int pair) {
@@ -174,9 +174,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm120a_fp16(
     const Unit unit = unit_at(place);
     const Part& part = parts[unit.part];
     const Share share = share_of(part);
-    const bool of_v = unit.part == 2, transforms = hadamard && !of_v, rotates = rotary_half > 0 && !of_v;
+    const bool of_v = part.number == 2, transforms = hadamard && !of_v, rotates = rotary_half > 0 && !of_v;
 
-    if (unit.part == 1 && k_mean_ptr != nullptr) {  // keys less their mean
+    if (part.number == 1 && k_mean_ptr != nullptr) {  // keys less their mean
       const Element* const mean = k_mean_ptr + (unit.b * static_cast<long long>(kv_heads) + unit.h) * kNumbers * part.vectors;
 #pragma unroll
       for (int slot = 0; slot < kSlots; ++slot) {
@@ -243,10 +243,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm120a_fp16(
     // The largest magnitude of what a scale is of: here, or what the launch before has found.
     const bool of_tokens = part.granularity == kToken, finds = !rounds || part.granularity == kBlock || of_tokens;
     const auto kv_head_of = [&] {
-      return unit.b * kv_heads + (unit.part == 0 ? Divisor(group, group_reciprocal).quotient(unit.h) : unit.h);
+      return unit.b * kv_heads + (part.number == 0 ? Divisor(group, group_reciprocal).quotient(unit.h) : unit.h);
     };
     const auto of_all = [&] {  // the maximum in global memory
-      return maxima_ptr + (part.granularity == kTensor ? unit.part : unit.part * batch * kv_heads + kv_head_of());
+      return maxima_ptr + (part.granularity == kTensor ? part.number : part.number * batch * kv_heads + kv_head_of());
     };
     uint32_t of_warp = 0;
     if (finds) {
@@ -292,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) quantize_sm120a_fp16(
             in_global(part.scales)[head * part.tiles.value + unit.tile] = scale;
           } else if (part.granularity == kTensor) {
             if (unit.tile == 0 && head == 0) in_global(part.scales)[0] = scale;
-          } else if (unit.tile == 0 && (unit.part > 0 || Divisor(group, group_reciprocal).remainder(unit.h) == 0)) {
+          } else if (unit.tile == 0 && (part.number > 0 || Divisor(group, group_reciprocal).remainder(unit.h) == 0)) {
             in_global(part.scales)[kv_head_of()] = scale;
           }
         }

@@ -12,10 +12,12 @@ from attngen.compile import compile_source
 from attngen.compile.inspect import disassemble
 from attngen.errors import PlanError
 from attngen.plan import plan
-from attngen.plan.allowances import SPILLS
 from attngen.tools.build.pipeline import Prepared
 from tests.compile.test_append import waits_before_memory
 from tests.runtime.host_kernels import prepared_quantizers
+
+#: Of both dtypes one, in float16 that of the arch on which registers were too few before.
+QUICK = ("quantize_sm90a_bf16", "quantize_sm89_fp16")
 
 ROUNDING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
 
@@ -23,7 +25,7 @@ ROUNDING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
 @pytest.mark.parametrize(
     "one",
     [
-        pytest.param(one, id=name, marks=[] if name == "quantize_sm90a_bf16" else pytest.mark.exhaustive)
+        pytest.param(one, id=name, marks=[] if name in QUICK else pytest.mark.exhaustive)
         for name, one in {one.plan.name: one for one in prepared_quantizers(*ROUNDING)}.items()
     ],
 )
@@ -31,13 +33,13 @@ def test_a_thread_keeps_its_numbers_in_registers(one: Prepared) -> None:
     """128 registers, so that a block may have 512 threads; 16 bytes in, 16 or 8 out, scales and maxima beside."""
     artifact = compile_source(one.plan, one.source)
     resources = artifact.manifest["resources"]
-    assert resources["spills"] <= SPILLS.bytes
+    assert resources["spills"] == 0, "else the only plan there is would be compiled twice"
     assert resources["registers"] <= 128
     code = disassemble(artifact.cubin)
-    assert resources["spills"] or not re.search(r"\b(LDL|STL)\b", code)
+    assert not re.search(r"\b(LDL|STL)\b", code)
     assert {"ST.E.128", "ST.E.64", "STG.E"} <= set(re.findall(r"\bSTG?\.E\S*", code))
     assert re.search(r"\bLDG\.E\.128", code)
-    assert len(re.findall(r"\bSHFL\.BFLY", code)) == 5 * 64, "one for each number: a stage in one form, two in two"
+    assert len(re.findall(r"\bSHFL\.BFLY", code)) == 2 * 64, "one for each number and stage, in all sizes together"
     for form in ("E4M3", "E5M2"):
         assert len(re.findall(rf"\bF2FP\S*{form}", code)) >= 16, "two numbers each"
     assert one.plan.launch("quantize").pdl == (one.plan.arch.capability >= 90) == ("ACQBULK" in code)

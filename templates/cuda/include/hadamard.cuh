@@ -85,8 +85,8 @@ __device__ __forceinline__ void rotate_slots(
 #pragma unroll
     for (int part = 0; part < kAngles; part += 4) {
       float cos[4], sin[4];
-      four_table_numbers(cos, cos_table, angle.row * cos_stride + angle.first + part, form);
-      four_table_numbers(sin, sin_table, angle.row * sin_stride + angle.first + part, form);
+      const int at = angle.first + part;
+      four_angles(cos, sin, cos_table, angle.row * cos_stride + at, sin_table, angle.row * sin_stride + at, form);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& first = kStep == 0 ? x[slot][2 * i] : x[slot][part + i];
@@ -130,10 +130,8 @@ __device__ __forceinline__ void add_and_subtract_lanes(float (&x)[kSlots][kNumbe
   }
 }
 
-// All stages. Slots 0 and 1 are neighbours; those that differ in bit 1 or 2 are apart by all 2^kLaneBits lanes which share
-// a transform, and twice as far. 2^kSlotBits: vectors of one transform in a thread, which may have several transforms.
-template <int kSlotBits, int kLaneBits>
-__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers]) {
+// The stages of numbers of one vector.
+__device__ __forceinline__ void add_and_subtract_numbers(float (&x)[kSlots][kNumbers]) {
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
 #pragma unroll
@@ -144,6 +142,13 @@ __device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers])
       }
     }
   }
+}
+
+// All stages. Slots 0 and 1 are neighbours; those that differ in bit 1 or 2 are apart by all 2^kLaneBits lanes which share
+// a transform, and twice as far. 2^kSlotBits: vectors of one transform in a thread, which may have several transforms.
+template <int kSlotBits, int kLaneBits>
+__device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers]) {
+  add_and_subtract_numbers(x);
   if constexpr (kSlotBits > 0) add_and_subtract_slots<1>(x);
   if constexpr (kLaneBits > 0) add_and_subtract_lanes<1>(x);
   if constexpr (kLaneBits > 1) add_and_subtract_lanes<2>(x);
@@ -151,17 +156,23 @@ __device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers])
   if constexpr (kSlotBits > 2) add_and_subtract_slots<4>(x);
 }
 
-// The same where bits are those of a call. A form for each size, so that registers need not agree between stages.
+// The same where bits are those of a call: 0 to 3 of slots, with 2 also 1 or 2 of lanes, with 3 also 2. Branches part and
+// meet only at the end, so that registers need not agree between stages; what sizes begin with stands once.
 __device__ __forceinline__ void hadamard_transform(float (&x)[kSlots][kNumbers], int slot_bits, int lane_bits) {
-  switch (4 * slot_bits + lane_bits) {
-    case 0: return hadamard_transform<0, 0>(x);
-    case 4: return hadamard_transform<1, 0>(x);
-    case 8: return hadamard_transform<2, 0>(x);
-    case 9: return hadamard_transform<2, 1>(x);
-    case 10: return hadamard_transform<2, 2>(x);
-    case 12: return hadamard_transform<3, 0>(x);
-    case 14: return hadamard_transform<3, 2>(x);
+  add_and_subtract_numbers(x);
+  if (slot_bits == 0) return;
+  add_and_subtract_slots<1>(x);
+  if (slot_bits == 1) return;
+  if (lane_bits == 0) {
+    add_and_subtract_slots<2>(x);
+    if (slot_bits == 3) add_and_subtract_slots<4>(x);
+    return;
   }
+  add_and_subtract_lanes<1>(x);
+  if (lane_bits == 1) return add_and_subtract_slots<2>(x);
+  add_and_subtract_lanes<2>(x);
+  add_and_subtract_slots<2>(x);
+  if (slot_bits == 3) add_and_subtract_slots<4>(x);
 }
 
 // Numbers of 16 bits need not be added one by one: a product with 16 x 16 signs does four stages, those of bits 0 and 2

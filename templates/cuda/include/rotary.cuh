@@ -76,6 +76,19 @@ __device__ __forceinline__ void four_table_numbers(float (&to)[4], const void* t
   }
 }
 
+// Four cosines and the sines of the same angles: one branch for both tables.
+__device__ __forceinline__ void four_angles(
+    float (&cos)[4], float (&sin)[4], const void* cos_table, long long cos_place, const void* sin_table,
+    long long sin_place, int form) {
+  if (form == kFloat32) {
+    four_table_numbers(cos, cos_table, cos_place, kFloat32);
+    four_table_numbers(sin, sin_table, sin_place, kFloat32);
+  } else {
+    four_table_numbers(cos, cos_table, cos_place, form);
+    four_table_numbers(sin, sin_table, sin_place, form);
+  }
+}
+
 // A number, rotated with its partner: the first of a pair (a, b) becomes a cos - b sin, the second a sin + b cos. Each
 // operation is rounded by itself, so that these are the bits which float32 gives anywhere.
 __device__ __forceinline__ float rotated(float own, float partner, float cos, float sin, bool first) {
