@@ -86,7 +86,12 @@ def _print(report: BuildReport) -> None:
     if built:
         print_table(_COLUMNS, (_row(kernel.name, kernel.manifest["resources"]) for kernel in built))
     for kernel in built:
-        for count, row in enumerate(kernel.refused):
+        own = [row for row in kernel.refused if row["name"] == kernel.name]  # refused at first, then the least slow
+        others = [row for row in kernel.refused if row["name"] != kernel.name]
+        for row in own:
+            why = "the other choices are slower" if others else "the plan has no other choice"
+            click.echo(f"{kernel.name}: {row['reason']}; {why}")
+        for count, row in enumerate(others):
             click.echo(f"{f'{kernel.name}: in place of' if count == 0 else '  and of'} {row['name']}: {row['reason']}")
         if kernel.advice:
             click.echo(f"  {kernel.manifest['backend']}, not {kernel.refused[0]['backend']}: {kernel.advice}")

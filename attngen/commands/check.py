@@ -104,7 +104,7 @@ def check_spec(path: str) -> Report:
 
 
 def _not_planned(kernels: Iterable[KernelSpec], broken: Collection[str]) -> Iterator[AttngenError]:
-    """Yield why kernels of a spec that has other errors cannot be planned.
+    """Yield the refusals of plans for a spec that has other errors.
 
     Of variants with errors, only the head dimension says something: other refusals may go with the errors.
     """
@@ -157,7 +157,7 @@ def _print(report: Report) -> None:
             of_it = [plan.name for plan in report.plans if (plan.backend, plan.backend_reason) == (backend, reason)]
             click.echo(f"{backend} for {of_it[0]}{f' and {len(of_it) - 1} more' if of_it[1:] else ''}: {reason}")
     for plan in report.plans:
-        for row in plan.refused[:1]:
+        for row in [row for row in plan.refused if row.name != plan.name][:1]:
             click.echo(f"{plan.name}: in place of {row.name}, which an earlier build refused: {row.reason}")
     if report.unseen:
         click.echo(

@@ -22,6 +22,7 @@ def require_fast(plan: Plan, name: str, resources: Resources, max_spills: int) -
     costs += ["ptxas serialized wgmma, so that tensor cores wait for each other"] if serialized else []
     allow = ", ".join((["spill"] if spills else []) + (["serialized_wgmma"] if serialized else []))
     raise ChoiceError(
-        f"{name}: {'; '.join(costs)}; the spec may leave tile, stages and warps to the plan, or say 'allow: [{allow}]'",
+        f"{name}: {'; '.join(costs)}\n"
+        f"  the spec may leave tile, stages and warps to the plan, or say 'allow: [{allow}]'",
         slow=(bool(serialized), resources.spills if spills else 0),
     )

@@ -12,11 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from attngen.cli import group
+from attngen.commands import build as build_command
 from attngen.commands import doctor
 from attngen.commands.output import Progress
 from attngen.compile import toolchain
 from attngen.store import Store
 from attngen.tools.build import pipeline as build_module
+from attngen.tools.build.compiles import BuiltKernel
+from attngen.tools.build.pipeline import BuildReport
 from tests.tools.test_build import SPEC
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +66,32 @@ def test_build_of_a_kernel_that_fails(spec: Path) -> None:
     assert result.stderr.count(": rejected") == 2
     report = json.loads(attngen("build", spec, "--json", code=1).stdout)
     assert [failure["error"].partition(": ")[2] for failure in report["failures"]] == ["rejected"] * 2
+
+
+@pytest.mark.parametrize(
+    ("refused", "said"),
+    [
+        (
+            ["small", "large"],
+            ["small: 40 B of spills; the other choices are slower", "small: in place of large: 40 B of"],
+        ),
+        (["small"], ["small: 40 B of spills; the plan has no other choice"]),
+        (["large"], ["small: in place of large: 40 B of spills"]),
+        (["large", "wide"], ["small: in place of large: 40 B of spills", "  and of wide: 40 B of spills"]),
+    ],
+)
+def test_a_kernel_is_never_in_place_of_itself(
+    refused: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that spills, and is kept since it spills least, was refused at first under the name that it has."""
+    resources = dict.fromkeys(RESOURCES, 0)
+    rows = [{"name": name, "backend": "cuda", "reason": "40 B of spills"} for name in refused]
+    kernel = BuiltKernel("small", "key", "built", {"backend": "cuda", "resources": resources, "refused": rows})
+    build_command._print(BuildReport("mine", "mine.yaml", (kernel,), 1.0))
+    lines = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if "spills;" in line or "place of" in line or "and of" in line]
+    assert len(told) == len(said)
+    assert all(line.startswith(part) for line, part in zip(told, said, strict=True))
 
 
 @pytest.mark.parametrize("command", ["build", "package"])

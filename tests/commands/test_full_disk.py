@@ -126,5 +126,5 @@ def test_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_disk_anywhere_else_is_a_clear_error(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last resort: an error that no command expects."""
-    monkeypatch.setattr("attngen.schema.reading.load_spec", full)
+    monkeypatch.setattr("attngen.schema.loading.read_spec", full)
     assert attngen("check", spec) == "cannot write to a file: the disk is full; free some space\n"

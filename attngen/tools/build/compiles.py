@@ -191,12 +191,12 @@ class Compiles:
             note = toolchain.newer_driver_note(arch for backend, arch in compilers if backend == "cuda")
             self.warnings.extend([note] if note else ())
         if missing:
-            found = len(self.kernels)
+            cached = len(self.kernels)
             try:
                 self._compile(missing, jobs, workers)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
-                    f"stopped; {len(self.kernels) - found} of {len(missing)} kernels are compiled and kept in "
+                    f"stopped; {len(self.kernels) - cached} of {len(missing)} kernels are compiled and kept in "
                     f"{self.store.root}, and the next build compiles the others"
                 ) from None
 
