@@ -24,6 +24,9 @@ _MOST = 2**31 - 1
 #: A name becomes a symbol of C and the name of a file: never a path, nor longer than a file's name with its suffix.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 
+#: The same with hyphens, which only what kernels beside attention compute has in its name: ``append-kv``.
+_HYPHENATED = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,199}")
+
 
 class MisfitError(Exception):
     """A JSON value that a record cannot be read from; ``str`` is the end of a sentence about it."""
@@ -82,6 +85,13 @@ _TEXT = Kind("a text", lambda v: isinstance(v, str) and "\0" not in v)
 _BOUND = Kind("a number or an extent", lambda v: isinstance(v, str) or _is_number(v), _number)
 
 Name = Annotated[str, Kind("a name (at most 200 of A-Z, a-z, 0-9 and _, no digit first)", lambda v: is_name(v))]
+VariantName = Annotated[
+    str,
+    Kind(
+        "a name (at most 200 of A-Z, a-z, 0-9, _ and -, no digit or - first)",
+        lambda v: isinstance(v, str) and _HYPHENATED.fullmatch(v) is not None,
+    ),
+]
 Count = Annotated[int, Kind(f"a number from 0 to {_MOST}", lambda v: type(v) is int and 0 <= v <= _MOST)]
 Some = Annotated[int, Kind(f"a number from 1 to {_MOST}", lambda v: type(v) is int and 0 < v <= _MOST)]
 Signed = Annotated[int, Kind(f"a number from -1 to {_MOST}", lambda v: type(v) is int and -1 <= v <= _MOST)]

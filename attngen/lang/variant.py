@@ -11,7 +11,7 @@ from typing import Any
 from attngen.lang.declared import Bound, Monotone, Scalar, Tensor
 from attngen.lang.ir import Const, Expr, Type, names, tensors
 from attngen.lang.ranges import Range, declared_ranges
-from attngen.records import Name
+from attngen.records import VariantName
 
 __all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "Tensor", "Variant", "VariantText"]
 
@@ -23,7 +23,7 @@ VISIBLE: Expr = Const(True, Type.BOOL)
 class VariantText:
     """The JSON form of a variant: its expressions are texts of the language."""
 
-    name: Name
+    name: VariantName
     mask: str
     score: str | None
     let: Mapping[str, str]

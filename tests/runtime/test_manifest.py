@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from attngen.errors import LoadError
+from attngen.formats import APPEND_VARIANT, QUANTIZE_VARIANT, TOPK_VARIANT, WIDEN_VARIANT
 from attngen.manifest import Argument, KernelFields, LaunchFields, StructureFields, TunedOn
 from attngen.plan.model import Plan
 from attngen.records import MisfitError, read
@@ -45,6 +46,21 @@ def test_what_a_plan_decides_arrives(name: str) -> None:
             assert getattr(launch, field.name) == getattr(own, field.name), field.name
         for parameter, argument in zip(launch.entry.layout.parameters, own.arguments, strict=True):
             assert replace(parameter, offset=-1) == argument
+
+
+@pytest.mark.parametrize("name", [APPEND_VARIANT, QUANTIZE_VARIANT, WIDEN_VARIANT, TOPK_VARIANT])
+def test_names_of_what_no_variant_computes_are_read(name: str) -> None:
+    manifest = manifest_of(PLANS["forward"])
+    manifest["variant"]["name"] = name
+    assert Kernel(manifest, bytes, origin="here").variant.name == name
+
+
+@pytest.mark.parametrize("name", ["../append-kv", "/append", "-kv", "", "a" * 201])
+def test_a_variants_name_is_no_path(name: str) -> None:
+    manifest = manifest_of(PLANS["forward"])
+    manifest["variant"]["name"] = name
+    with pytest.raises(LoadError, match="where a name"):
+        Kernel(manifest, bytes, origin="here")
 
 
 def test_an_argument_is_written_without_its_defaults() -> None:
