@@ -15,7 +15,7 @@ from typing import Any
 from attngen.errors import LoadError
 from attngen.files import read_regular
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
-from attngen.records import Count, MisfitError, Name, read
+from attngen.records import Count, MisfitError, Name, VariantName, read
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.packages import Package, reader
 
@@ -35,7 +35,7 @@ class _Row:
     """A kernel in the index: the name of its folder, and that of its variant."""
 
     name: Name
-    variant: Name
+    variant: VariantName
 
 
 @dataclass(frozen=True, slots=True)
