@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from attngen.files import read_regular
-from attngen.records import Kind, MisfitError, Name, read
+from attngen.records import Kind, MisfitError, Name, VariantName, read
 from attngen.store.key import digest
 from attngen.store.mark import KEY
 from attngen.store.store import Store, StoreWarning
@@ -29,7 +29,7 @@ class IndexEntry:
 
     name: Name
     key: _Key
-    variant: Name
+    variant: VariantName
     arch: str
     backend: str
 

@@ -75,7 +75,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build_module, "COMPILER", "tests.store.fakes:compile_quickly")
-    for part in ("_nvrtc", "_arches", "_run"):  # these take seconds
+    for part in ("_cuda_compiler", "_arches", "_run"):  # these take seconds
         monkeypatch.setattr(doctor, part, list)
     path = tmp_path / "mine.yaml"
     path.write_text(SPEC)

@@ -91,7 +91,7 @@ from attngen import cli
 from attngen.commands import doctor
 from attngen.tools.build import pipeline
 pipeline.COMPILER = "tests.store.fakes:compile_quickly"
-doctor._arches = doctor._nvrtc = list
+doctor._arches = doctor._cuda_compiler = list
 kernel, codes = "", []
 for command in json.loads(sys.argv[1]):
     command = [kernel if word == "KERNEL" else word for word in command]

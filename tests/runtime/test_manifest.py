@@ -52,7 +52,7 @@ def test_what_a_plan_decides_arrives(name: str) -> None:
 def test_names_of_what_no_variant_computes_are_read(name: str) -> None:
     manifest = manifest_of(PLANS["forward"])
     manifest["variant"]["name"] = name
-    assert Kernel(manifest, bytes, origin="here").variant.name == name
+    assert Kernel(manifest, bytes, origin="here").variant_name == name
 
 
 @pytest.mark.parametrize("name", ["../append-kv", "/append", "-kv", "", "a" * 201])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attngen.formats import HELPER_VARIANTS
 from attngen.store import Store, StoreWarning
 from attngen.store.index import Index, IndexEntry, read_index, read_indexes, write_index
 from attngen.store.receipt import Receipt, generator_digest, hash_files, read_receipt, write_receipt
@@ -31,6 +32,13 @@ def test_index_there_and_back(store: Store) -> None:
     store.forget()
     store.forget()
     assert [index.package for index in read_indexes(store)] == []
+
+
+@pytest.mark.parametrize("variant", sorted(HELPER_VARIANTS))
+def test_an_index_lists_kernels_beside_attention(store: Store, variant: str) -> None:
+    index = replace(INDEX, kernels=(ENTRY, replace(ENTRY, variant=variant)))
+    write_index(store, index)
+    assert read_index(store, "mine") == index
 
 
 def test_an_equal_index_is_not_written_again(store: Store) -> None:
