@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,24 +23,25 @@ class TemporaryFolder:
     """A new folder, by default where temporary files go, removed with all that it holds at the end of a ``with``.
 
     Its process holds a lock beside it meanwhile. Where nobody holds the lock of such a folder, its process was killed,
-    and whoever makes the next one in the same place removes it. No finalizer removes it: a fork of the process may end
-    first. Raises OSError.
+    and whoever makes the next one in the same place removes it. One that nobody refers to any more is removed as well,
+    but not by a fork of the process. Raises OSError.
     """
 
     def __init__(self, parent: Path | None = None, *, prefix: str = "attngen-") -> None:
         parent = Path(tempfile.gettempdir()) if parent is None else parent
         _sweep(parent, prefix)
         self.path = parent / f"{prefix}{secrets.token_hex(6)}"
-        self._lock = Lock(parent / f"{self.path.name}{_LOCK}")
+        lock = Lock(parent / f"{self.path.name}{_LOCK}")
         try:
-            self._lock.acquire(_SECONDS)
+            lock.acquire(_SECONDS)
         except OSError:  # a file system without locks: what is killed there stays
-            self._lock.path.unlink(missing_ok=True)
+            lock.path.unlink(missing_ok=True)
         try:
             os.mkdir(self.path, 0o700)
         except OSError:
-            self._lock.release()
+            lock.release()
             raise
+        self._remove = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
 
     def __enter__(self) -> Path:
         return self.path
@@ -48,9 +50,14 @@ class TemporaryFolder:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
+        """Remove the folder, unless this is a fork of the process that made it."""
+        self._remove()
+
+
+def _remove_own(path: Path, lock: Lock, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(path, ignore_errors=True)
+        lock.release()
 
 
 def _sweep(parent: Path, prefix: str) -> None:

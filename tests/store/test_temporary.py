@@ -100,6 +100,14 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path) -> None:
     assert not outside.exists()
 
 
+def test_a_folder_that_is_forgotten_goes(tmp_path: Path) -> None:
+    """As that of a hook of a build that failed, whose end is never called."""
+    folder = TemporaryFolder(tmp_path)
+    assert len(os.listdir(tmp_path)) == 2
+    del folder
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_fork_of_the_process_leaves_its_folder(tmp_path: Path) -> None:
     folder = TemporaryFolder(tmp_path)
 
