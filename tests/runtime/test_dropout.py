@@ -201,17 +201,21 @@ def test_a_program_with_a_memory_budget_keeps_its_state(budget: float, *, checkp
         return attngen.attention(x.sin(), x.cos(), v, variant=NAMED, dropout_p=0.5)
 
     def program(x: Tensor, v: Tensor) -> Any:
-        return checkpoint(layer, x, v, use_reentrant=False) if checkpointed else layer(x, v)
+        layers = [checkpoint(layer, x, v, use_reentrant=False) if checkpointed else layer(x, v) for _ in "ab"]
+        return tuple(layers)
 
     torch._dynamo.reset()
     x, v = (torch.randn(1, 16, 2, 8, dtype=torch.float64).requires_grad_() for _ in "xv")
     compiled = torch.compile(program, fullgraph=True, backend="aot_eager_decomp_partition")
     with torch._functorch.config.patch(activation_memory_budget=budget):
-        outs = [compiled(x, v) for _ in "ab"]
-    assert not torch.equal(*outs)
-    for out in outs:
+        torch.manual_seed(3)
+        outs = compiled(x, v)
+        again = compiled(x, v)
+    torch.manual_seed(3)
+    torch.testing.assert_close((*outs, *again), (*program(x, v), *program(x, v)))
+    for out in (*outs, *again):
         above = torch.randn_like(out)
-        (dv,) = torch.autograd.grad(out, v, above)
+        (dv,) = torch.autograd.grad(out, v, above, retain_graph=True)
         torch.testing.assert_close((above * out).sum(), (dv * v).sum())
 
 
