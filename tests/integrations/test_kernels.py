@@ -242,7 +242,7 @@ def test_a_trace_takes_the_package_that_runs_on_its_gpu(gpu: FakeDriver, monkeyp
 
     def chosen(*names: str) -> tuple[int, str]:
         actual: tuple[int, str] = choice._built_at_trace(
-            names, "bf16", "bf16", 64, 64, "dense", "cuda", 0, "flash_attn", learns=False, ordered=False
+            names, "bf16", "bf16", 64, 64, "dense", 0, "flash_attn", learns=False, ordered=False
         )
         return actual
 

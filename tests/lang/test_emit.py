@@ -191,7 +191,7 @@ def test_conditions_guard_loads_that_vary_as_much() -> None:
 def test_a_bool_tensor_and_a_scalar_tensor() -> None:
     assert mask("pad[b, kv]").body[-1] == ") != 0"
     assert score("s + bias").hoisted == ("bias_value = tl.load(bias_ptr).to(tl.float32)",)
-    assert "int64" in "".join(mask("cu[b] + kv < 7").hoisted)
+    assert "int64" in "".join(mask("cu[b] < kv + 7").hoisted)
 
 
 def test_scalars_only() -> None:
