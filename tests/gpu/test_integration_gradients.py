@@ -138,7 +138,7 @@ def dense_sdpa(
     elif attn_mask is not None:
         hidden |= attn_mask.isneginf()
         scores = scores + attn_mask.masked_fill(attn_mask.isneginf(), 0.0).to(compute)
-    p = torch.softmax(scores.masked_fill(hidden, -1e4), dim=-1).masked_fill(hidden, 0.0)
+    p = torch.softmax(scores.masked_fill(hidden, torch.finfo(compute).min), dim=-1).masked_fill(hidden, 0.0)
     return (p if factors is None else p * factors.to(compute)) @ v
 
 
