@@ -146,7 +146,7 @@ SCORES = {
         'mask: "kv <= q_pos or loud"\n'
         '    score: "g(s) + gain * bias[b, h] + table[clamp(q - kv, 0, reach - 1)] / (1 + far)"\n'
         '    let: {g(x): "x * sigmoid(x)"}\n'
-        "    scalars: {loud: {type: bool}, gain: {type: float32}, far: {type: int64, min: 0},"
+        "    scalars: {loud: {type: bool}, gain: {type: float32}, far: {type: int64, min: 0, max: 4294967296},"
         " reach: {type: int32, min: 1}}\n"
         "    tensors: {bias: {dtype: fp16, shape: [b, h]}, table: {dtype: bf16, shape: [reach]}}\n"
     ),
