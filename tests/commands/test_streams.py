@@ -51,7 +51,7 @@ def test_colors_are_those_that_the_environment_wants(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    # ``color`` of the runner stands for a terminal: click strips nothing then, unless it is told to
+    # ``color`` of the runner stands for a terminal: click strips nothing then, unless asked to
     result = CliRunner().invoke(cli.group, ["check", "none.yaml"], color=terminal)
     assert "there is no file" in result.stderr
     assert (RED in result.stderr) == colored

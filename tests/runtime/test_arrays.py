@@ -293,7 +293,7 @@ def test_a_call_runs_on_the_current_stream_of_cupy(
 
 
 def test_streams_of_threads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share a handle, by which counters and workspaces are told apart."""
+    """They share a handle, by which counters and workspaces are keyed."""
     with pytest.raises(CallError, match=r"CuPy's current stream is the default stream of each thread, .*Stream.null"):
         cupy_on(2, monkeypatch)
 
