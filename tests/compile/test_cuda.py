@@ -206,7 +206,7 @@ def with_log(monkeypatch: pytest.MonkeyPatch, plan: Plan, log: str) -> None:
 def test_a_spill_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, _ = compiled("causal", 128)
     with_log(monkeypatch, plan, CLEAN.replace("0 bytes spill stores", f"{SPILLS.bytes + 4} bytes spill stores"))
-    with pytest.raises(CompileError, match=rf"{SPILLS.bytes + 4} B of spills at 168 registers.*allow: \[spill\]"):
+    with pytest.raises(CompileError, match=rf"(?s){SPILLS.bytes + 4} B of spills at 168 registers.*allow: \[spill\]"):
         compile_source(plan, render(plan))
     allowed = compile_source(replace(plan, allow=("spill",)), render(plan))
     assert allowed.manifest["resources"]["spills"] == SPILLS.bytes + 4
@@ -222,7 +222,7 @@ def test_a_few_bytes_of_spills_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_serialized_product_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch, log: str) -> None:
     plan, _ = compiled("causal", 128)
     with_log(monkeypatch, plan, log)
-    with pytest.raises(CompileError, match=r"ptxas serialized wgmma.*allow: \[serialized_wgmma\]"):
+    with pytest.raises(CompileError, match=r"(?s)ptxas serialized wgmma.*allow: \[serialized_wgmma\]"):
         compile_source(plan, render(plan))
     allowed = compile_source(replace(plan, allow=("serialized_wgmma",)), render(plan))
     assert allowed.manifest["resources"]["serialized_wgmma"] is True

@@ -126,7 +126,7 @@ def test_slow_backwards_are_refused_with_the_way_out(
     plan = planned(passes="backward", backward=None, **fields)
     assert plan.backend == "cuda"
     with pytest.raises(
-        ChoiceError, match=rf"{reason}.*leave tile, stages and warps to the plan, .*'allow: \["
+        ChoiceError, match=rf"(?s){reason}.*leave tile, stages and warps to the plan, .*'allow: \["
     ) as caught:
         cuda._check(plan, b"", {launch.name: resources for launch in plan.launches})
     assert caught.value.slow == (resources.serialized_wgmma, resources.spills)
