@@ -19,8 +19,6 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from attngen.errors import ToolchainError
-
 ROOT = Path(__file__).parents[1]
 
 #: Modules that most processes of tests need, but no Triton: whether it interprets is settled when it is imported.
@@ -37,7 +35,8 @@ def hold_nvrtc() -> None:
 
     Processes of tests compile although they import torch; those of attngen that compile do not.
     """
-    from attngen.compile import cuda, toolchain
+    from attngen.compile import cuda, toolchain  # not by processes that have to see another attngen
+    from attngen.errors import ToolchainError
 
     if len(toolchain.installed_nvrtc()) > 1:
         with suppress(ToolchainError):  # the tests that compile say what is wrong

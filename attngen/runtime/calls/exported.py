@@ -70,19 +70,15 @@ def _define(namespace: str, operator: str) -> bool:
     there is an operator, and drops the error.
     """
     from attngen.errors import AttngenError
-
-    try:
-        from attngen.runtime.calls import (
-            append_operator,
-            dropout_operator,
-            index_scores_operator,
-            library,
-            operators,
-            quantize_operator,
-            topk_operator,
-        )
-    except ImportError:  # another runtime has taken attngen's place, as a package's does; this one defines nothing
-        return False
+    from attngen.runtime.calls import (
+        append_operator,
+        dropout_operator,
+        index_scores_operator,
+        library,
+        operators,
+        quantize_operator,
+        topk_operator,
+    )
 
     for other in (append_operator, quantize_operator, topk_operator, index_scores_operator):
         if operator == other.NAME and namespace == library.NAMESPACE:
