@@ -108,7 +108,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         path.write_text(_first_kernel(path.read_text()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNGEN_CACHE", str(root / "cache"))
-        registry.clear()
+        built = _run(f"attngen build specs/{MINE}", copies)  # which prose reads, in whatever order tests run
+        assert built.exit_code == 0, built.output
         yield copies
     registry.clear()
 
