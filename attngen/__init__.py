@@ -14,8 +14,8 @@ from attngen.runtime.calls.exported import install as _install
 
 if TYPE_CHECKING:
     from attngen import errors, integrations, parallel
-    from attngen.debugging import debug
-    from attngen.first_call import jit
+    from attngen.build.first_call import jit
+    from attngen.inspect.debug import debug
     from attngen.runtime.calls.append import append_kv
     from attngen.runtime.calls.entry import attention, attention_paged, attention_varlen, define_operators
     from attngen.runtime.calls.index_scores import index_scores
@@ -39,13 +39,13 @@ _HOMES = {
     "attention": "attngen.runtime.calls.entry",
     "attention_paged": "attngen.runtime.calls.entry",
     "attention_varlen": "attngen.runtime.calls.entry",
-    "debug": "attngen.debugging",
+    "debug": "attngen.inspect.debug",
     "define_operators": "attngen.runtime.calls.entry",
     "errors": None,
     "explain": "attngen.runtime.calls.introspection",
     "index_scores": "attngen.runtime.calls.index_scores",
     "integrations": None,
-    "jit": "attngen.first_call",
+    "jit": "attngen.build.first_call",
     "load": "attngen.runtime.registry.lookup",
     "merge": "attngen.runtime.calls.merge",
     "parallel": None,
@@ -59,7 +59,7 @@ _HOMES = {
 _install()  # what torch.export.load needs of attngen
 
 if os.environ.get("ATTNGEN_JIT", "0") not in ("", "0"):
-    from attngen.first_call import jit
+    from attngen.build.first_call import jit
 
     jit()
 

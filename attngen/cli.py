@@ -15,7 +15,7 @@ from attngen.errors import AttngenError, CallError, DiskFullError, NoKernelError
 from attngen.files import FULL, cause, failed_write
 from attngen.glyphs import ERRORS
 
-#: Name of each command, whose module is ``attngen.commands.NAME``, and what it does.
+#: Name of each command, and what it does. Its module is ``attngen.commands.NAME``, or in the laboratory.
 COMMANDS: dict[str, str] = {
     "new": "Write a commented spec to start from.",
     "spec": "Print a spec for FlexAttention's functions, or for a model.",
@@ -31,6 +31,9 @@ COMMANDS: dict[str, str] = {
     "doctor": "Say what works on this machine and what is missing.",
     "cache": "Show the cache, check it, or empty it.",
 }
+
+#: Commands of the laboratory, by module.
+_LAB = {name: f"attngen.lab.commands.{name}" for name in ("bench", "tune", "verify")}
 
 _BUILD = "pip install 'attngen[build]'"
 
@@ -57,7 +60,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = import_module(f"attngen.commands.{cmd_name}").command
+        command = import_module(_LAB.get(cmd_name, f"attngen.commands.{cmd_name}")).command
         assert isinstance(command, click.Command)
         return command
 

@@ -18,8 +18,8 @@ from attngen.runtime.registry.lookup import registry
 if TYPE_CHECKING:
     import torch
 
-    from attngen.tools.explain.picture import Picture
-    from attngen.tools.explain.seen import SeenKeys, Sizes
+    from attngen.inspect.picture import Picture
+    from attngen.inspect.seen import SeenKeys, Sizes
 
 
 class PythonVariant(str):
@@ -76,7 +76,7 @@ class PythonVariant(str):
         mask's own tensors and scalars are keywords, as at a call; the result is on their device. Raises CallError for
         one that is missing, unknown, wrong, or not what was declared.
         """
-        from attngen.tools.explain.seen import seen
+        from attngen.inspect.seen import seen
 
         return seen(self.value, self._sizes(sizes, arguments), kv_heads, arguments)  # type: ignore[arg-type]
 
@@ -90,7 +90,7 @@ class PythonVariant(str):
         partial and empty, over all sequences and heads, or those of sequence ``b`` and head ``h``. If an argument that
         the mask reads is missing, nothing is counted, and the result says what is missing. Raises CallError.
         """
-        from attngen.tools.explain.seen import seen_keys
+        from attngen.inspect.seen import seen_keys
 
         return seen_keys(self.value, self._sizes(sizes, arguments), kv_heads, arguments, b, h)
 
@@ -103,7 +103,7 @@ class PythonVariant(str):
         With matplotlib, a notebook shows it as an image, and its ``save`` writes one. ``sizes`` and arguments are as
         for ``mask``. Raises CallError.
         """
-        from attngen.tools.explain.picture import picture
+        from attngen.inspect.picture import picture
 
         return picture(self.name, self.mask(sizes, kv_heads=kv_heads, **arguments), b, h)
 

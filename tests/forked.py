@@ -26,7 +26,7 @@ ATTNGEN = (
     "from tests.forked import hold_nvrtc; hold_nvrtc()\n"
     "import torch\n"
     "import attngen.compile.cuda, attngen.compile.triton, attngen.plan, attngen.render, attngen.schema\n"
-    "import attngen.tools.build.pipeline, attngen.tools.verify.interpreted\n"
+    "import attngen.build.pipeline, attngen.lab.verify.interpreted\n"
 )
 
 

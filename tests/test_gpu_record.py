@@ -17,8 +17,8 @@ from click.testing import CliRunner
 
 from attngen import cli, resources
 from attngen.compile import toolchain
-from attngen.tools import record as records
-from attngen.tools.record import Record
+from attngen.inspect import record as records
+from attngen.inspect.record import Record
 from tests.gpu import prebuilt, record
 from tests.gpu.conftest import PARTS, in_order, parts_of
 from tests.gpu.record import FAMILIES, family_of, run

@@ -24,12 +24,15 @@ LAYERS = (
     {"compile"},
     {"store"},
     {"runtime"},
+    {"build"},
+    {"inspect"},
     {"integrations"},
-    {"tools"},
-    {"variants", "first_call", "debugging"},
+    {"variants"},
     {"parallel"},
     {"packaging"},
     {"commands", "cli"},
+    {"lab"},  # nothing imports it but, by name, the command line
+    {"tools"},  # earlier import paths
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
@@ -37,10 +40,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FACADES = {"__init__.py", "__main__.py"}
 
 #: Modules that a shipped package must not need; the runtime reads manifests.
-NOT_FOR_RUNTIME = {"schema", "plan", "render", "compile"}
-
-#: The same inside ``attngen/tools``: what all share first.
-TOOLS = ("record", "cases", "values", "build", "explain", "verify", "bench", "tune")
+NOT_FOR_RUNTIME = {"schema", "plan", "render", "compile", "build", "inspect"}
 
 #: The same inside ``attngen/runtime``, between device and call.
 RUNTIME = (
@@ -139,7 +139,7 @@ def test_cycles_are_found(tmp_path: Path) -> None:
 
 
 #: Packages whose parts have an order of their own.
-ORDERED = {"tools": TOOLS, "runtime": RUNTIME}
+ORDERED = {"runtime": RUNTIME}
 
 
 @pytest.mark.parametrize("package", ORDERED)
@@ -200,13 +200,14 @@ def test_reading_the_cache_needs_no_compiler_and_no_torch() -> None:
 
 def test_help_imports_no_command() -> None:
     code = "from attngen.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
-    assert [name for name in loaded(code, *COMPILERS, "torch", "attngen.tools") if name in COMPILERS] == []
+    names = (*COMPILERS, "torch", "attngen.lab")
+    assert [name for name in loaded(code, *names) if name in names] == []
 
 
 def test_building_needs_no_torch() -> None:
     code = (
         "sys.modules['torch'] = None  # an import of it fails\n"
-        "import attngen.tools.build.pipeline, attngen.compile.triton, attngen.plan, attngen.render, attngen.schema\n"
+        "import attngen.build.pipeline, attngen.compile.triton, attngen.plan, attngen.render, attngen.schema\n"
         "import attngen.packaging.hook, attngen.packaging.make\n"
         "import triton, triton.compiler\n"
         "del sys.modules['torch']"

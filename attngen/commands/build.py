@@ -13,8 +13,8 @@ from attngen import cli
 from attngen.commands.output import Progress, print_json, print_table, warn
 
 if TYPE_CHECKING:
-    from attngen.tools.build.generate import Generated
-    from attngen.tools.build.pipeline import BuildReport
+    from attngen.build.generate import Generated
+    from attngen.build.pipeline import BuildReport
 
 
 @click.command()
@@ -51,7 +51,7 @@ def command(
     if render_only:
         if tuned:
             raise click.UsageError("rendered sources are those of the plan's own choices; leave out --tuned")
-        from attngen.tools.build.generate import generate
+        from attngen.build.generate import generate
 
         generated = generate(spec, out, arches)
         if as_json:
@@ -59,7 +59,7 @@ def command(
         else:
             _print_generated(generated)
         return
-    from attngen.tools.build.pipeline import build
+    from attngen.build.pipeline import build
 
     with Progress(shown=sys.stderr.isatty()) as progress:
         report = build(spec, arches=arches, tuned=tuned, jobs=jobs, observer=progress)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import cli
+from attngen.build.compiles import Failure
 from attngen.commands.output import counted, print_json, print_table, warn
 from attngen.errors import AttngenError, SpecError
-from attngen.tools.build.compiles import Failure
 
 if TYPE_CHECKING:
+    from attngen.build.pipeline import Repeated
     from attngen.plan.model import Plan
     from attngen.schema.kernel_spec import KernelSpec
     from attngen.schema.lint import Remark
-    from attngen.tools.build.pipeline import Repeated
 
 
 @dataclass
@@ -63,12 +63,12 @@ class Report:
 
 def check_spec(path: str) -> Report:
     """Load, expand, plan and render a spec. Errors are kept, one for each kernel that cannot be made."""
+    from attngen.build.compiles import Task, after_refusals
+    from attngen.build.pipeline import prepare_each
     from attngen.schema.lint import Remark, lint
     from attngen.schema.loading import read_spec
     from attngen.schema.reading import errors_of, place_of
     from attngen.store.store import Store
-    from attngen.tools.build.compiles import Task, after_refusals
-    from attngen.tools.build.pipeline import prepare_each
 
     report = Report(path)
     try:

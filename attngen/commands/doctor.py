@@ -24,8 +24,8 @@ from attngen.store.limits import available_bytes, job_limit
 from attngen.store.store import Store
 
 if TYPE_CHECKING:
+    from attngen.inspect.record import Record
     from attngen.runtime.registry.packages import Package
-    from attngen.tools.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ def _cards() -> list[Finding]:
 
 def _tested() -> list[Finding]:
     """Say which GPUs ran the whole test suite, when, what failed there, and whether the sources are those that ran."""
-    from attngen.tools import record
+    from attngen.inspect import record
 
     try:
         rows = record.records()
@@ -266,7 +266,7 @@ def _tested() -> list[Finding]:
 
 def _failed(row: Record) -> str:
     """Families of the tests of a record that failed, and where their names are; nothing if none did."""
-    from attngen.tools import record
+    from attngen.inspect import record
 
     counts = {name: family.get(record.FAILED) for name, family in row.families.items()}
     families = [f"{name} {count}" for name, count in counts.items() if count]

@@ -11,11 +11,11 @@ import click
 from attngen.commands.output import print_json, print_table
 from attngen.errors import StoreError
 from attngen.files import cause
-from attngen.tools.explain.predicted import HEADS, KV_HEADS
+from attngen.inspect.predicted import HEADS, KV_HEADS
 
 if TYPE_CHECKING:
-    from attngen.tools.explain.explanation import Band, PlanExplanation
-    from attngen.tools.explain.visits import Visits
+    from attngen.inspect.explanation import Band, PlanExplanation
+    from attngen.inspect.visits import Visits
 
 
 @click.command()
@@ -56,8 +56,8 @@ def command(
     as many queries as keys. Consumers of CUDA kernels may skip tiles of their block that their own rows do not see.
     Where a mask reads tensors, or scalars without a default, it depends on their values; assumed ones are printed.
     """
-    from attngen.tools.explain.helpers import explain_helpers
-    from attngen.tools.explain.of_spec import explain_spec
+    from attngen.inspect.of_spec import explain_spec
+    from attngen.inspect.operations import explain_helpers
 
     files = {name: Path(file) for name, file in _pairs(tensors, "--tensor", "NAME=FILE").items()}
     values = _pairs(given, "--scalar", "NAME=VALUE")
@@ -86,7 +86,7 @@ def command(
 
 
 def _write_page(file: Path, title: str, explanations: Sequence[PlanExplanation]) -> None:
-    from attngen.tools.explain.page import page
+    from attngen.inspect.page import page
 
     try:
         file.write_text(page(title, explanations), "utf-8")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attngen.build.pipeline import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare
 from attngen.errors import PackageError
 from attngen.formats import HELPER_VARIANTS, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.packaging.vendor import runtime_files
@@ -16,7 +17,6 @@ from attngen.resources import licence_file
 from attngen.runtime.registry.shipped import INDEX, KERNELS
 from attngen.store.entry import CUBIN, MANIFEST
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare
 
 if TYPE_CHECKING:
     from attngen.schema import Spec

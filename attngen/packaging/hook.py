@@ -13,6 +13,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin import hookimpl
 
+from attngen.build.pipeline import Observer
 from attngen.errors import PackageError
 from attngen.files import naming
 from attngen.packaging.contents import Contents, contents_of
@@ -20,7 +21,6 @@ from attngen.packaging.settings import Settings
 from attngen.packaging.sizes import sizes_of
 from attngen.runtime.registry.discovery import ENTRY_POINTS
 from attngen.store.temporary import TemporaryFolder
-from attngen.tools.build.pipeline import Observer
 
 
 def project_contents(

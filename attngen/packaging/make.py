@@ -13,6 +13,7 @@ from tempfile import gettempdir
 from typing import Any
 from zipfile import ZipFile
 
+from attngen.build.pipeline import Observer
 from attngen.compile.toolchain import newer_driver_note
 from attngen.drivers import drivers_text
 from attngen.errors import PackageError, SettingError
@@ -23,7 +24,6 @@ from attngen.packaging.sizes import WheelSizes, sizes_of
 from attngen.packaging.view import DRIVER_LINE
 from attngen.runtime.registry.shipped import INDEX
 from attngen.store.temporary import TemporaryFolder
-from attngen.tools.build.pipeline import Observer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from attngen.build.pipeline import prepare
 from attngen.errors import SettingError
 from attngen.packaging.contents import spec_files, view_of
 from attngen.packaging.generator import FOLDER, generator_files, requirements
 from attngen.packaging.settings import PLATFORMS
 from attngen.packaging.view import DRIVER_LINE, fill
-from attngen.tools.build.pipeline import prepare
 
 if TYPE_CHECKING:
     from attngen.schema import Spec

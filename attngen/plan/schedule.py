@@ -51,7 +51,7 @@ class Schedule:
     listed_keys: bool = False
     split_kv: bool = False
     split_tiles: bool = False
-    explanation: str = "attngen.tools.explain.schedule:ScheduleExplanation"
+    explanation: str = "attngen.inspect.schedule:ScheduleExplanation"
 
 
 def plans_of(

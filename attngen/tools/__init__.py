@@ -1,1 +1,1 @@
-"""The work of the commands, as functions that return values: build, explain, verify, bench, tune."""
+"""Earlier import paths, kept for programs that use them."""

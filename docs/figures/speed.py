@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from attngen.tools.bench.plot import STYLE
+from attngen.lab.bench.plot import STYLE
 
 DATA = Path(__file__).with_suffix(".json")
 LABELS = {"FA3": "FlashAttention-3", "FA4": "FlashAttention-4", "attngen": "attngen"}

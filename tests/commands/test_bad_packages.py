@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from attngen.build import pipeline as build_module
 from attngen.commands import doctor
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.runtime.registry.lookup import registry
-from attngen.tools.build import pipeline as build_module
 from tests.commands.test_build import attngen
 from tests.runtime.support import manifest_of, variant, write_kernel
 from tests.tools.test_build import SPEC

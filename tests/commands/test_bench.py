@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from click.testing import Result as Outcome
 
 from attngen import cli
-from attngen.commands import bench as command
 from attngen.commands import doctor
-from attngen.tools.bench import runner
-from attngen.tools.bench.grid import GridReport, GridResult, GridRow, GridSuite
-from attngen.tools.bench.ladder import RUNGS
-from attngen.tools.bench.runner import Observer, Options
+from attngen.lab.bench import runner
+from attngen.lab.bench.grid import GridReport, GridResult, GridRow, GridSuite
+from attngen.lab.bench.ladder import RUNGS
+from attngen.lab.bench.runner import Observer, Options
+from attngen.lab.commands import bench as command
 from tests.tools.bench_support import SCHEMA, backward_report, report, result, without_libraries
 
 SPEC = """

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from attngen.build import pipeline as build_module
+from attngen.build.compiles import BuiltKernel
+from attngen.build.pipeline import BuildReport
 from attngen.cli import group
 from attngen.commands import build as build_command
 from attngen.commands import doctor
 from attngen.commands.output import Progress
 from attngen.compile import toolchain
 from attngen.store import Store
-from attngen.tools.build import pipeline as build_module
-from attngen.tools.build.compiles import BuiltKernel
-from attngen.tools.build.pipeline import BuildReport
 from tests.tools.test_build import SPEC
 
 ROOT = Path(__file__).parents[2]

@@ -8,13 +8,13 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli, resources
+from attngen.build.compiles import Task
+from attngen.build.pipeline import prepare
 from attngen.plan.attempts import next_attempt
 from attngen.plan.model import Refused
 from attngen.schema import load_spec
 from attngen.store import Store
 from attngen.store.refusals import write_refusal
-from attngen.tools.build.compiles import Task
-from attngen.tools.build.pipeline import prepare
 
 
 def run(*arguments: str):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.tools.build import pipeline as build_module
+from attngen.build import pipeline as build_module
 from tests.commands.test_build import attngen
 from tests.tools.test_build import SPEC
 

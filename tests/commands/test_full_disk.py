@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli
-from attngen.commands import bench
 from attngen.errors import AttngenError
+from attngen.lab.commands import bench
+from attngen.lab.tune import run as tune
+from attngen.lab.tune.journal import Journal
 from attngen.packaging import make
-from attngen.tools.tune import run as tune
-from attngen.tools.tune.journal import Journal
 
 SPEC = "schema: 1\npackage: mine\narch: sm90a\nkernels: [{variant: causal, head_dim: 64, backend: triton}]\n"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.tools.build import pipeline as build_module
+from attngen.build import pipeline as build_module
 from tests.commands.test_build import attngen
 from tests.packaging.support import FAKE_COMPILER, SPEC, write_spec
 

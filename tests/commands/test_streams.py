@@ -89,7 +89,7 @@ from pathlib import Path
 import attngen
 from attngen import cli
 from attngen.commands import doctor
-from attngen.tools.build import pipeline
+from attngen.build import pipeline
 pipeline.COMPILER = "tests.store.fakes:compile_quickly"
 doctor._arches = doctor._cuda_compiler = list
 kernel, codes = "", []

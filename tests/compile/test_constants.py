@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.pipeline import Prepared, compile_kernels, prepare
 from attngen.schema import load_spec_text
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 
 SPEC = """
 schema: 1

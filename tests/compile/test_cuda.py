@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.pipeline import build
 from attngen.compile import Artifact, compile_source, cuda
 from attngen.compile.cuda import compile_text
 from attngen.compile.inspect import count_instructions, parameter_places
@@ -24,7 +25,6 @@ from attngen.plan.allowances import SPILLS
 from attngen.render import render
 from attngen.resources import root
 from attngen.store import Store
-from attngen.tools.build.pipeline import build
 from tests.plan.specs import planned
 
 ROOT = Path(__file__).parents[2]

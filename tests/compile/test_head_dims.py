@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.pipeline import Prepared, compile_kernels
 from attngen.compile import compile_source
 from attngen.compile.inspect import count_instructions
 from attngen.plan import Plan, plan
@@ -13,7 +14,6 @@ from attngen.plan.allowances import SPILLS
 from attngen.render import render
 from attngen.schema import KernelSpec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels
 from tests.plan.specs import kernel_spec
 
 ODD = range(8, 257, 16)

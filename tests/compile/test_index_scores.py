@@ -7,11 +7,11 @@ from functools import cache
 
 import pytest
 
+from attngen.build.pipeline import Prepared, prepare
 from attngen.compile import compile_source
 from attngen.compile.artifact import Artifact
 from attngen.compile.inspect import disassemble
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.compile.test_append import waits_before_memory
 
 SPEC = """

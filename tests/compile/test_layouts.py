@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from attngen.build.pipeline import prepare
 from attngen.compile import layouts
 from attngen.compile.layouts import repeated_operands
 from attngen.compile.triton import compile_triton
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import prepare
 
 _DOT = (
     "%1 = tt.dot %2, %3, %4, inputPrecision = tf32 : tensor<32x{k}xf16, #ttg.dot_op<{{opIdx = 0, parent = #mma, "

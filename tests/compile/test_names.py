@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.pipeline import Prepared, compile_kernels
 from attngen.errors import CompileError
 from attngen.plan import plan, symbols
 from attngen.render import Source, render
@@ -19,7 +20,6 @@ from attngen.runtime.calls import operators, paged_operators
 from attngen.schema import KernelSpec, expand, load_spec_text
 from attngen.schema.names import check_symbol
 from attngen.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
 

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from attngen.arch import ARCHES
+from attngen.build.pipeline import Prepared, build, compile_kernels
 from attngen.cli import group
 from attngen.commands import doctor
 from attngen.compile import compile_source, nvrtc, probe, toolchain
@@ -23,7 +24,6 @@ from attngen.errors import ChoiceError, CompileError, CrashError, ToolchainError
 from attngen.render import render
 from attngen.store import Store
 from attngen.store.key import key_of
-from attngen.tools.build.pipeline import Prepared, build, compile_kernels
 from tests.plan.specs import kernel_spec, planned
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from attngen.arch import ARCHES
+from attngen.build.pipeline import Prepared
 from attngen.compile import compile_source
 from attngen.compile.inspect import disassemble
 from attngen.errors import PlanError
 from attngen.plan import plan
-from attngen.tools.build.pipeline import Prepared
 from tests.compile.test_append import waits_before_memory
 from tests.runtime.host_kernels import prepared_quantizers
 

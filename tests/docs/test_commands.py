@@ -21,11 +21,11 @@ import yaml
 from click.testing import CliRunner, Result
 
 from attngen import cli, resources
+from attngen.build import pipeline as build
+from attngen.lab.bench import grid
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
-from attngen.tools.bench import grid
-from attngen.tools.build import pipeline as build
 from tests.docs.blocks import DOCUMENTS, README, ROOT, blocks, code_spans
 
 #: Commands of others that blocks show: what they begin with, and why they are not run here.

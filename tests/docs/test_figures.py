@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from attngen.tools.bench.ladder import RUNGS
+from attngen.lab.bench.ladder import RUNGS
 from tests.docs.blocks import ROOT, tables
 
 COLUMNS = ("FA3", "FA4", "cuDNN", "attngen")

@@ -9,12 +9,12 @@ from statistics import geometric_mean
 
 import pytest
 
+from attngen.lab.bench.ladder import RUNGS
+from attngen.lab.bench.masks.cases import mask_cases
+from attngen.lab.bench.small.shapes import oracle_shapes, small_shapes
 from attngen.lang.parser import FUNCTIONS
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, preset_names
-from attngen.tools.bench.ladder import RUNGS
-from attngen.tools.bench.masks.cases import mask_cases
-from attngen.tools.bench.small.shapes import oracle_shapes, small_shapes
 from tests.docs.blocks import ROOT, tables
 
 #: Numbers that are written as words.

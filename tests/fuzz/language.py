@@ -19,10 +19,10 @@ import torch
 import yaml
 
 from attngen.errors import SpecError
+from attngen.inspect.cases import Case
 from attngen.lang.variant import Variant
 from attngen.schema import load_spec_text
 from attngen.schema.loading import Spec
-from attngen.tools.cases import Case
 from tests.fuzz.declared import Declared
 from tests.fuzz.legal_masks import Masks
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
+from attngen.build.pipeline import Prepared, prepare
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.formats import HELPERS
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.fuzz.declared import Declared
 from tests.fuzz.legal_masks import Masks
 from tests.fuzz.legal_scores import Scores

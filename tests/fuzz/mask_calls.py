@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.inspect.cases import Case
+from attngen.lab.verify.inputs import Element, Inputs, make_inputs
 from attngen.lang.variant import Variant
-from attngen.tools.cases import Case
-from attngen.tools.verify.inputs import Element, Inputs, make_inputs
 from tests.fuzz.dense_attention import Exact, attend
 from tests.fuzz.evaluator import Evaluator, names_of_sequence
 from tests.fuzz.language import Drawn, fill

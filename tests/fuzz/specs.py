@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
+from attngen.build.pipeline import Prepared, prepare
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.plan import plan
 from attngen.render import render
 from attngen.schema import load_spec, load_spec_text
 from attngen.schema.kernel_spec import Backward, Gradient
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.fuzz.variants import banded, typed
 
 #: The sample that is compiled, and compared with the reference.

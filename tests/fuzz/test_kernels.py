@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.pipeline import Prepared, compile_kernels
+from attngen.lab.verify.interpreted import try_interpreted
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels
-from attngen.tools.verify.interpreted import try_interpreted
 from tests.fuzz.specs import SEEDS, backward_of, interpretable, prepared, regressions
 
 INTERPRETED, COMPILED, BACKWARDS = (17, 40, 94), (85,), (13, 20)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.pipeline import Prepared, compile_kernels
 from attngen.errors import AttngenError
 from attngen.schema import load_spec_text
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import available_cores
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels
 from tests.compile.frontend import to_ptx
 from tests.fuzz.legal import legal
 from tests.fuzz.trials import Planned, asked_for, plan_one

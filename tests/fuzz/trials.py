@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attngen.arch import Arch, arch_of
+from attngen.build.pipeline import Prepared
 from attngen.errors import AttngenError
+from attngen.lab.verify.retarget import retarget
 from attngen.store import worker
-from attngen.tools.build.pipeline import Prepared
-from attngen.tools.verify.retarget import retarget
 from tests.fuzz.legal import Legal, legal
 from tests.fuzz.legal_cards import legal_for_card
 
@@ -70,8 +70,8 @@ def try_one(folder: str, seed: int, last: bool) -> tuple[str, str]:
     """
     import torch
 
+    from attngen.lab.verify.gpu import Gpu, try_pinned
     from attngen.runtime.kernels.module import read_kernel
-    from attngen.tools.verify.gpu import Gpu, try_pinned
 
     torch.cuda.set_device(os.getpid() % torch.cuda.device_count())
     gpu = Gpu.current()

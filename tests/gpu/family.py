@@ -15,6 +15,11 @@ import torch
 from torch import Tensor
 
 from attngen.arch import Arch, arch_of
+from attngen.build.pipeline import Prepared, compile_kernels, plans, prepare
+from attngen.inspect.cases import Case
+from attngen.lab.verify.inputs import Element, Inputs, make_inputs
+from attngen.lab.verify.poison import Poisoned, poisoned
+from attngen.lab.verify.retarget import retarget
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan
 from attngen.render import render
@@ -25,11 +30,6 @@ from attngen.runtime.reference.eager import lengths, names_of
 from attngen.runtime.registry.lookup import Package, package_of_kernels, registry
 from attngen.schema import KernelSpec, load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, plans, prepare
-from attngen.tools.cases import Case
-from attngen.tools.verify.inputs import Element, Inputs, make_inputs
-from attngen.tools.verify.poison import Poisoned, poisoned
-from attngen.tools.verify.retarget import retarget
 from tests.sampling import covering, exhaustive
 
 SPEC = Path(__file__).with_name("kernels.yaml")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from attngen.build.pipeline import Prepared, plans
 from attngen.formats import QUANTIZE
+from attngen.inspect.cases import Case
+from attngen.lab.verify.inputs import make_inputs
+from attngen.lab.verify.poison import poisoned
+from attngen.lab.verify.trial import element_of
 from attngen.runtime.launch.pinned import Pinned
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, plans
-from attngen.tools.cases import Case
-from attngen.tools.verify.inputs import make_inputs
-from attngen.tools.verify.poison import poisoned
-from attngen.tools.verify.trial import element_of
 from tests.gpu.family import Kernels, rendered
 
 _PLANNED = {

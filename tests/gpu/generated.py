@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from attngen.build.pipeline import compile_kernels
 from attngen.errors import InternalError
 from attngen.store.jobs import Job, run_jobs
 from attngen.store.limits import available_cores
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels
 from tests.fuzz.legal_cards import CARDS
 from tests.fuzz.trials import Planned, asked_for
 

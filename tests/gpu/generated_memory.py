@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from attngen.inspect.cases import Case
+from attngen.lab.verify.inputs import Element, Inputs, make_inputs
+from attngen.lab.verify.poison import poisoned, poisoned_gradients
 from attngen.runtime.kernels.module import Kernel, read_kernel
 from attngen.runtime.launch.pinned import Pinned, PinnedGradients
-from attngen.tools.cases import Case
-from attngen.tools.verify.inputs import Element, Inputs, make_inputs
-from attngen.tools.verify.poison import poisoned, poisoned_gradients
 
 #: Queries and keys; twice as many query heads as KV heads.
 _SIZES = ((65, 129), (129, 65), (1, 200))

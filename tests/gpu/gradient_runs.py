@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attngen.inspect.cases import Case
+from attngen.lab.verify.inputs import Element, make_inputs
+from attngen.lab.verify.poison import poisoned_gradients
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.pinned import PinnedGradients
 from attngen.runtime.reference.eager import reference
-from attngen.tools.cases import Case
-from attngen.tools.verify.inputs import Element, make_inputs
-from attngen.tools.verify.poison import poisoned_gradients
 
 
 def gradient_run(kernel: Kernel, case: Case, seed: int) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:

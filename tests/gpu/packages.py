@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attngen import resources
+from attngen.build.pipeline import BuiltKernel, Prepared, compile_kernels, plans
 from attngen.formats import APPEND
 from attngen.plan import Plan
 from attngen.render import render
@@ -19,7 +20,6 @@ from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import KernelSpec, load_spec, spec_hash
 from attngen.store.index import Index, IndexEntry, write_index
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels, plans
 from tests.gpu.family import for_this_gpu
 from tests.integrations import families
 from tests.sampling import exhaustive

@@ -15,11 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
+from attngen.build.pipeline import Prepared, compile_kernels
 from attngen.store.jobs import Job, run_jobs, worker_processes
 from attngen.store.key import key_of
 from attngen.store.limits import available_cores
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels
 from tests.gpu.events import NEARLY
 from tests.gpu.family import for_this_gpu
 from tests.gpu.packages import CALLED

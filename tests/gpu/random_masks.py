@@ -28,6 +28,8 @@ from pathlib import Path
 import torch
 
 import attngen
+from attngen.build.compiles import LOAD
+from attngen.build.pipeline import Prepared, compile_kernels, prepare
 from attngen.errors import AttngenError, InternalError
 from attngen.formats import HELPERS
 from attngen.runtime.device import driver as drivers
@@ -40,8 +42,6 @@ from attngen.store import worker
 from attngen.store.jobs import Job, Workers, run_jobs, worker_processes
 from attngen.store.limits import available_cores
 from attngen.store.store import Store
-from attngen.tools.build.compiles import LOAD
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
 from tests.fuzz.language import Drawn, drawn
 from tests.fuzz.mask_calls import Findings, MaskCall, by_tiles
 

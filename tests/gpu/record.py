@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from attngen.compile.toolchain import CUPY, chosen_nvrtc
+from attngen.inspect.record import FAILED, NOT_RUN, PASSED, REFUSED, Record, records, source_hashes, table, write
 from attngen.store.limits import available_cores
-from attngen.tools.record import FAILED, NOT_RUN, PASSED, REFUSED, Record, records, source_hashes, table, write
 from tests.gpu.events import NEARLY
 
 ROOT = Path(__file__).parents[2]

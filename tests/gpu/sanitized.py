@@ -9,9 +9,9 @@ import sys
 
 import torch
 
+from attngen.inspect.cases import Case
+from attngen.inspect.values import arguments_of
 from attngen.runtime.arguments.checked import Packing
-from attngen.tools.cases import Case
-from attngen.tools.values import arguments_of
 from tests.gpu.family import Run, kernels
 
 #: One of each KV iteration, kind of load and layout.

@@ -6,8 +6,8 @@ import sys
 
 import torch
 
+from attngen.inspect.cases import Case
 from attngen.runtime.kernels.module import read_kernel
-from attngen.tools.cases import Case
 from tests.gpu.generated_memory import run
 from tests.gpu.test_cards import built, cards
 

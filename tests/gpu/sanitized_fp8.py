@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from attngen.tools.cases import Case
+from attngen.inspect.cases import Case
 from tests.gpu.fp8_runs import NAMES, a_run
 
 #: Few and small: memcheck slows a kernel down a hundred times.

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from attngen.tools.cases import Case
+from attngen.inspect.cases import Case
 from tests.gpu.family import Kernels, rendered
 from tests.gpu.gradient_runs import gradient_run
 from tests.gpu.test_backward import LEFT_OUT, PLANNED

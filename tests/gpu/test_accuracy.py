@@ -7,9 +7,9 @@ from functools import cache
 import pytest
 import torch
 
-from attngen.tools.cases import Case
-from attngen.tools.verify.gpu import try_pinned
-from attngen.tools.verify.trial import Trial
+from attngen.inspect.cases import Case
+from attngen.lab.verify.gpu import try_pinned
+from attngen.lab.verify.trial import Trial
 from tests.gpu.family import Run, kernels, labels, left_out, same
 
 ALL = labels()

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
 from attngen.errors import CallError
 from attngen.runtime.arguments import arrays
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import compiled_kernels, for_this_gpu
 
 SPEC = """

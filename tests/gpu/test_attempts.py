@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen.build.pipeline import BuiltKernel, Prepared, compile_kernels
 from attngen.compile.triton import WRONG_CODE
+from attngen.lab.verify.gpu import try_pinned
 from attngen.plan.attempts import attempts
 from attngen.render import render
 from attngen.runtime.kernels.module import read_kernel
 from attngen.schema import expand, load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels
-from attngen.tools.verify.gpu import try_pinned
 from tests.sampling import some
 
 SPEC = Path(__file__).with_name("attempts.yaml")

@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attngen
+from attngen.build.pipeline import Prepared, plans
 from attngen.errors import CallError
+from attngen.inspect.cases import Case
+from attngen.inspect.gradient_contract import expected_gradients
+from attngen.lab.bench.memory import workspace, workspace_bound
+from attngen.lab.verify.gpu import try_pinned
+from attngen.lab.verify.inputs import Element, make_inputs
+from attngen.lab.verify.poison import poisoned_gradients
+from attngen.lab.verify.trial import Trial
 from attngen.runtime.launch.map_cache import KEPT, kept_maps
 from attngen.runtime.launch.pinned import PinnedGradients, prepared_shapes
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.bench.memory import workspace, workspace_bound
-from attngen.tools.build.pipeline import Prepared, plans
-from attngen.tools.cases import Case
-from attngen.tools.verify.gpu import try_pinned
-from attngen.tools.verify.gradient_contract import expected_gradients
-from attngen.tools.verify.inputs import Element, make_inputs
-from attngen.tools.verify.poison import poisoned_gradients
-from attngen.tools.verify.trial import Trial
 from tests.gpu.family import Kernels, in_graph, known, label, mentioned, rare, rendered, same, some_of
 from tests.gpu.gradient_runs import gradient_run
 

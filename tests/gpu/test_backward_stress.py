@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.tools.cases import Case
+from attngen.inspect.cases import Case
 from tests.gpu.family import bits
 from tests.gpu.gradient_runs import gradient_run
 from tests.gpu.sanitized_gradients import KERNELS, kernels

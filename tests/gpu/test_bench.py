@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from attngen import cli, resources
 from attngen.arch import arch_of
+from attngen.lab.bench.ladder import RUNGS
+from attngen.lab.bench.masks.report import FLEX
 from attngen.runtime.registry.lookup import registry
-from attngen.tools.bench.ladder import RUNGS
-from attngen.tools.bench.masks.report import FLEX
 from tests.tools.bench_support import SCHEMA
 from tests.tools.test_bench_serving import SCHEMA as SERVING
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import attngen
+from attngen.build.pipeline import build
 from attngen.runtime.registry.lookup import registry
-from attngen.tools.build.pipeline import build
 from tests.gpu.family import only_known
 
 Builder = Callable[[str], None]

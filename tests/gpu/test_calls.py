@@ -12,10 +12,10 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError, NoKernelError
+from attngen.inspect.cases import Case
+from attngen.lab.verify.inputs import Inputs
 from attngen.runtime.arguments.checked import Packing
 from attngen.runtime.launch.pinned import Buffers
-from attngen.tools.cases import Case
-from attngen.tools.verify.inputs import Inputs
 from tests.gpu.family import PACKAGE, Run, bits, kernels, labels, left_out, same
 
 ALL = labels()

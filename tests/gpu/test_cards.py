@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen.build.pipeline import Prepared, compile_kernels, prepare
+from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry import sizes
 from attngen.runtime.geometry.cuts import Cut
@@ -16,8 +18,6 @@ from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Launch, read_kernel
 from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels, prepare
-from attngen.tools.verify.gpu import try_pinned
 from tests.fuzz.trials import plan_for_card
 from tests.gpu.family import for_this_gpu
 from tests.gpu.generated import CARD_PLANNER, describe, run

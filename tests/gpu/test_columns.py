@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.inspect.cases import Case
+from attngen.inspect.gradient_contract import expected_gradients
+from attngen.lab.verify.inputs import Element, make_inputs
+from attngen.lab.verify.poison import poisoned_gradients
 from attngen.runtime.launch.pinned import PinnedGradients
-from attngen.tools.cases import Case
-from attngen.tools.verify.gradient_contract import expected_gradients
-from attngen.tools.verify.inputs import Element, make_inputs
-from attngen.tools.verify.poison import poisoned_gradients
 from tests.gpu import test_backward as backward
 from tests.gpu.family import Run, bits, labels, left_out, same
 

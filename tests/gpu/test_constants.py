@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen.build.pipeline import Prepared, plans
+from attngen.lab.verify.gpu import try_pinned
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, plans
-from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import Kernels, label, rare, rendered, some_of
 
 SPEC = Path(__file__).with_name("constants.yaml")

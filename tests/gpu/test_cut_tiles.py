@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
+from attngen.inspect.cases import Case
+from attngen.inspect.gradient_contract import expected_gradients
+from attngen.lab.verify.gpu import try_pinned
+from attngen.lab.verify.inputs import Element, make_inputs
+from attngen.lab.verify.poison import poisoned_gradients
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry import sizes as geometry
 from attngen.runtime.geometry.cuts import NONE, Cut
@@ -22,12 +28,6 @@ from attngen.runtime.launch.map_cache import KEPT, kept_maps
 from attngen.runtime.launch.pinned import PinnedGradients
 from attngen.runtime.registry.lookup import package_of_kernels
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
-from attngen.tools.cases import Case
-from attngen.tools.verify.gpu import try_pinned
-from attngen.tools.verify.gradient_contract import expected_gradients
-from attngen.tools.verify.inputs import Element, make_inputs
-from attngen.tools.verify.poison import poisoned_gradients
 from tests.gpu.family import PACKAGE as FORWARD
 from tests.gpu.family import Run, bits, compiled_kernels, only_known
 from tests.gpu.family import kernels as forward_kernels

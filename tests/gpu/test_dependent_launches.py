@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, build, prepare
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, build, prepare
 
 SPEC = """
 schema: 1

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, plans, prepare
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, plans, prepare
 from tests.gpu.family import compiled_kernels, for_this_gpu, only_known
 
 SPEC = Path(__file__).with_name("divisions.yaml")

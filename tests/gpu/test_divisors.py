@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import only_known, package_of_spec
 
 SPEC = Path(__file__).with_name("divisors.yaml")

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attngen
+from attngen.build.pipeline import Prepared, plans
+from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, plans
-from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import Kernels, in_graph, known, rare, rendered, same, some_of
 
 SPEC = Path(__file__).with_name("dropout.yaml")

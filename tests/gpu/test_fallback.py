@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import attngen
+from attngen.build.pipeline import Prepared, plans, prepare
+from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, plans, prepare
-from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import compiled_kernels, only_known
 
 SPEC = Path(__file__).with_name("fallback.yaml")

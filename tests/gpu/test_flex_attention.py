@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, build, prepare
 from attngen.integrations import flex_attention as ours
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
 from attngen.schema.writing import spec_text
-from attngen.tools.build.pipeline import Prepared, build, prepare
 from tests.integrations.flex_mods import BATCH, HEADS, LENGTH, MODS
 from tests.integrations.test_flex_attention import dense
 from tests.sampling import some

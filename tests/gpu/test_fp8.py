@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import attngen
+from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import bits
 from tests.gpu.fp8_runs import NAMES, a_case, a_run, kernels
 from tests.gpu.test_memory import sanitize

@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 import torch
 
+from attngen.build.pipeline import Prepared, compile_kernels
 from attngen.compile.triton import WRONG_CODE
+from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.kernels.module import Kernel, read_kernel
 from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import Prepared, compile_kernels
-from attngen.tools.verify.gpu import try_pinned
 from tests.fuzz.specs import REGRESSIONS, SEEDS, prepared, regressions
 from tests.gpu.family import for_this_gpu
 from tests.sampling import exhaustive, some

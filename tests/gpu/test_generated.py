@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from attngen.tools.build.pipeline import Prepared
+from attngen.build.pipeline import Prepared
 from tests.fuzz.trials import plan_one
 from tests.gpu.generated import describe, memchecked, run, seeds_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.tools.cases import Case
+from attngen.inspect.cases import Case
 from tests.gpu.family import Run, bits, labels, left_out, of_variants, same
 from tests.sampling import sampled
 

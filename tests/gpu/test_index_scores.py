@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
 from attngen.runtime.helpers.index_scores_kernel import SCORES, PreparedScores
 from attngen.runtime.helpers.topk import SELECTION, PreparedTopk, Topk, check, select
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import compiled_kernels
 
 SPEC = """

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare_each
 from attngen.lang.listed import LISTS, KeyLists
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare_each
 from tests.gpu.family import compiled_kernels, known
 from tests.gpu.test_decode import close, on_gpu
 from tests.gpu.test_indexed import lists

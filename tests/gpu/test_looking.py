@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import attngen
+from attngen.inspect import comparison
 from attngen.runtime.registry.lookup import registry
-from attngen.tools.verify import comparison
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen.inspect.cases import Case
 from attngen.runtime.launch.pinned import Buffers, Pinned, prepared_shapes
-from attngen.tools.cases import Case
 from tests.gpu.family import Run, bits, kernels, labels, left_out
 from tests.gpu.sanitized import subjects
 from tests.sampling import sampled

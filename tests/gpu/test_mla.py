@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare_each
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare_each
 from tests.gpu.family import compiled_kernels, in_graph, known
 from tests.gpu.test_decode import close, on_gpu, own_of
 from tests.integrations import sglang_stub, vllm_mla_cases, vllm_stub

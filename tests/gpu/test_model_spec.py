@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen.build.pipeline import build
 from attngen.runtime.registry.lookup import registry
-from attngen.tools.build.pipeline import build
 from tests.commands.test_build import attngen
 from tests.integrations import families
 

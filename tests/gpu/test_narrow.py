@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from attngen.build.pipeline import BuiltKernel, Prepared, compile_kernels, plans
+from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.kernels.module import read_kernel
 from attngen.schema import load_spec
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import BuiltKernel, Prepared, compile_kernels, plans
-from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import for_this_gpu, rare, rendered
 from tests.sampling import some
 

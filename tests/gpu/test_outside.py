@@ -7,12 +7,12 @@ import torch
 
 import attngen
 from attngen.arch import arch_of
+from attngen.build.pipeline import compile_kernels, prepare
 from attngen.plan.schedules import with_schedule
 from attngen.runtime.kernels.module import read_kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from attngen.store.store import Store
-from attngen.tools.build.pipeline import compile_kernels, prepare
 from tests.outside.split_keys import SCHEDULE
 
 

@@ -7,11 +7,11 @@ import torch
 
 import attngen
 from attngen.errors import NoKernelError
+from attngen.inspect.cases import Case
+from attngen.inspect.contract import deviation
+from attngen.lab.verify.poison import poisoned
+from attngen.lab.verify.trial import prepare_case
 from attngen.runtime.launch.pinned import Pinned
-from attngen.tools.cases import Case
-from attngen.tools.verify.contract import deviation
-from attngen.tools.verify.poison import poisoned
-from attngen.tools.verify.trial import prepare_case
 from tests.gpu.family import DEVICE, PACKAGE, Run, kernels, labels, left_out
 
 PACKED = [name for name in labels() if name.endswith("pack")]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
 from attngen.errors import CallError
+from attngen.lab.verify.gpu import Gpu, try_pinned
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
-from attngen.tools.verify.gpu import Gpu, try_pinned
 from tests.gpu.family import compiled_kernels, for_this_gpu
 
 DEVICE = "cuda"

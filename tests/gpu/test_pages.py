@@ -13,11 +13,11 @@ from torch import Tensor
 
 import attngen
 from attngen import resources
+from attngen.build.pipeline import Prepared, plans
 from attngen.plan import Plan
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import KernelSpec, load_spec, load_spec_text
-from attngen.tools.build.pipeline import Prepared, plans
 from tests.gpu.family import compiled_kernels, for_this_gpu, only_known, rare, rendered, same, some_of
 from tests.runtime.pages import Cache, starts_of
 from tests.runtime.pages import cache as pages_of

@@ -12,9 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from attngen.build.pipeline import Prepared, prepare
 from attngen.cli import group
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import arch_here
 from tests.parallel import gpus, programs
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared
 from attngen.errors import CallError
+from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.calls.quantize import Quantized
 from attngen.runtime.helpers import quantize_helper, quantize_sampled, quantize_tiles
 from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
 from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.tools.build.pipeline import Prepared
-from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import arch_here, compiled_kernels
 from tests.runtime import quantized
 from tests.runtime import quantized_by_sample as by_sample

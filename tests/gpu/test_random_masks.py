@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 
-from attngen.tools.build.pipeline import Prepared
+from attngen.build.pipeline import Prepared
 from tests.fuzz.language import drawn
 from tests.gpu.random_masks import available_cores, prepared, run, sanitize, summary
 from tests.sampling import exhaustive, some

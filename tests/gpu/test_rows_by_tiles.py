@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec_text
 from attngen.schema.writing import spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import compiled_kernels, known
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
 from tests.parallel.local_calls import LocalCalls

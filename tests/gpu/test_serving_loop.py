@@ -12,11 +12,11 @@ import torch
 
 import attngen
 from attngen import resources
+from attngen.build.pipeline import Prepared, prepare
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.calls import mixed
 from attngen.runtime.registry.lookup import package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.docs.blocks import ROOT, blocks
 from tests.gpu.family import compiled_kernels, for_this_gpu, only_known
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import attngen
+from attngen.build.pipeline import Prepared, plans
+from attngen.inspect.cases import Case
+from attngen.inspect.contract import deviation
+from attngen.lab.verify.poison import poisoned
+from attngen.lab.verify.trial import in_rows, prepare_case, try_kernel
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry import capacity
 from attngen.runtime.launch.pinned import Pinned
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, plans
-from attngen.tools.cases import Case
-from attngen.tools.verify.contract import deviation
-from attngen.tools.verify.poison import poisoned
-from attngen.tools.verify.trial import in_rows, prepare_case, try_kernel
 from tests.gpu.family import DEVICE, Kernels, rendered
 
 SPEC = Path(__file__).with_name("shared.yaml")

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, plans
+from attngen.inspect.cases import Case
+from attngen.inspect.contract import deviation, expected
+from attngen.lab.verify.gpu import try_pinned
+from attngen.lab.verify.inputs import Element, Inputs, make_inputs
+from attngen.lab.verify.poison import poisoned
+from attngen.lab.verify.trial import Trial
 from attngen.runtime.launch.pinned import Pinned
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, plans
-from attngen.tools.cases import Case
-from attngen.tools.verify.contract import deviation, expected
-from attngen.tools.verify.gpu import try_pinned
-from attngen.tools.verify.inputs import Element, Inputs, make_inputs
-from attngen.tools.verify.poison import poisoned
-from attngen.tools.verify.trial import Trial
 from tests.gpu.family import Kernels, in_graph, known, rare, rendered, same, some_of
 
 SPEC = Path(__file__).with_name("sinks.yaml")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.tools.cases import Case
+from attngen.inspect.cases import Case
 from tests.gpu.family import Run, bits, compiled_labels
 
 #: Every choice of roles, skipping, iteration and layout has a kernel here.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import only_known, package_of_spec
 from tests.gpu.test_biases import inputs_of, verify
 from tests.gpu.test_mask_bits import check

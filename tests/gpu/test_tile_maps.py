@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
 from attngen.errors import CallError
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.launch.map_cache import kept_maps, same_words
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.gpu.family import for_this_gpu, only_known, package_of_spec
 from tests.map_oracle import VARIANTS, check_map, values
 

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 import attngen
 from attngen import cli
+from attngen.build.pipeline import build
+from attngen.lab.bench.runner import Options, bench
+from attngen.lab.bench.small.oracle import OracleSuite
 from attngen.runtime.registry.lookup import registry
-from attngen.tools.bench.runner import Options, bench
-from attngen.tools.bench.small.oracle import OracleSuite
-from attngen.tools.build.pipeline import build
 
 SPEC = """
 schema: 1

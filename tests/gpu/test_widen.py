@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import Prepared, prepare
 from attngen.formats import WIDEN
+from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.calls import dispatch
 from attngen.runtime.helpers import widen
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
-from attngen.tools.verify.gpu import try_pinned
 from tests.gpu.family import compiled_kernels
 
 SPEC = """

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from attngen import resources
+from attngen.build import integration_variants
 from attngen.integrations import catalogue
 from attngen.lang.check import with_dropout
 from attngen.schema import expand, load_spec, preset_names
-from attngen.tools.build import integration_variants
 
 INTEGRATIONS = Path(catalogue.__file__).parent
 #: Variants as builds write them.
@@ -21,7 +21,7 @@ BUILT = integration_variants.variants()
 
 
 def test_the_file_is_up_to_date() -> None:
-    command = "python -m attngen.tools.build.integration_variants"
+    command = "python -m attngen.build.integration_variants"
     assert catalogue.FILE.read_text() == integration_variants.text(), f"stale: run {command}"
 
 

@@ -234,7 +234,7 @@ def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_functions_of_this_package_are_read_like_any_other() -> None:
-    from attngen.tools.bench.flex import functions
+    from attngen.lab.bench.flex import functions
 
     keys = [[Reading(mask_mod).key for mask_mod, _ in functions("cpu").values()] for _ in range(2)]
     assert keys[0] == keys[1]

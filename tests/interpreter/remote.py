@@ -12,6 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.inspect.cases import Case
+from attngen.inspect.gradient_contract import expected_gradients
+from attngen.lab.verify import interpreter
+from attngen.lab.verify.inputs import Element, Inputs, make_inputs
+from attngen.lab.verify.interpreter import Interpreted, prepare_process
+from attngen.lab.verify.poison import poisoned, poisoned_gradients
+from attngen.lab.verify.trial import try_backward, try_kernel
 from attngen.lang.variant import Variant
 from attngen.plan import Plan, plan
 from attngen.render import render
@@ -19,13 +26,6 @@ from attngen.runtime.arguments.checked import Call, Packing
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.launch.pinned import Buffers, prepared_shapes
 from attngen.schema import expand, load_spec_text
-from attngen.tools.cases import Case
-from attngen.tools.verify import interpreter
-from attngen.tools.verify.gradient_contract import expected_gradients
-from attngen.tools.verify.inputs import Element, Inputs, make_inputs
-from attngen.tools.verify.interpreter import Interpreted, prepare_process
-from attngen.tools.verify.poison import poisoned, poisoned_gradients
-from attngen.tools.verify.trial import try_backward, try_kernel
 from tests.runtime.eager_map import eager_tile_map
 
 prepare_process()

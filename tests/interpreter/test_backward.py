@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from attngen.inspect.cases import Case
 from attngen.schema import preset_names
-from attngen.tools.cases import Case
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES, THIRDS
 from tests.sampling import sampled

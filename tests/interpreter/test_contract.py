@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attngen.tools.cases import Case
+from attngen.inspect.cases import Case
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_numerics import LOADS, spec
 from tests.sampling import sampled

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.tools.cases import Case
+from attngen.inspect.cases import Case
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as backward
 from tests.interpreter.test_numerics import spec as forward

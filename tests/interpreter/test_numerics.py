@@ -1,7 +1,7 @@
 """Rendered kernels in Triton's interpreter against the float64 reference: every preset, head dim, tile and iteration.
 
 Each kernel runs on ragged lengths, GQA, more queries than keys, an empty sequence, seqused_k, decoding, and the
-least and greatest declared values, with NaN after every sequence and in the results (``attngen.tools.cases``).
+least and greatest declared values, with NaN after every sequence and in the results (``attngen.inspect.cases``).
 """
 
 from __future__ import annotations

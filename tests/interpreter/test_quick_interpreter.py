@@ -1,10 +1,10 @@
-"""The interpreter computes the same bits as without ``attngen.tools.verify.quick_interpreter``."""
+"""The interpreter computes the same bits as without ``attngen.lab.verify.quick_interpreter``."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from attngen.tools.cases import Case
+from attngen.inspect.cases import Case
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as backward
 from tests.interpreter.test_numerics import spec

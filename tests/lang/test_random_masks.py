@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from attngen.inspect.cases import Case
+from attngen.inspect.values import arguments_of
 from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.variant import Variant
-from attngen.tools.cases import Case
-from attngen.tools.values import arguments_of
 from tests.fuzz.evaluator import Evaluator, names_of_sequence
 from tests.fuzz.language import Drawn, drawn, fill
 from tests.lang.bruteforce import UnguardedError, World, check_bands, check_classify, check_statistics, mask_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.tools.build import pipeline as build
+from attngen.build import pipeline as build
 from tests.packaging.support import FAKE_COMPILER, OTHER, install, make, write_spec
 
 

@@ -348,7 +348,7 @@ print(torch.ops.attngen_cached.kv__append.default._schema.name)
 
 def test_a_package_with_pages_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package holds the append kernel, has no variant of that name, and its operator a namespace of its own."""
-    monkeypatch.setattr("attngen.tools.build.pipeline.COMPILER", FAKE_COMPILER)
+    monkeypatch.setattr("attngen.build.pipeline.COMPILER", FAKE_COMPILER)
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     spec = tmp_path / "cached.yaml"
     entry = "{variant: causal, head_dim: [64, 128], layout: paged, backend: cuda}"

@@ -221,7 +221,7 @@ def test_kernels_that_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_kernel_that_does_not_compile_fails_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.tools.build import pipeline as build
+    from attngen.build import pipeline as build
 
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "COMPILER", "tests.store.fakes:compile_quickly")

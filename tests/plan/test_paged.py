@@ -7,10 +7,10 @@ from math import gcd
 import pytest
 
 from attngen.errors import PlanError
+from attngen.inspect import hopper_forward
 from attngen.plan.schedules.forward_pipes import forward_pipes_of
 from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
-from attngen.tools.explain import hopper_forward
 from tests.plan.specs import planned
 
 

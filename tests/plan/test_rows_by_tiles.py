@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from attngen.build.pipeline import Prepared, plans, prepare_each
 from attngen.plan.model import Plan
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, plans, prepare_each
 
 _SPEC = """
 schema: 1

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from attngen import resources
+from attngen.build.pipeline import plans
+from attngen.lab.bench.small.inputs import call_of
+from attngen.lab.bench.small.shapes import Shape
+from attngen.lab.verify.interpreter import kernel_of
 from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, row_time, times_of
 from attngen.runtime.geometry.prediction import Card
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.order import preferred
 from attngen.schema import load_spec
-from attngen.tools.bench.small.inputs import call_of
-from attngen.tools.bench.small.shapes import Shape
-from attngen.tools.build.pipeline import plans
-from attngen.tools.verify.interpreter import kernel_of
 from tests.plan.specs import kernel_spec, planned
 
 MULTIPROCESSORS = 132

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.generate import generate
 from attngen.resources import root, specs_dir
-from attngen.tools.build.generate import generate
 from tests.render.sources import GOLDEN, SHIPPED
 
 GENERATED = root() / "generated"

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.build.pipeline import Prepared, prepare
 from attngen.plan import Plan
 from attngen.render.source import headers
 from attngen.resources import root
@@ -27,7 +28,6 @@ from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.launch.prepared_backward import PreparedBackward
 from attngen.runtime.registry.binding import bind_call
 from attngen.schema import load_spec
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.map_oracle import VARIANTS, check_map, values
 from tests.runtime.host_kernels import COMPILER, HOST, HostDriver, as_kernels
 from tests.sampling import some

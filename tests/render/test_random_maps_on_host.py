@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attngen.build.pipeline import prepare
+from attngen.inspect.cases import Case
+from attngen.inspect.values import arguments_of
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.registry.binding import bind_call
-from attngen.tools.build.pipeline import prepare
-from attngen.tools.cases import Case
-from attngen.tools.values import arguments_of
 from tests.fuzz.language import drawn, fill
 from tests.map_oracle import check_map
 from tests.render.test_maps_on_host import OTHERS, made

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attngen.build.pipeline import Prepared
 from attngen.dtypes import dtype as dtype_row
 from attngen.plan import Plan, plan
 from attngen.render import render
@@ -31,7 +32,6 @@ from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import appends, expand, load_spec_text, quantizers, selectors, wideners
-from attngen.tools.build.pipeline import Prepared
 
 COMPILER = shutil.which("g++")
 HOST = root() / "tests" / "host"

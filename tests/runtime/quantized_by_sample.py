@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attngen.lab.verify.inputs import in_groups
 from attngen.plan.schedules.quantize_tiles import SPAN
 from attngen.runtime.calls.quantize import quantize_by_sample, quantize_centered
 from attngen.runtime.helpers.quantize_arguments import in_rows
 from attngen.runtime.helpers.quantize_sampled import Sampled
 from attngen.runtime.helpers.quantize_tiles import SAMPLES
 from attngen.runtime.helpers.quantize_torch import signs_of, transformed
-from attngen.tools.verify.inputs import in_groups
 
 
 def check_groups(q: Tensor, k: Tensor, v: Tensor, layout: str, centered: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.lab.bench.memory import workspace_bound
 from attngen.plan import plan
 from attngen.plan.model import Plan
 from attngen.render import render
@@ -31,7 +32,6 @@ from attngen.runtime.geometry.sizes import cut_of as call_cut
 from attngen.runtime.geometry.splits import Capacity
 from attngen.runtime.kernels.module import Kernel
 from attngen.schema import expand, load_spec_text
-from attngen.tools.bench.memory import workspace_bound
 from tests.runtime.support import FakeDriver, kernel_of
 
 BLOCKS = 132

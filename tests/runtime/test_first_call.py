@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import attngen
+from attngen.build.first_call import _Maker
 from attngen.errors import CallError, NoKernelError
-from attngen.first_call import _Maker
 from attngen.packaging.vendor import runtime_files
 from attngen.runtime.calls import dispatch
 from attngen.runtime.registry import on_demand
@@ -292,15 +292,15 @@ def test_a_backward_is_compiled_along_with_its_forward(asked: list[Any]) -> None
 
 
 def test_nothing_is_compiled_in_a_capture(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attngen.first_call._capturing", lambda: True)
+    monkeypatch.setattr("attngen.build.first_call._capturing", lambda: True)
     with attngen.jit(), pytest.raises(NoKernelError, match="compiles nothing while a CUDA graph is captured"):
         attngen.attention(tensors(), tensors(), tensors(), variant="causal")
     assert not asked
 
 
 def test_a_compile_that_fails_is_the_reason(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attngen.tools.build.compiles.COMPILER", "tests.store.fakes:no_such_function")
-    monkeypatch.setattr("attngen.tools.build.pipeline.COMPILER", "tests.store.fakes:no_such_function")
+    monkeypatch.setattr("attngen.build.compiles.COMPILER", "tests.store.fakes:no_such_function")
+    monkeypatch.setattr("attngen.build.pipeline.COMPILER", "tests.store.fakes:no_such_function")
     with attngen.jit(), pytest.raises(NoKernelError, match="attngen.jit cannot build one: "):
         attngen.attention(tensors(), tensors(), tensors(), variant="causal")
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import prepare
 from attngen.errors import CallError, PlanError, SpecError
+from attngen.inspect.operations import explain_helpers
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import prepare
-from attngen.tools.explain.helpers import explain_helpers
 
 SPEC = """
 schema: 1

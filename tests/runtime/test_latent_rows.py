@@ -11,12 +11,12 @@ from torch import Tensor
 import attngen
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, PlanError
+from attngen.inspect.cases import Case
+from attngen.lab.verify.inputs import Element, make_inputs
 from attngen.plan import plan
 from attngen.runtime.arguments.latent_rows import cache_of, representable, unpacked
 from attngen.schema import expand, load_spec_text
 from attngen.schema.presets import preset
-from attngen.tools.cases import Case
-from attngen.tools.verify.inputs import Element, make_inputs
 from tests.runtime.latent_caches import FORMS, ROTARY, empty_cache, latent_cache
 
 LISTED = attngen.variant(keys="index", name="listed_for_tests")

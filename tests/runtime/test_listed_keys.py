@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.first_call import _asked
 from attngen.errors import CallError, NoKernelError, SpecError
-from attngen.first_call import _asked
 from attngen.lang.check import restore_variant
 from attngen.lang.variant import Variant
 from attngen.plan import plan

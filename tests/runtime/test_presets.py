@@ -11,11 +11,11 @@ import torch
 
 import attngen
 from attngen.errors import CallError, NoKernelError
+from attngen.inspect.cases import Case
+from attngen.inspect.values import arguments_of
 from attngen.runtime.registry.presets import preset, preset_names
 from attngen.schema import preset as of_spec
 from attngen.schema import preset_names as names_of_specs
-from attngen.tools.cases import Case
-from attngen.tools.values import arguments_of
 from tests.runtime.support import FakeDriver
 
 

@@ -16,12 +16,12 @@ import torch
 
 import attngen
 from attngen.errors import CallError, LoadError, SpecError
+from attngen.inspect.picture import Picture
 from attngen.lang.check import compile_variant, restore_variant
 from attngen.plan.planner import plan
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text, preset, preset_names
 from attngen.schema.presets import declared_preset
-from attngen.tools.explain.picture import Picture
 from tests.runtime.support import FakeDriver, kernel
 
 WINDOW: dict[str, Any] = {"window": {"dtype": "int32", "shape": ["h"], "range": {"min": 1, "max": 65536}}}

@@ -12,6 +12,7 @@ import attngen
 from attngen.dtypes import DESCALES
 from attngen.errors import CallError
 from attngen.integrations.sageattention import sageattn, sageattn_varlen
+from attngen.lab.verify.inputs import in_groups
 from attngen.lang.shifts import shifts_with_logits
 from attngen.plan import plan
 from attngen.runtime.arguments.shapes import bind
@@ -21,7 +22,6 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.runtime.registry.order import against_form
 from attngen.schema import expand, load_spec_text, preset
-from attngen.tools.verify.inputs import in_groups
 from tests.runtime.support import kernel_of
 
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.build.pipeline import prepare
+from attngen.lab.verify.interpreter import kernel_of
+from attngen.lab.verify.widened import try_widen
 from attngen.runtime.arguments import debug, torch_state
 from attngen.runtime.calls import dispatch, entry
 from attngen.runtime.device import driver as drivers
@@ -18,9 +21,6 @@ from attngen.runtime.helpers import widen
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import prepare
-from attngen.tools.verify.interpreter import kernel_of
-from attngen.tools.verify.widened import try_widen
 from tests.runtime.host_kernels import COMPILER, HostDriver, widening_kernels
 
 SPEC = """

@@ -12,13 +12,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from attngen import first_call
+from attngen.build import compiles, first_call
 from attngen.compile.artifact import Artifact
 from attngen.errors import ChoiceError, CompileError, Location, SpecError
 from attngen.formats import MANIFEST_FORMAT
 from attngen.store import files as store_files
 from attngen.store import worker
-from attngen.tools.build import compiles
 
 #: Names the file that gets one line for each compile.
 LOG = "ATTNGEN_TEST_LOG"

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
+from attngen.build import pipeline
 from attngen.packaging.make import package
 from attngen.store import Store
 from attngen.store.mark import TAG
 from attngen.store.temporary import TemporaryFolder
-from attngen.tools.build import pipeline
 from tests.store.fakes import artifact, key_of
 from tests.store.test_concurrency import wait_for
 
@@ -141,7 +141,7 @@ def test_a_killed_package_leaves_nothing_after_the_next_run(tmp_path: Path, monk
 import time
 from pathlib import Path
 from attngen.packaging import make
-from attngen.tools.build import pipeline
+from attngen.build import pipeline
 pipeline.COMPILER = "tests.store.fakes:compile_quickly"
 make.sizes_of = lambda path: (Path("waiting").touch(), time.sleep(3600))
 make.package({str(spec)!r}, Path("dist"), jobs=1)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.pipeline import build
 from attngen.errors import StoreError
 from attngen.runtime.registry.lookup import registry
 from attngen.store import Store, StoreWarning
 from attngen.store.mark import FOLDERS, TAG
 from attngen.store.trust import distrust
-from attngen.tools.build.pipeline import build
 from tests.runtime.support import variant, write_build
 from tests.store.fakes import artifact, key_of
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.build.pipeline import BuiltKernel, Failure, Prepared
 from attngen.errors import CompileError
+from attngen.lab.bench import kernels as bench_kernels
+from attngen.lab.bench import peers as bench_peers
+from attngen.lab.bench import runner
+from attngen.lab.bench.cases import BenchCase, bench_cases
+from attngen.lab.bench.grid import GridReport, GridResult, GridRow, measure
+from attngen.lab.bench.kernels import Team
+from attngen.lab.bench.machine import Ceilings, Reading
+from attngen.lab.bench.peers import Tensors
+from attngen.lab.bench.timing import Contender, Timing
+from attngen.lab.bench.workloads import Terms, Workload, workload
+from attngen.lab.verify.gpu import Gpu
+from attngen.lab.verify.interpreter import kernel_of
 from attngen.lang.variant import Variant
-from attngen.tools.bench import kernels as bench_kernels
-from attngen.tools.bench import peers as bench_peers
-from attngen.tools.bench import runner
-from attngen.tools.bench.cases import BenchCase, bench_cases
-from attngen.tools.bench.grid import GridReport, GridResult, GridRow, measure
-from attngen.tools.bench.kernels import Team
-from attngen.tools.bench.machine import Ceilings, Reading
-from attngen.tools.bench.peers import Tensors
-from attngen.tools.bench.timing import Contender, Timing
-from attngen.tools.bench.workloads import Terms, Workload, workload
-from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared
-from attngen.tools.verify.gpu import Gpu
-from attngen.tools.verify.interpreter import kernel_of
 
 SPEC = """
 schema: 1

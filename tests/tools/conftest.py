@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from attngen.build.pipeline import Prepared, prepare
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.tools.bench_support import SPEC
 
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from attngen.inspect.contract import Deviation
+from attngen.lab.verify.trial import CaseResult, Trial
 from attngen.store import worker
-from attngen.tools.verify.contract import Deviation
-from attngen.tools.verify.trial import CaseResult, Trial
 
 _broken = False
 

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from attngen import cli
+from attngen.inspect import visits as visits_module
+from attngen.inspect.assumed import Assumed, assume
+from attngen.inspect.efficiency import efficiency, scalars_of
+from attngen.inspect.visits import visits
 from attngen.lang.variant import Monotone, Tensor
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text
-from attngen.tools.explain import visits as visits_module
-from attngen.tools.explain.assumed import Assumed, assume
-from attngen.tools.explain.efficiency import efficiency, scalars_of
-from attngen.tools.explain.visits import visits
 from tests.fuzz.variants import banded, typed
 
 #: Bytes that tensors may take at once, at any length: blocks, and a few copies of them.

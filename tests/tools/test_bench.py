@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.tools.bench import grid as tool
-from attngen.tools.bench.grid import GridReport, GridSuite, steps
-from attngen.tools.bench.ladder import RUNGS
-from attngen.tools.bench.machine import Ceilings, Reading
-from attngen.tools.bench.runner import Options, bench, dry_run
-from attngen.tools.verify.gpu import Gpu
+from attngen.lab.bench import grid as tool
+from attngen.lab.bench.grid import GridReport, GridSuite, steps
+from attngen.lab.bench.ladder import RUNGS
+from attngen.lab.bench.machine import Ceilings, Reading
+from attngen.lab.bench.runner import Options, bench, dry_run
+from attngen.lab.verify.gpu import Gpu
 from tests.tools.bench_support import SPEC, StubPeer, compute_on_the_cpu
 
 

@@ -10,24 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from attngen.build.pipeline import Prepared, prepare
+from attngen.lab.bench import grid as tool
+from attngen.lab.bench import kernels as bench_kernels
+from attngen.lab.bench import peers as bench_peers
+from attngen.lab.bench.cases import bench_cases
+from attngen.lab.bench.check import GradientOracle
+from attngen.lab.bench.gradients import differentiated
+from attngen.lab.bench.grid import GridResult, GridRow
+from attngen.lab.bench.kernels import Team, forward_kernels_of, teams
+from attngen.lab.bench.memory import workspace, workspace_bound
+from attngen.lab.bench.peers import Tensors
+from attngen.lab.bench.timing import Contender
+from attngen.lab.bench.workloads import Workload
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.reference.eager import reference
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text, preset
-from attngen.tools.bench import grid as tool
-from attngen.tools.bench import kernels as bench_kernels
-from attngen.tools.bench import peers as bench_peers
-from attngen.tools.bench.cases import bench_cases
-from attngen.tools.bench.check import GradientOracle
-from attngen.tools.bench.gradients import differentiated
-from attngen.tools.bench.grid import GridResult, GridRow
-from attngen.tools.bench.kernels import Team, forward_kernels_of, teams
-from attngen.tools.bench.memory import workspace, workspace_bound
-from attngen.tools.bench.peers import Tensors
-from attngen.tools.bench.timing import Contender
-from attngen.tools.bench.workloads import Workload
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.tools.bench_support import StubPeer, measured, workload_of
 
 SPEC = """
@@ -91,7 +91,7 @@ def test_the_oracle_agrees_with_autograd_of_the_reference(name: str) -> None:
 def test_pieces_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     work, (one, _), (dout, _) = of_seed("causal", 50, torch.float32)
     whole = GradientOracle(work, *one.bshd, dout)
-    monkeypatch.setattr("attngen.tools.bench.check._ELEMENTS", 7 * 50)
+    monkeypatch.setattr("attngen.lab.bench.check._ELEMENTS", 7 * 50)
     for a, b in zip(whole._expected, GradientOracle(work, *one.bshd, dout)._expected, strict=True):
         torch.testing.assert_close(a, b)
 

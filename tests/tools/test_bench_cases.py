@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.lab.bench import workloads as bench_workloads
+from attngen.lab.bench.cases import BenchCase, bench_cases
+from attngen.lab.bench.workloads import terms_of, visible_pairs, workload
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Tensor as Declared
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.reference.eager import names_of
 from attngen.schema import preset, preset_names
-from attngen.tools.bench import workloads as bench_workloads
-from attngen.tools.bench.cases import BenchCase, bench_cases
-from attngen.tools.bench.workloads import terms_of, visible_pairs, workload
 from tests.runtime.support import variant
 
 

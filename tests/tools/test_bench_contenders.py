@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attngen.build.pipeline import Prepared, prepare
 from attngen.errors import NoKernelError
+from attngen.lab.bench import grid as tool
+from attngen.lab.bench import kernels as bench_kernels
+from attngen.lab.bench.cases import BenchCase, bench_cases
+from attngen.lab.bench.check import Oracle
+from attngen.lab.bench.grid import GridSuite
+from attngen.lab.bench.kernels import Team, teams
+from attngen.lab.verify.interpreter import kernel_of
 from attngen.schema import load_spec_text, preset
-from attngen.tools.bench import grid as tool
-from attngen.tools.bench import kernels as bench_kernels
-from attngen.tools.bench.cases import BenchCase, bench_cases
-from attngen.tools.bench.check import Oracle
-from attngen.tools.bench.grid import GridSuite
-from attngen.tools.bench.kernels import Team, teams
-from attngen.tools.build.pipeline import Prepared, prepare
-from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import SPEC, StubPeer, bench_on_cpu, measured, workload_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.tools.bench import host_programs
+from attngen.lab.bench import host_programs
 
 
 def test_host_times_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:

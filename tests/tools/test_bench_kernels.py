@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.build.pipeline import Prepared
 from attngen.errors import CallError
+from attngen.lab.bench import kernels as bench_kernels
+from attngen.lab.bench.kernels import chosen, teams
+from attngen.lab.verify.interpreter import kernel_of
 from attngen.plan import plan
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import expand, load_spec_text, preset
-from attngen.tools.bench import kernels as bench_kernels
-from attngen.tools.bench.kernels import chosen, teams
-from attngen.tools.build.pipeline import Prepared
-from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import workload_of
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attngen.tools.bench import machine as bench_machine
-from attngen.tools.bench.machine import Memory, Monitor, Reading, parse_reading
-from attngen.tools.verify.gpu import Gpu
+from attngen.lab.bench import machine as bench_machine
+from attngen.lab.bench.machine import Memory, Monitor, Reading, parse_reading
+from attngen.lab.verify.gpu import Gpu
 from tests.tools.bench_support import TickClock
 
 

@@ -16,17 +16,15 @@ from click.testing import CliRunner
 from torch import Tensor
 
 from attngen import cli
-from attngen.commands import bench_masks as command
 from attngen.errors import CallError
-from attngen.store.jobs import JobResult
-from attngen.tools.bench import runner
-from attngen.tools.bench.machine import Ceilings
-from attngen.tools.bench.masks import contenders, first_calls
-from attngen.tools.bench.masks import suite as tool
-from attngen.tools.bench.masks.cases import mask_cases
-from attngen.tools.bench.masks.cases.forms import Forms, MaskCase, Size
-from attngen.tools.bench.masks.contenders import Contenders
-from attngen.tools.bench.masks.report import (
+from attngen.lab.bench import runner
+from attngen.lab.bench.machine import Ceilings
+from attngen.lab.bench.masks import contenders, first_calls
+from attngen.lab.bench.masks import suite as tool
+from attngen.lab.bench.masks.cases import mask_cases
+from attngen.lab.bench.masks.cases.forms import Forms, MaskCase, Size
+from attngen.lab.bench.masks.contenders import Contenders
+from attngen.lab.bench.masks.report import (
     CAUSAL,
     CONSTANTS,
     FLEX,
@@ -38,9 +36,11 @@ from attngen.tools.bench.masks.report import (
     MaskResult,
     MaskRow,
 )
-from attngen.tools.bench.masks.suite import MaskSuite, Ready, cells_of, compare, row_of, timed
-from attngen.tools.bench.runner import Options
-from attngen.tools.bench.timing import Timing
+from attngen.lab.bench.masks.suite import MaskSuite, Ready, cells_of, compare, row_of, timed
+from attngen.lab.bench.runner import Options
+from attngen.lab.bench.timing import Timing
+from attngen.lab.commands import bench_masks as command
+from attngen.store.jobs import JobResult
 from tests.tools.bench_support import FakeMonitor, TickClock, bench_on_cpu
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from attngen.errors import CallError
+from attngen.lab.bench import peers as bench_peers
+from attngen.lab.bench.cases import bench_cases
+from attngen.lab.bench.check import Oracle
+from attngen.lab.bench.peers import reason_against
+from attngen.lab.bench.workloads import terms_of
 from attngen.schema import preset
-from attngen.tools.bench import peers as bench_peers
-from attngen.tools.bench.cases import bench_cases
-from attngen.tools.bench.check import Oracle
-from attngen.tools.bench.peers import reason_against
-from attngen.tools.bench.workloads import terms_of
 from tests.tools.bench_support import without_libraries, workload_of
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from attngen.tools.bench.cases import bench_cases
-from attngen.tools.bench.grid import GridReport, GridResult, GridRow
-from attngen.tools.bench.report import mean_of
+from attngen.lab.bench.cases import bench_cases
+from attngen.lab.bench.grid import GridReport, GridResult, GridRow
+from attngen.lab.bench.report import mean_of
 from tests.tools.bench_support import SCHEMA, backward_report, report, result
 
 
@@ -72,7 +72,7 @@ def test_the_document_keeps_its_schema() -> None:
 
 def test_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from attngen.tools.bench.plot import plot
+    from attngen.lab.bench.plot import plot
 
     path = tmp_path / "figures.png"
     plot(report(), path)

@@ -19,20 +19,20 @@ from torch import Tensor
 
 import attngen
 from attngen import cli
+from attngen.build.pipeline import prepare
 from attngen.formats import APPEND_VARIANT
+from attngen.lab.bench import graphs
+from attngen.lab.bench.graphs import Replays
+from attngen.lab.bench.runner import Options, bench
+from attngen.lab.bench.serving import suite as tool
+from attngen.lab.bench.serving.cells import WINDOW, Cell, Form, Lane, Problem, ancestors, cells
+from attngen.lab.bench.serving.contents import Contents, Oracle
+from attngen.lab.bench.serving.peers import Sdpa, serving_peers
+from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
+from attngen.lab.bench.serving.suite import ServingSuite
+from attngen.lab.bench.timing import Contender, Timing, interleaved
+from attngen.lab.verify.interpreter import kernel_of
 from attngen.schema import load_spec_text
-from attngen.tools.bench import graphs
-from attngen.tools.bench.graphs import Replays
-from attngen.tools.bench.runner import Options, bench
-from attngen.tools.bench.serving import suite as tool
-from attngen.tools.bench.serving.cells import WINDOW, Cell, Form, Lane, Problem, ancestors, cells
-from attngen.tools.bench.serving.contents import Contents, Oracle
-from attngen.tools.bench.serving.peers import Sdpa, serving_peers
-from attngen.tools.bench.serving.report import ServingReport, ServingResult, ServingRow
-from attngen.tools.bench.serving.suite import ServingSuite
-from attngen.tools.bench.timing import Contender, Timing, interleaved
-from attngen.tools.build.pipeline import prepare
-from attngen.tools.verify.interpreter import kernel_of
 from tests.tools.bench_support import FakeClock, TickClock, compute_on_the_cpu, replayed
 
 SPEC = """
@@ -147,9 +147,9 @@ def test_pages_are_told_in_two_ways_that_agree() -> None:
 
 @pytest.fixture
 def package(clean_registry: None) -> str:
+    from attngen.build.pipeline import prepare
     from attngen.runtime.registry.lookup import package_of_kernels, registry
     from attngen.schema import load_spec_text
-    from attngen.tools.build.pipeline import prepare
 
     registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare(load_spec_text(SPEC))], "here"))
     return "mine"

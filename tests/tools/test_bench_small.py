@@ -14,22 +14,22 @@ import torch
 from click.testing import CliRunner
 
 from attngen import cli
+from attngen.build.pipeline import prepare
+from attngen.lab.bench import graphs
+from attngen.lab.bench.report import Result
+from attngen.lab.bench.runner import Options, bench
+from attngen.lab.bench.small import oracle as oracle_tool
+from attngen.lab.bench.small import suite as tool
+from attngen.lab.bench.small.fit import Timed, fit
+from attngen.lab.bench.small.inputs import Inputs, call_of
+from attngen.lab.bench.small.oracle import OracleSuite, compared
+from attngen.lab.bench.small.shapes import WINDOW, Shape, oracle_shapes, small_shapes
+from attngen.lab.bench.small.suite import SmallSuite
+from attngen.lab.bench.timing import Timing, Work, sustain
+from attngen.lab.verify.interpreter import kernel_of
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.prediction import Card, predict
 from attngen.schema import load_spec_text, preset
-from attngen.tools.bench import graphs
-from attngen.tools.bench.report import Result
-from attngen.tools.bench.runner import Options, bench
-from attngen.tools.bench.small import oracle as oracle_tool
-from attngen.tools.bench.small import suite as tool
-from attngen.tools.bench.small.fit import Timed, fit
-from attngen.tools.bench.small.inputs import Inputs, call_of
-from attngen.tools.bench.small.oracle import OracleSuite, compared
-from attngen.tools.bench.small.shapes import WINDOW, Shape, oracle_shapes, small_shapes
-from attngen.tools.bench.small.suite import SmallSuite
-from attngen.tools.bench.timing import Timing, Work, sustain
-from attngen.tools.build.pipeline import prepare
-from attngen.tools.verify.interpreter import kernel_of
 from tests.runtime.support import FakeDriver
 from tests.tools.bench_support import FakeClock, StubPeer, compute_on_the_cpu
 

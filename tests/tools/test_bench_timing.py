@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attngen.tools.bench.timing import Batches, Contender, Timing, interleaved, without_pauses
+from attngen.lab.bench.timing import Batches, Contender, Timing, interleaved, without_pauses
 from tests.tools.bench_support import FakeClock
 
 

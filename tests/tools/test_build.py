@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build import pipeline as build_module
+from attngen.build.generate import generate
+from attngen.build.pipeline import BuildReport, build
 from attngen.compile import toolchain
 from attngen.errors import AttngenError, DiskFullError, InternalError, SpecError, StoreError
 from attngen.plan import Plan
@@ -23,9 +26,6 @@ from attngen.schema.tuned import identity, tuned_text
 from attngen.store import Store
 from attngen.store import receipt as receipts
 from attngen.store.index import read_index
-from attngen.tools.build import pipeline as build_module
-from attngen.tools.build.generate import generate
-from attngen.tools.build.pipeline import BuildReport, build
 from tests.store.fakes import LOG
 
 FAKE = "tests.store.fakes:compile_quickly"
@@ -450,7 +450,7 @@ def test_a_disk_that_fills_up_is_reported(spec: Path, store: Store, log: Path, m
 
 def start_build(spec: Path, store: Store, fake: str = FAKE) -> subprocess.Popen[bytes]:
     code = (
-        f"from attngen.tools.build.pipeline import build; from attngen.store import Store; from pathlib import Path\n"
+        f"from attngen.build.pipeline import build; from attngen.store import Store; from pathlib import Path\n"
         f"build({str(spec)!r}, jobs=2, store=Store(Path({str(store.root)!r})), compiler={fake!r})"
     )
     # A killed build leaves its scratch folder behind: not in the machine's.

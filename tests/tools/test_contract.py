@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
+from attngen.inspect.cases import Case
+from attngen.inspect.contract import Expected, Tally, deviation, expected
+from attngen.lab.verify.inputs import Element, make_inputs
 from attngen.runtime.arguments.checked import Call
 from attngen.schema import preset
-from attngen.tools.cases import Case
-from attngen.tools.verify.contract import Expected, Tally, deviation, expected
-from attngen.tools.verify.inputs import Element, make_inputs
 
 DENSE = Case("dense", (20,) * 2, (13,) * 2, heads=4, kv_heads=2, used=(13, 5))
 PACKED = Case("packed", (20, 0, 3), (13, 7, 0), heads=4, kv_heads=2)

@@ -13,14 +13,14 @@ from click.testing import CliRunner
 
 from attngen import cli
 from attngen.errors import CallError
+from attngen.inspect.cases import Case
+from attngen.inspect.efficiency import efficiency, scalars_of
+from attngen.inspect.of_spec import explain_spec
+from attngen.inspect.values import arguments_of
+from attngen.inspect.visits import visits
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text, preset_names
-from attngen.tools.cases import Case
-from attngen.tools.explain.efficiency import efficiency, scalars_of
-from attngen.tools.explain.of_spec import explain_spec
-from attngen.tools.explain.visits import visits
-from attngen.tools.values import arguments_of
 
 HOPPER = "specs/hopper_triton.yaml"
 

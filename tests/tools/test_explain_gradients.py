@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli
-from attngen.tools.explain.explanation import PlanExplanation
-from attngen.tools.explain.gradients import GradientFloors
-from attngen.tools.explain.of_spec import explain_spec
+from attngen.inspect.explanation import PlanExplanation
+from attngen.inspect.gradients import GradientFloors
+from attngen.inspect.of_spec import explain_spec
 
 TILES = "{dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {tile: {m: 128, n: 64}, stages: 2, warps: 8}}"
 SPEC = f"""

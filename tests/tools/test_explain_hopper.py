@@ -12,16 +12,16 @@ import torch
 from click.testing import CliRunner
 
 from attngen import cli
+from attngen.inspect.hopper_forward import HopperExplanation
+from attngen.inspect.of_spec import explain_spec
+from attngen.inspect.pipes import barriers
+from attngen.inspect.schedule import explanation_of
+from attngen.inspect.visits import visits
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan, plan
 from attngen.plan.floors import MEMORY_PER_CLOCK, RATES, floor
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
-from attngen.tools.explain.hopper_forward import HopperExplanation
-from attngen.tools.explain.of_spec import explain_spec
-from attngen.tools.explain.pipes import barriers
-from attngen.tools.explain.schedule import explanation_of
-from attngen.tools.explain.visits import visits
 
 CUDA, TRITON = "fwd_sm90a_wgmma", "fwd_sm90a_tma"
 HEAD = "schema: 1\npackage: t\narch: [sm90a]\nkernels:\n"

@@ -6,10 +6,10 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli
+from attngen.inspect.mma_forward import MmaForwardExplanation
+from attngen.inspect.schedule import explanation_of
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text
-from attngen.tools.explain.mma_forward import MmaForwardExplanation
-from attngen.tools.explain.schedule import explanation_of
 
 
 def planned(fields: str, variant: str = "full") -> Plan:

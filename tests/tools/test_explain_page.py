@@ -14,11 +14,11 @@ from click.testing import CliRunner
 
 from attngen import cli
 from attngen.errors import CallError
+from attngen.inspect.of_spec import explain_spec
+from attngen.inspect.page import page
 from attngen.plan import plan
 from attngen.render import render
 from attngen.schema import expand, load_spec
-from attngen.tools.explain.of_spec import explain_spec
-from attngen.tools.explain.page import page
 
 SPEC = """
 schema: 1

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.build.pipeline import BuiltKernel, Failure, Prepared, plans, prepare
 from attngen.compile.parameters import triton_parameters
 from attngen.errors import CompileError, NoKernelError
+from attngen.inspect.cases import Case
+from attngen.lab.verify import gpu as verify_gpu
+from attngen.lab.verify.gpu import Gpu, try_on_gpu
+from attngen.lab.verify.inputs import Element, make_inputs
+from attngen.lab.verify.interpreter import kernel_of
+from attngen.lab.verify.poison import poisoned
+from attngen.lab.verify.trial import Launch, Trial
+from attngen.lab.verify.verdict import Verdict, VerifyReport
 from attngen.plan import Plan
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.pinned import Buffers, Pinned
 from attngen.schema import load_spec
 from attngen.store.jobs import Job, JobResult
-from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared, plans, prepare
-from attngen.tools.cases import Case
-from attngen.tools.verify import gpu as verify_gpu
-from attngen.tools.verify.gpu import Gpu, try_on_gpu
-from attngen.tools.verify.inputs import Element, make_inputs
-from attngen.tools.verify.interpreter import kernel_of
-from attngen.tools.verify.poison import poisoned
-from attngen.tools.verify.trial import Launch, Trial
-from attngen.tools.verify.verdict import Verdict, VerifyReport
 from tests.runtime.support import FakeDriver, main_of
 
 SPEC = """

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from attngen.build.pipeline import Prepared, prepare
+from attngen.lab.bench.cases import bench_cases
+from attngen.lab.bench.grid import GridReport, GridRow, steps
+from attngen.lab.bench.ladder import RUNGS, Ladder, ladders, reason_against
 from attngen.plan import plan
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, load_spec_text
-from attngen.tools.bench.cases import bench_cases
-from attngen.tools.bench.grid import GridReport, GridRow, steps
-from attngen.tools.bench.ladder import RUNGS, Ladder, ladders, reason_against
-from attngen.tools.build.pipeline import Prepared, prepare
 from tests.tools.bench_support import result
 
 

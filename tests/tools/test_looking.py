@@ -13,7 +13,7 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError, LoadError
-from attngen.tools.verify import comparison
+from attngen.inspect import comparison
 from tests.runtime.support import FakeDriver, kernel
 
 HEADS, KV_HEADS, DIM = 4, 2, 16

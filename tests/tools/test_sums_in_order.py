@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
+from attngen.inspect.cases import Case
+from attngen.inspect.contract import Tally, deviation
+from attngen.inspect.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
+from attngen.lab.verify.inputs import Inputs
+from attngen.lab.verify.trial import prepare_case
 from attngen.lang.check import compile_variant
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.launch.gradients import GradientBuffers
-from attngen.tools.cases import Case
-from attngen.tools.verify.contract import Tally, deviation
-from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
-from attngen.tools.verify.inputs import Inputs
-from attngen.tools.verify.trial import prepare_case
 
 FULL = compile_variant("x", None, None)
 

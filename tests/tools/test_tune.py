@@ -11,20 +11,20 @@ import torch
 from click.testing import CliRunner
 
 from attngen import cli
+from attngen.build.pipeline import BuiltKernel, Failure, Prepared
 from attngen.errors import CallError, CompileError, LoadError
+from attngen.lab.bench.cases import BenchCase
+from attngen.lab.bench.grid import GridResult, GridRow
+from attngen.lab.bench.kernels import Team
+from attngen.lab.bench.runner import Bench
+from attngen.lab.bench.timing import Timing
+from attngen.lab.tune import run as tool
+from attngen.lab.tune import search
+from attngen.lab.tune.run import Options, TuneReport, tune
+from attngen.lab.verify.gpu import Gpu
 from attngen.plan import plan
 from attngen.schema import expand, load_spec
 from attngen.schema.tuned import load_tuned
-from attngen.tools.bench.cases import BenchCase
-from attngen.tools.bench.grid import GridResult, GridRow
-from attngen.tools.bench.kernels import Team
-from attngen.tools.bench.runner import Bench
-from attngen.tools.bench.timing import Timing
-from attngen.tools.build.pipeline import BuiltKernel, Failure, Prepared
-from attngen.tools.tune import run as tool
-from attngen.tools.tune import search
-from attngen.tools.tune.run import Options, TuneReport, tune
-from attngen.tools.verify.gpu import Gpu
 from tests.tools.bench_support import FakeMonitor
 
 SPEC = """

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attngen.inspect.cases import Case, cases_of, dense_cases
+from attngen.inspect.contract import expected
+from attngen.inspect.values import arguments_of
+from attngen.lab.verify.inputs import Element, make_inputs
 from attngen.lang.check import compile_variant
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.runtime.arguments import debug
 from attngen.schema import preset, preset_names
-from attngen.tools.cases import Case, cases_of, dense_cases
-from attngen.tools.values import arguments_of
-from attngen.tools.verify.contract import expected
-from attngen.tools.verify.inputs import Element, make_inputs
 
 CASE = Case("values", (40,) * 3, (60,) * 3, heads=4, kv_heads=2)
 ELEMENT = Element("fp16", 16, 16)

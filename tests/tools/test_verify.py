@@ -11,17 +11,17 @@ from click.testing import CliRunner
 
 from attngen import cli
 from attngen.arch import ARCHES, arch_of
+from attngen.build.pipeline import Prepared
 from attngen.errors import CallError
+from attngen.lab.verify import run as tool
+from attngen.lab.verify.interpreted import interpretable
+from attngen.lab.verify.retarget import retarget
+from attngen.lab.verify.run import verify
+from attngen.lab.verify.trial import CaseResult, Trial
+from attngen.lab.verify.verdict import Verdict, VerifyReport
 from attngen.plan import plan
 from attngen.render import render
 from attngen.schema import expand, load_spec
-from attngen.tools.build.pipeline import Prepared
-from attngen.tools.verify import run as tool
-from attngen.tools.verify.interpreted import interpretable
-from attngen.tools.verify.retarget import retarget
-from attngen.tools.verify.run import verify
-from attngen.tools.verify.trial import CaseResult, Trial
-from attngen.tools.verify.verdict import Verdict, VerifyReport
 
 SPEC = """
 schema: 1
@@ -69,7 +69,7 @@ def test_good_kernels_pass_and_what_was_not_run_is_said(spec: Path) -> None:
 
 
 def test_the_interpreter_asks_for_numpy(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attngen.tools.verify.interpreted.find_spec", lambda name: None)
+    monkeypatch.setattr("attngen.lab.verify.interpreted.find_spec", lambda name: None)
     code, _, error = run(spec)
     assert code == 1
     assert "needs numpy: pip install numpy" in error

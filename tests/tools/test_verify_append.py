@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from attngen.build.pipeline import prepare
+from attngen.inspect.of_spec import explain_spec
+from attngen.inspect.operations import explain_helpers
+from attngen.lab.bench.kernels import reason_against
+from attngen.lab.verify.gpu import try_pinned
+from attngen.lab.verify.interpreted import try_interpreted
+from attngen.lab.verify.verdict import Verdict
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.schema import load_spec_text
-from attngen.tools.bench.kernels import reason_against
-from attngen.tools.build.pipeline import prepare
-from attngen.tools.explain.helpers import explain_helpers
-from attngen.tools.explain.of_spec import explain_spec
-from attngen.tools.verify.gpu import try_pinned
-from attngen.tools.verify.interpreted import try_interpreted
-from attngen.tools.verify.verdict import Verdict
 from tests.runtime.host_kernels import APPENDED, COMPILER, SPEC, HostDriver, kernels, plans
 
 

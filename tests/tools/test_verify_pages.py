@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from attngen.dtypes import PAGE_BLOCK
+from attngen.inspect.cases import paged_cases
+from attngen.inspect.contract import expected
+from attngen.lab.verify.inputs import Element, make_inputs
+from attngen.lab.verify.trial import Trial, in_rows, prepare_case, try_kernel
 from attngen.runtime.arguments import debug
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.pinned import Buffers
 from attngen.runtime.reference.eager import reference
 from attngen.schema import preset, preset_names
-from attngen.tools.cases import paged_cases
-from attngen.tools.verify.contract import expected
-from attngen.tools.verify.inputs import Element, make_inputs
-from attngen.tools.verify.trial import Trial, in_rows, prepare_case, try_kernel
 from tests.runtime.support import kernel
 
 ELEMENT = Element("fp16", 16, 16)

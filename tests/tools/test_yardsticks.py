@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attngen.dtypes import dtype as dtype_row
+from attngen.inspect.cases import Case
+from attngen.inspect.contract import Expected, Tally, deviation
+from attngen.inspect.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
+from attngen.lab.verify.inputs import Inputs
+from attngen.lab.verify.trial import prepare_case
 from attngen.lang.check import compile_variant
 from attngen.lang.eager import evaluate
 from attngen.lang.variant import Tensor as Tensor_
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.launch.gradients import GradientBuffers
 from attngen.runtime.reference.eager import names_of, reference
-from attngen.tools.cases import Case
-from attngen.tools.verify.contract import Expected, Tally, deviation
-from attngen.tools.verify.gradient_contract import ExpectedGradients, expected_gradients, gradient_deviation
-from attngen.tools.verify.inputs import Inputs
-from attngen.tools.verify.trial import prepare_case
 
 LOG2E = 1.4426950408889634
 TILE = 16

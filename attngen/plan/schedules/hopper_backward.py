@@ -542,5 +542,5 @@ SCHEDULE = Schedule(
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_backward", "wgmma"),
     alternatives=alternatives,
     pipes=backward_pipes_of,
-    explanation="attngen.tools.explain.hopper_backward:BlockExplanation",
+    explanation="attngen.inspect.hopper_backward:BlockExplanation",
 )

@@ -18,5 +18,5 @@ SCHEDULE = Schedule(
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_cluster", "cluster"),
     alternatives=alternatives,
     pipes=cluster_pipes_of,
-    explanation="attngen.tools.explain.hopper_backward:ClusterExplanation",
+    explanation="attngen.inspect.hopper_backward:ClusterExplanation",
 )

@@ -278,6 +278,6 @@ SCHEDULE = Schedule(
     tunable=tunable,
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
-    explanation="attngen.tools.explain.hopper_forward:explain",
+    explanation="attngen.inspect.hopper_forward:explain",
     layouts=("dense", "varlen", "paged"),
 )

@@ -86,5 +86,5 @@ SCHEDULE = Schedule(
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
     layouts=("dense", "varlen", "paged"),
-    explanation="attngen.tools.explain.hopper_forward:explain",
+    explanation="attngen.inspect.hopper_forward:explain",
 )

@@ -109,5 +109,5 @@ SCHEDULE = Schedule(
     pipes=wide_pipes_of,
     layouts=tuple(LAYOUTS),
     split_kv=True,
-    explanation="attngen.tools.explain.ranges:RangesExplanation",
+    explanation="attngen.inspect.ranges:RangesExplanation",
 )

@@ -439,7 +439,7 @@ SCHEDULE = Schedule(
     direction="forward",
     template="cuda/mma/kernel.cu.j2",
     view="attngen.render.views.mma_forward:mma_view",
-    explanation="attngen.tools.explain.mma_forward:MmaForwardExplanation",
+    explanation="attngen.inspect.mma_forward:MmaForwardExplanation",
     supports=lambda arch: not arch.tensor_memory,
     suits=lambda spec: (not ARCHES[spec.arch].wgmma or spec.loads == "pointer") and not is_beyond_256(spec),
     plan=_plan,

@@ -423,5 +423,5 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
-    explanation="attngen.tools.explain.backward:BackwardExplanation",
+    explanation="attngen.inspect.backward:BackwardExplanation",
 )

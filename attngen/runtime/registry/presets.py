@@ -1,7 +1,7 @@
 """The shipped variants as values: presets, which calls know without a build, and those that integrations ask for.
 
 They are kept as JSON, as in a kernel's manifest, so that a call needs neither YAML nor the modules that build.
-``attngen.tools.build.integration_variants`` writes the file. A value finds the kernels that compute exactly it, in
+``attngen.build.integration_variants`` writes the file. A value finds the kernels that compute exactly it, in
 whichever package they were built, and no other kernel that happens to have the same name.
 
 Every variant has a sibling with dropout, of the same fields, ``dropout: true`` and a name of its own, whether a shipped

@@ -1,1 +1,1 @@
-"""The plan of a kernel in words and numbers, and which tiles its loops visit."""
+"""Earlier import paths."""

@@ -1,0 +1,1 @@
+"""Views for users: plans, masks, and calls compared with the reference."""

@@ -1,0 +1,197 @@
+"""The serving suite: the kernels of a spec, called as a server calls them, next to the libraries that are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attngen.build.pipeline import Prepared, prepare
+from attngen.errors import CallError
+from attngen.formats import APPEND, APPEND_VARIANT, WIDEN
+from attngen.lab.bench.check import TOLERANCE
+from attngen.lab.bench.graphs import Replays
+from attngen.lab.bench.kernels import chosen, compiled
+from attngen.lab.bench.report import shortened
+from attngen.lab.bench.runner import Bench, Entry, Observer, Options, Suite, by_parts
+from attngen.lab.bench.serving.appending import Appending, kernel_of
+from attngen.lab.bench.serving.cells import DTYPE, EIGHT_BITS, HEAD_DIM, Cell, Form, Lane, Problem, cells
+from attngen.lab.bench.serving.contents import Contents, Oracle
+from attngen.lab.bench.serving.peers import ServingPeer, missing, serving_peers
+from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
+from attngen.lab.bench.timing import Contender, Sampler
+from attngen.lab.verify.gpu import Gpu
+from attngen.runtime.calls.entry import attention, attention_paged
+from attngen.runtime.calls.introspection import explain
+from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.schema import load_spec
+
+
+class ServingSuite(Suite[Cell, ServingReport]):
+    """Cells of decoding, appending and prefill over caches.
+
+    Raises SpecError if the spec is wrong, CallError if the options name no kernel or no cell.
+    """
+
+    noun = "cell"
+
+    def __init__(self, spec: str | Path, options: Options, capability: int | None) -> None:
+        self.options = options
+        loaded = load_spec(spec)
+        self.cases = by_parts(cells(), options.cells, "cell", lambda cell: cell.name)
+        self.kernels = _kernels(prepare(loaded), self.cases, options, capability)
+        self.variants = frozenset(kernel.plan.variant.name for kernel in self.kernels)
+        peers = serving_peers()
+        left_out = missing(peers)
+        self.peers = [peer for peer in peers if peer.name not in left_out]
+        self.report = ServingReport(spec=str(spec), package=loaded.package, left_out=left_out)
+        self.errors: Mapping[str, str] = {}  # of variants whose kernels did not compile
+
+    def planned(self, case: Cell) -> ServingRow:
+        """See ``Suite``."""
+        peers = [_result_of_peer(*each) for each in _peers_of(case, self.peers)]
+        return ServingRow(results=(*peers, *map(self._result_of_lane, case.lanes)), cell=case)
+
+    def compiled(self, gpu: Gpu, observer: Observer) -> ServingReport:
+        """See ``Suite``; kernels that compiled are registered as the package of their spec."""
+        kernels, errors = compiled(self.kernels, self.options.jobs)
+        if kernels:
+            registry.add(package_of_kernels(list(kernels.values()), self.report.spec))
+        variants = {kernel.plan.name: kernel.plan.variant.name for kernel in self.kernels}
+        self.errors = {variants[name]: f"{name}: {error}" for name, error in errors.items()}
+        return self.report
+
+    def measured(self, bench: Bench, case: Cell) -> ServingRow:
+        """See ``Suite``."""
+        shelf = _Shelf(bench, self.report.package)
+        entered: list[tuple[ServingResult, Sampler | None]] = []
+        for peer, problem, form in _peers_of(case, self.peers):
+            make = partial(_entry_of_peer, bench, shelf, peer, problem, form)
+            entered.append(bench.enter(_result_of_peer(peer, problem, form), make))
+        for lane in case.lanes:
+            result = self._result_of_lane(lane)
+            if result.status == "planned":
+                entered.append(bench.enter(result, partial(_entry_of_lane, bench, shelf, lane)))
+            else:
+                entered.append((result, None))
+        results, reading = bench.measure(entered)
+        return ServingRow(results=results, cell=case, input_sets=shelf.sets, reading=reading)
+
+    def _result_of_lane(self, lane: Lane) -> ServingResult:
+        """The result of attngen before it is called: unsupported without a kernel of its variant."""
+        problem = lane.problem
+        result = ServingResult(f"attngen {lane.name}", problem=problem, form=lane.form, lane=lane, flops=problem.flops)
+        if problem.variant not in self.variants:
+            reason = f"no kernel of {problem.variant} in {DTYPE} at head_dim {HEAD_DIM} is chosen from the spec"
+            return replace(result, status="unsupported", reason=reason)
+        if problem.variant in self.errors:
+            return replace(result, status="failed", reason=shortened(self.errors[problem.variant]))
+        return result
+
+
+def _kernels(
+    prepared: Sequence[Prepared], cells: Sequence[Cell], options: Options, capability: int | None
+) -> list[Prepared]:
+    """The kernels that cells may run on, those that widen a cache last. Raises CallError if there is none."""
+    variants = {lane.problem.variant for cell in cells for lane in cell.lanes}
+
+    def runs(kernel: Prepared, *directions: str) -> bool:
+        here = capability is None or kernel.plan.arch.runs_on(capability)
+        return here and kernel.plan.direction in directions
+
+    kept = [
+        kernel
+        for kernel in chosen(prepared, options.part, options.variants)
+        if runs(kernel, "forward", APPEND)
+        and kernel.plan.dtype_name in (DTYPE, EIGHT_BITS)
+        and kernel.plan.layout in ("dense", "paged")
+        and (kernel.plan.head_dim_qk, kernel.plan.head_dim_v) == (HEAD_DIM, HEAD_DIM)
+        and kernel.plan.variant.name in variants
+    ]
+    if not kept:
+        here = "" if capability is None else f", which sm{capability} would run"
+        raise CallError(
+            f"the cells of the serving suite take forward kernels of {', '.join(sorted(variants))} in {DTYPE} at "
+            f"head_dim {HEAD_DIM}, dense or paged; the spec has none{here}"
+        )
+    return [*kept, *(kernel for kernel in prepared if runs(kernel, WIDEN) and kernel.plan.dtype_name == DTYPE)]
+
+
+class _Shelf:
+    """The contents of a cell's problems: those that differ in their variants only share them."""
+
+    def __init__(self, bench: Bench, package: str) -> None:
+        self.package = package
+        self._bench = bench
+        self._contents: dict[Problem, Contents] = {}
+        self._oracles: dict[tuple[Problem, Form], Oracle] = {}
+
+    def of(self, problem: Problem) -> Contents:
+        """The contents of a problem, with as many sets of inputs as the first variant that asks needs."""
+        alike = problem.of("")
+        if alike not in self._contents:
+            bench = self._bench
+            self._contents[alike] = Contents(problem, bench.device, bench.l2_bytes, bench.generator)
+        return self._contents[alike]
+
+    @property
+    def sets(self) -> int | None:
+        """Sets of inputs of the first problem; None if none was made."""
+        return next((contents.sets for contents in self._contents.values()), None)
+
+    def error(self, problem: Problem, form: Form, out: torch.Tensor) -> float:
+        """The relative error of an output of a problem in a form of its cache."""
+        if (problem, form) not in self._oracles:
+            self._oracles[problem, form] = Oracle(self.of(problem), problem, form, self.package)
+        return self._oracles[problem, form].error(out)
+
+
+def _entry_of_peer(bench: Bench, shelf: _Shelf, peer: ServingPeer, problem: Problem, form: Form) -> Entry:
+    sampler = Replays(peer.enter(shelf.of(problem), form), bench.clock, bench.capture)
+    return Entry(sampler, partial(shelf.error, problem, form), TOLERANCE[DTYPE])
+
+
+def _entry_of_lane(bench: Bench, shelf: _Shelf, lane: Lane) -> Entry:
+    """The calls of attngen, as a program makes them, and the kernel that the dispatcher takes for them."""
+    problem, form, name = lane.problem, lane.form, f"attngen {lane.name}"
+    if problem.variant == APPEND_VARIANT:
+        new = Appending(problem, form, bench.device, bench.l2_bytes, bench.generator)
+        sampler = Replays(new.contender(name), bench.clock, bench.capture)
+        return Entry(sampler, new.error, 0.0, {"kernel": kernel_of(shelf.package)})
+    contents = shelf.of(problem)
+    keywords: dict[str, Any] = {
+        "variant": problem.variant, "package": shelf.package, **contents.own(problem.variant), **contents.scales
+    }  # fmt: skip
+    caches = [contents.cache(number, form) for number in range(contents.sets)]
+    if form.page_size is None:
+        if not contents.full:
+            keywords["seqused_k"] = contents.lengths
+        calls = [partial(attention, q, *cache, **keywords) for q, cache in zip(contents.queries, caches, strict=True)]
+    else:
+        table, out = contents.pages(form.page_size).table, torch.empty_like(contents.queries[0], dtype=torch.bfloat16)
+        calls = [
+            partial(attention_paged, q, *cache, table, contents.lengths, out=out, **keywords)
+            for q, cache in zip(contents.queries, caches, strict=True)
+        ]
+        keywords |= {"page_table": table, "seqused_k": contents.lengths}
+    kernel = explain(contents.queries[0], *caches[0], **keywords).to_dict()["kernel"]
+    sampler = Replays(Contender(name, calls), bench.clock, bench.capture)
+    return Entry(sampler, partial(shelf.error, problem, form), TOLERANCE[problem.dtype], {"kernel": kernel})
+
+
+def _peers_of(cell: Cell, peers: Sequence[ServingPeer]) -> Iterator[tuple[ServingPeer, Problem, Form]]:
+    """Yield the libraries of a cell; contiguous caches and pages only where attngen is measured in them."""
+    for problem in cell.problems_of_peers:
+        kinds = {lane.form.page_size is None for lane in cell.lanes if lane.problem == problem}
+        for peer in peers:
+            for form in peer.forms(problem):
+                if (form.page_size is None) in kinds:
+                    yield peer, problem, form
+
+
+def _result_of_peer(peer: ServingPeer, problem: Problem, form: Form) -> ServingResult:
+    return ServingResult(peer.name, peer=True, problem=problem, form=form, flops=problem.flops)

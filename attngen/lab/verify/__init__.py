@@ -1,0 +1,1 @@
+"""Built kernels compared with the float64 reference."""

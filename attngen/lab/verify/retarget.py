@@ -1,0 +1,47 @@
+"""A kernel planned for another GPU, planned again for the one that is here, so that its template can be run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attngen.arch import Arch
+from attngen.build.pipeline import Prepared
+from attngen.errors import PlanError
+from attngen.formats import HELPERS
+from attngen.plan import plan
+from attngen.plan.model import Plan
+from attngen.render import render
+from attngen.schema.kernel_spec import Backward, Gradient
+
+#: A kernel planned again only to be verified may be slow.
+_ALLOW = ("serialized_wgmma", "spill")
+
+
+def retarget(prepared: Prepared, arch: Arch) -> Prepared:
+    """Plan and render a kernel for ``arch``, with its own tile, stages, warps and loads where these fit there.
+
+    Raises PlanError if no tile fits.
+    """
+    before = prepared.plan
+    free = replace(prepared.spec, arch=arch.name, backend=before.backend, loads=before.loads, allow=_ALLOW)
+    if before.direction in HELPERS:
+        planned = plan(free)
+        return Prepared(prepared.spec, planned, render(planned))
+    same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
+    if before.direction == "backward":
+        tiles = (
+            Backward(_tile(before, before.main), _tile(before, "dq"))
+            if before.backend == "triton"
+            else Backward(Gradient(before.tile_m, before.tile_n, before.stages))
+        )
+        same = replace(free, tile_m=None, tile_n=None, stages=None, num_warps=None, backward=tiles)
+    try:
+        planned = plan(same)
+    except PlanError:  # it takes more shared memory than this arch has
+        planned = plan(free)
+    return Prepared(prepared.spec, planned, render(planned))
+
+
+def _tile(before: Plan, name: str) -> Gradient:
+    launch = before.launch(name)
+    return Gradient(launch.tile_m, launch.tile_n, launch.stages, launch.num_warps)

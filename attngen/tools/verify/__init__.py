@@ -1,1 +1,0 @@
-"""Comparing kernels with the float64 reference, on a GPU or in Triton's interpreter."""
