@@ -21,6 +21,8 @@ LAYERS = (
     {"schema"},
     {"plan"},
     {"render"},
+    {"parts"},
+    {"families"},  # the catalogue of the plan names them as text
     {"compile"},
     {"store"},
     {"runtime"},
@@ -40,7 +42,7 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 FACADES = {"__init__.py", "__main__.py"}
 
 #: Modules that a shipped package must not need; the runtime reads manifests.
-NOT_FOR_RUNTIME = {"schema", "plan", "render", "compile", "build", "inspect"}
+NOT_FOR_RUNTIME = {"schema", "plan", "render", "parts", "families", "compile", "build", "inspect"}
 
 #: The same inside ``attngen/runtime``, between device and call.
 RUNTIME = (

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attngen.inspect.backward import DROPOUT, backward_facts, derivatives
 from attngen.inspect.gradients import GradientFloors
 from attngen.inspect.pipes import barrier_lines, pipes_dict, ring_lines
 from attngen.inspect.predicted import times_text
-from attngen.inspect.schedule import ScheduleExplanation
 from attngen.lang.facts import Facts
 from attngen.lang.printing import canonical
 from attngen.lang.spans import Interval
 from attngen.lang.statistics import separated
+from attngen.parts.columns import padded_width
+from attngen.parts.explained.backward import DROPOUT, backward_facts, derivatives
+from attngen.parts.explained.base import ScheduleExplanation
 from attngen.plan.budget import SharedMemory
 from attngen.plan.model import Argument, Columns, Plan
-from attngen.plan.tiles import padded_width
 
 if TYPE_CHECKING:
     from attngen.inspect.visits import Visits

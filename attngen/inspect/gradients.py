@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from attngen.plan.floors import (
+from attngen.parts.floors import (
     CLOCK,
     EXPONENTIALS,
     MEMORY_PER_CLOCK,

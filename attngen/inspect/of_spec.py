@@ -12,18 +12,18 @@ from attngen.build.pipeline import plans as plans_of
 from attngen.errors import CallError, LoadError, suggest
 from attngen.formats import HELPERS
 from attngen.inspect.explanation import Band, PlanExplanation, scalar_text
-from attngen.inspect.floor import HeadFloor
 from attngen.inspect.gradients import GradientFloors
 from attngen.inspect.predicted import predicted
-from attngen.inspect.schedule import ScheduleExplanation, explanation_of
 from attngen.lang.bands import bands
 from attngen.lang.facts import Facts
 from attngen.lang.ir import names
 from attngen.lang.parser import FLOAT32_MAX
 from attngen.lang.ranges import DTYPE_RANGES
+from attngen.parts.columns import padded_width
+from attngen.parts.explained.base import ScheduleExplanation, explanation_of
+from attngen.parts.explained.floor import HeadFloor
 from attngen.plan.budget import shared_memory
 from attngen.plan.model import Plan
-from attngen.plan.tiles import padded_width
 from attngen.schema import load_spec
 
 if TYPE_CHECKING:

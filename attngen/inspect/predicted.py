@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from attngen.plan.floors import MULTIPROCESSORS
+from attngen.parts.floors import MULTIPROCESSORS
 from attngen.plan.model import Plan
 from attngen.plan.times import is_measured
 

@@ -22,7 +22,7 @@ from attngen.lang.searches import evaluate_bound
 from attngen.lang.segments import segments
 from attngen.lang.simplify import integer
 from attngen.lang.spans import Interval
-from attngen.plan.floors import ROWS
+from attngen.parts.floors import ROWS
 from attngen.plan.model import Plan
 
 #: Bytes that the values of one block of pairs, of all nodes of an expression, may take together.

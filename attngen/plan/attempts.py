@@ -14,9 +14,9 @@ from attngen.arch import ARCHES
 from attngen.errors import PlanError
 from attngen.lang.constant_conditions import fold_conditions
 from attngen.plan.allowances import LAST_SPILLS
+from attngen.plan.catalogue import backends, named
 from attngen.plan.model import Plan, Refused
 from attngen.plan.planner import plan
-from attngen.plan.schedules import backends, named
 from attngen.schema.kernel_spec import KernelSpec
 
 #: Allowances of the last compile, if all other choices were slower than they should be.

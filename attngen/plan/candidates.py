@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from attngen.errors import PlanError
 from attngen.lang.constant_conditions import fold_conditions
+from attngen.plan.catalogue import named
 from attngen.plan.model import Plan
 from attngen.plan.planner import plan
-from attngen.plan.schedules import named
 from attngen.schema.kernel_spec import KernelSpec
 
 

@@ -21,11 +21,11 @@ from attngen.errors import PlanError
 from attngen.formats import APPEND, HELPERS
 from attngen.lang.constant_conditions import fold_conditions
 from attngen.lang.listed import LISTS
+from attngen.plan.catalogue import backends, candidates
 from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules import backends, candidates
 from attngen.schema.kernel_spec import KernelSpec
 
 

@@ -15,7 +15,7 @@ from attngen.schema.kernel_spec import KernelSpec
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One kernel structure: its name, and the functions of the module of ``attngen.plan.schedules`` that knows it.
+    """One kernel structure: its name, and the functions of the module of ``attngen.plan.catalogue`` that knows it.
 
     ``plan`` raises PlanError with field and reason for what the schedule cannot do. ``suits`` says whether a spec asks
     for this structure at all: one that does not suit is skipped without a message. ``alternatives`` yields plans with
@@ -51,7 +51,7 @@ class Schedule:
     listed_keys: bool = False
     split_kv: bool = False
     split_tiles: bool = False
-    explanation: str = "attngen.inspect.schedule:ScheduleExplanation"
+    explanation: str = "attngen.parts.explained.base:ScheduleExplanation"
 
 
 def plans_of(

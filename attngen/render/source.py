@@ -9,8 +9,8 @@ from functools import cache
 from pkgutil import resolve_name
 
 from attngen import resources
+from attngen.plan.catalogue import named
 from attngen.plan.model import Plan
-from attngen.plan.schedules import named
 from attngen.render.environment import environment
 
 _SUFFIXES = {"triton": "py", "cuda": "cu"}

@@ -6,9 +6,10 @@ import pytest
 
 from attngen.compile import compile_source
 from attngen.compile.inspect import count_instructions
+from attngen.families.mma_backward.structure import MmaBackward
+from attngen.families.mma_forward.structure import MmaForward
 from attngen.plan import Plan
 from attngen.plan.allowances import MMA_BACKWARD_SPILLS, MMA_SPILLS
-from attngen.plan.schedules.structures import MmaBackward, MmaForward
 from attngen.render import render
 from tests.plan.specs import planned
 from tests.plan.test_mma_decode import planned as split

@@ -8,7 +8,7 @@ import torch
 import attngen
 from attngen.arch import arch_of
 from attngen.build.pipeline import compile_kernels, prepare
-from attngen.plan.schedules import with_schedule
+from attngen.plan.catalogue import with_schedule
 from attngen.runtime.kernels.module import read_kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text

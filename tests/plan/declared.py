@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+from attngen.families.hopper_backward.cluster_pipes import cluster_pipes
+from attngen.families.hopper_backward.pipes import backward_pipes
+from attngen.families.hopper_forward.pipes import forward_pipes
 from attngen.plan import Plan
 from attngen.plan.pipes import Pipes
-from attngen.plan.schedules.backward_pipes import backward_pipes
-from attngen.plan.schedules.cluster_pipes import cluster_pipes
-from attngen.plan.schedules.forward_pipes import forward_pipes
 from tests.plan.specs import planned
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
+from attngen.families.latent.pipes import CONSUMERS, HALF_BOXES, TILES, mla_pipes
 from attngen.plan.pipes import WARPGROUP, Pipes
-from attngen.plan.schedules.mla_pipes import CONSUMERS, HALF_BOXES, TILES, mla_pipes
 from tests.plan.simulation import WARPS, ProtocolError, Ring, Role, Simulation, all_landed, named
 
 PIPES = mla_pipes(qk=576, v=512, element=2, registers=(56, 224), merges=True)

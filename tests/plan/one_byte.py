@@ -7,16 +7,14 @@ from dataclasses import replace
 import pytest
 
 from attngen.dtypes import dtype
+from attngen.families.hopper_backward import schedule as hopper_backward
+from attngen.families.hopper_forward import registers as forward_registers
+from attngen.families.hopper_forward import schedule as hopper_forward
+from attngen.families.hopper_forward import tiles as forward_tiles
+from attngen.families.triton import backward as triton_backward
+from attngen.families.triton import forward as triton_forward
 from attngen.plan import choices, draft
 from attngen.plan.operands import Operands, operands_of
-from attngen.plan.schedules import (
-    forward_registers,
-    forward_tiles,
-    hopper_backward,
-    hopper_forward,
-    triton_backward,
-    triton_forward,
-)
 from attngen.schema import KernelSpec
 
 E4M3 = dtype("fp8_e4m3")

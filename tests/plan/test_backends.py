@@ -8,7 +8,7 @@ from attngen.arch import ARCHES
 from attngen.errors import PlanError
 from attngen.inspect.of_spec import explain_spec
 from attngen.plan import plan
-from attngen.plan.schedules import backends
+from attngen.plan.catalogue import backends
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, load_spec_text, preset_names
 from tests.plan.specs import planned

@@ -7,9 +7,9 @@ from pkgutil import resolve_name
 import pytest
 
 from attngen.errors import PlanError
+from attngen.families.hopper_forward.structure import HopperForward
 from attngen.plan import plan
-from attngen.plan.schedules import schedules
-from attngen.plan.schedules.structures import HopperForward
+from attngen.plan.catalogue import schedules
 from attngen.resources import templates_dir
 from attngen.schema import expand, load_spec_text, preset_names
 from tests.plan.specs import planned

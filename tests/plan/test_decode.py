@@ -6,8 +6,8 @@ import pytest
 
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
+from attngen.families.decode.schedule import HopperDecode
 from attngen.plan import Plan, plan
-from attngen.plan.schedules.hopper_decode import HopperDecode
 from attngen.schema import expand, load_spec_text
 from attngen.schema.kernel_spec import KernelSpec
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import PlanError
+from attngen.families.hopper_forward.structure import HopperForward
 from attngen.lang.folding import KEY, ONE, fold_logit, split_keys, subtract
 from attngen.lang.ir import Const, Op, Type, names, own
-from attngen.plan.schedules.structures import HopperForward
 from tests.plan.specs import kernel_spec, planned
 
 

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 
 from attngen.errors import PlanError
+from attngen.families.hopper_forward import registers as forward_registers
+from attngen.families.hopper_forward import schedule as hopper_forward
+from attngen.families.hopper_forward.structure import HopperForward
+from attngen.parts.boxes import widths
 from attngen.plan import Plan
 from attngen.plan.choices import L2_BYTES, ONE_HEAD
-from attngen.plan.schedules import forward_registers, hopper_forward
-from attngen.plan.schedules.forward_memory import widths
-from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
 

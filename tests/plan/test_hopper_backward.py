@@ -8,8 +8,8 @@ import pytest
 
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
+from attngen.parts.floors import gradient_floor
 from attngen.plan import Plan
-from attngen.plan.floors import gradient_floor
 from attngen.render import render
 from tests.plan.specs import planned
 

@@ -6,9 +6,9 @@ import pytest
 
 from attngen.arch import ARCHES
 from attngen.errors import PlanError, SpecError
+from attngen.families.latent.pipes import KEYS, ROWS
+from attngen.families.latent.schedule import HopperMla
 from attngen.plan import Plan, plan
-from attngen.plan.schedules.hopper_mla import HopperMla
-from attngen.plan.schedules.mla_pipes import KEYS, ROWS
 from attngen.render import render
 from attngen.runtime.geometry import splits
 from attngen.schema import expand, load_spec_text

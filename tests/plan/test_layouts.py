@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from attngen.errors import PlanError
+from attngen.families.hopper_forward import schedule as hopper_forward
 from attngen.plan import arguments, plan
+from attngen.plan.catalogue import candidates, named, schedules, with_schedule
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
-from attngen.plan.schedules import candidates, hopper_forward, named, schedules, with_schedule
 from attngen.schema import expand, load_spec_text
 from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.models import KernelModel

@@ -6,9 +6,9 @@ import pytest
 
 from attngen.arch import ARCHES
 from attngen.errors import PlanError, SpecError
+from attngen.families.latent.pipes import KEYS, ROWS
+from attngen.families.latent_backward.schedule import MlaBackward
 from attngen.plan import Plan, plan
-from attngen.plan.schedules.mla_backward import MlaBackward
-from attngen.plan.schedules.mla_pipes import KEYS, ROWS
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
 from attngen.schema.kernel_spec import KernelSpec

@@ -10,9 +10,9 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
+from attngen.families.mma_backward.schedule import SCHEDULE
+from attngen.families.mma_backward.structure import MmaBackward
 from attngen.plan import Plan, plan
-from attngen.plan.schedules.mma_backward import SCHEDULE
-from attngen.plan.schedules.structures import MmaBackward
 from attngen.render import render
 from tests.plan.specs import kernel_spec, planned
 from tests.plan.test_mma_forward import CARDS, conflicts, swizzled

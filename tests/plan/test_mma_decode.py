@@ -7,9 +7,9 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
+from attngen.families.decode.pipes import LOADERS, decode_pipes_of
+from attngen.families.decode.schedule import HopperDecode
 from attngen.plan import Plan, plan
-from attngen.plan.schedules.decode_pipes import LOADERS, decode_pipes_of
-from attngen.plan.schedules.hopper_decode import HopperDecode
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
 

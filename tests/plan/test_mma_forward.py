@@ -12,9 +12,9 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
+from attngen.families.mma_forward.structure import MmaForward
 from attngen.plan import plan
 from attngen.plan.candidates import candidates
-from attngen.plan.schedules.structures import MmaForward
 from attngen.render.source import headers
 from tests.plan.specs import kernel_spec, planned
 

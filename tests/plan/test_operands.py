@@ -8,10 +8,11 @@ import pytest
 
 from attngen.dtypes import ATTENTION_DTYPES, DTYPES, PROBABILITY_DTYPE, QUANTIZED_DTYPES, dtype
 from attngen.errors import PlanError
+from attngen.families.hopper_backward.structure import HopperBackward
+from attngen.families.hopper_forward.structure import HopperForward
+from attngen.parts.floors import floor
 from attngen.plan import Plan
-from attngen.plan.floors import floor
 from attngen.plan.operands import Operands, operands_of
-from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from tests.plan.one_byte import E4M3, READ, use_one_byte
 from tests.plan.specs import kernel_spec, planned
 

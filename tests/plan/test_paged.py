@@ -7,9 +7,9 @@ from math import gcd
 import pytest
 
 from attngen.errors import PlanError
-from attngen.inspect import hopper_forward
-from attngen.plan.schedules.forward_pipes import forward_pipes_of
-from attngen.plan.schedules.structures import HopperForward
+from attngen.families.hopper_forward import explain as hopper_forward
+from attngen.families.hopper_forward.pipes import forward_pipes_of
+from attngen.families.hopper_forward.structure import HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
 

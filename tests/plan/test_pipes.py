@@ -9,14 +9,14 @@ from random import Random
 
 import pytest
 
+from attngen.families.decode.pipes import decode_pipes
+from attngen.families.latent.indexed_pipes import indexed_pipes
+from attngen.families.latent.pipes import mla_pipes
+from attngen.families.latent_backward.pipes import dkv_pipes, dq_pipes
+from attngen.families.wide.pipes import wide_pipes
 from attngen.plan import Plan
+from attngen.plan.catalogue import named
 from attngen.plan.pipes import Event, Pipes, Ring, Signal
-from attngen.plan.schedules import named
-from attngen.plan.schedules.decode_pipes import decode_pipes
-from attngen.plan.schedules.indexed_pipes import indexed_pipes
-from attngen.plan.schedules.mla_backward_pipes import dkv_pipes, dq_pipes
-from attngen.plan.schedules.mla_pipes import mla_pipes
-from attngen.plan.schedules.wide_pipes import wide_pipes
 from attngen.render import render
 from attngen.resources import root, templates_dir
 from tests.plan import declared

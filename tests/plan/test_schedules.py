@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 import pytest
 
 import attngen
-from attngen.plan.schedules import schedules
+from attngen.plan.catalogue import schedules
 
 PACKAGE = Path(attngen.__file__).parent
 ALL = [row for direction in ("forward", "backward") for row in schedules(direction)]
@@ -23,8 +23,7 @@ OTHERS = sorted(
     path
     for path in PACKAGE.rglob("*.py")
     if path not in OWN
-    and not path.is_relative_to(PACKAGE / "plan/schedules")
-    and not path.is_relative_to(PACKAGE / "render/views")  # each of them fills the templates of one schedule
+    and not path.is_relative_to(PACKAGE / "families")  # each of them fills the templates of one schedule
 )
 
 
@@ -33,12 +32,10 @@ def asked(text: str) -> list[str]:
     mentions = []
     names = {row.name for row in ALL}
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attngen.plan.schedules."):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attngen.families."):
             mentions.append(f"{node.lineno}: from {node.module} import …")
-        elif isinstance(node, ast.ImportFrom) and node.module == "attngen.plan.schedules":
-            modules = {one.name for one in node.names} & (
-                {path.stem for path in (PACKAGE / "plan/schedules").glob("*.py")}
-            )
+        elif isinstance(node, ast.ImportFrom) and node.module == "attngen.families":
+            modules = {one.name for one in node.names} & ({path.stem for path in (PACKAGE / "families").iterdir()})
             mentions += [f"{node.lineno}: import of {name}" for name in modules]
         elif isinstance(node, ast.Constant) and node.value in names:
             mentions.append(f"{node.lineno}: {node.value!r}")
@@ -51,10 +48,10 @@ def test_nothing_outside_asks_which_schedule_it_is(path: Path) -> None:
 
 
 def test_imports_and_names_of_schedules_are_noticed() -> None:
-    assert asked("from attngen.plan.schedules.structures import HopperForward")
-    assert asked("from attngen.plan.schedules import hopper_forward")
+    assert asked("from attngen.families.hopper_forward.structure import HopperForward")
+    assert asked("from attngen.families import hopper_forward")
     assert asked("def f(plan):\n    return plan.schedule == 'hopper_cluster'")
-    assert not asked("from attngen.plan.schedules import named")
+    assert not asked("from attngen.plan.catalogue import named")
 
 
 @pytest.mark.parametrize("row", ALL, ids=lambda row: row.name)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attngen.errors import PlanError
+from attngen.families.hopper_forward.structure import HopperForward
 from attngen.plan import Plan, plan
 from attngen.plan.pipes import ROW_PADDING
-from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
 

@@ -6,11 +6,11 @@ from random import Random
 
 import pytest
 
+from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.lang.ir import Const, Expr, Op, Var
 from attngen.lang.simplify import FOLD
 from attngen.plan import Plan
 from attngen.plan.own_gradients import APART, Way, gradients_of, stored_gradients
-from attngen.plan.schedules.structures import HopperBackward
 from attngen.render import render
 from tests.plan.specs import planned
 

@@ -9,8 +9,9 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.dtypes import dtype
 from attngen.errors import PlanError
+from attngen.families.triton.tiles import columns, gradient_columns
+from attngen.parts.columns import padded_width
 from attngen.plan.budget import shared_memory
-from attngen.plan.tiles import columns, gradient_columns, padded_width
 from tests.plan.specs import planned
 
 HEAD_DIMS = range(8, 257, 8)

@@ -9,8 +9,8 @@ import pytest
 from attngen.arch import ARCHES
 from attngen.dtypes import WIDE_HEAD_DIMS, dtype
 from attngen.errors import PlanError
+from attngen.families.triton.tiles import gradient_columns
 from attngen.plan import Plan, plan
-from attngen.plan.tiles import gradient_columns
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
 from attngen.schema.kernel_spec import KernelSpec

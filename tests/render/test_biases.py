@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from attngen.arch import ARCHES
+from attngen.families.hopper_backward.structure import HopperBackward
+from attngen.families.hopper_forward.structure import HopperForward
 from attngen.lang.biases import biases
 from attngen.plan import Plan
 from attngen.plan.attempts import attempts
-from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from attngen.render import render
 from tests.plan.specs import kernel_spec, planned
 

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from attngen.plan.schedules.structures import HopperBackward
+from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.render import render
 from attngen.resources import root
 from tests.plan.specs import planned

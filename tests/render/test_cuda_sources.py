@@ -16,7 +16,7 @@ from attngen.lang.ir import Op, Type
 from attngen.lang.printing import canonical
 from attngen.lang.simplify import integer, make
 from attngen.plan import plan
-from attngen.plan.schedules import named
+from attngen.plan.catalogue import named
 from attngen.render import render
 from attngen.render.cuda_math import element_bindings
 from attngen.render.expressions import CUDA, corner_bindings

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from attngen.families.hopper_forward.structure import HopperForward
+from attngen.families.hopper_forward.tiles import END_ALIGNMENT
+from attngen.families.hopper_forward.view import cuda_view
 from attngen.plan.model import Plan
-from attngen.plan.schedules.forward_tiles import END_ALIGNMENT
-from attngen.plan.schedules.structures import HopperForward
-from attngen.render.views.hopper_forward import cuda_view
 from tests.plan.specs import planned
 
 COMPILER = shutil.which("g++")

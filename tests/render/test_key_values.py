@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from attngen.families.hopper_backward.structure import HopperBackward
+from attngen.families.hopper_forward.structure import HopperForward
 from attngen.plan.model import Plan
-from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from attngen.dtypes import DTYPES
+from attngen.families.hopper_forward.structure import HopperForward
+from attngen.parts.regions import SWIZZLES
 from attngen.plan import Plan
+from attngen.plan.catalogue import schedules
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.operands import fragment_registers
-from attngen.plan.schedules import schedules
-from attngen.plan.schedules.structures import HopperForward
 from attngen.render import render
-from attngen.render.views.hopper_forward import SWIZZLES
 from attngen.resources import root
 from tests.plan.one_byte import use_one_byte
 from tests.plan.specs import planned

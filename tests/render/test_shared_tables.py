@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from attngen.families.hopper_backward.structure import HopperBackward
+from attngen.families.hopper_forward.structure import HopperForward
 from attngen.lang.tables import ENTRY_BYTES
 from attngen.plan import Plan
-from attngen.plan.schedules.structures import HopperBackward, HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
 

@@ -18,7 +18,10 @@ PACKAGE = Path(attngen.__file__).parent
 TEMPLATES = sorted(path for part in ("cuda", "triton") for path in (templates_dir() / part).rglob("*.*"))
 #: Sources of names in kernels beside the templates.
 MODULES = sorted(
-    path for part in ("plan", "render", "lang") for path in (PACKAGE / part).rglob("*.py") if path.name != "symbols.py"
+    path
+    for part in ("plan", "render", "parts", "families", "lang")
+    for path in (PACKAGE / part).rglob("*.py")
+    if path.name != "symbols.py"
 )
 
 

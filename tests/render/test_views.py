@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.render import views
+from attngen import families, parts
 
 #: Statements, comparisons, casts, and names of kernels.
 CUDA = re.compile(
@@ -17,7 +17,18 @@ CUDA = re.compile(
 #: Functions of statements that are weighed, moved and left out with those of the user's mathematics.
 STATEMENTS = {"int_constant", "int_constants", "constant", "statement", "written"}
 
-VIEWS = [path for path in sorted(Path(views.__path__[0]).glob("*.py")) if not path.name.startswith("triton_")]
+#: Views of CUDA kernels, and the parts that they share.
+VIEWS = sorted(
+    path
+    for folder, pattern in (
+        (families, "**/*view.py"),
+        (families, "*/files.py"),
+        (parts, "re*.py"),
+        (parts, "*_view.py"),
+    )
+    for path in Path(folder.__path__[0]).glob(pattern)
+    if path.parent.name != "triton"
+)
 
 
 def texts(tree: ast.Module) -> list[str]:
@@ -32,7 +43,7 @@ def texts(tree: ast.Module) -> list[str]:
     return [node.value for node in constants if isinstance(node.value, str)]
 
 
-@pytest.mark.parametrize("path", VIEWS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", VIEWS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_views_hold_no_cuda(path: Path) -> None:
     assert [text for text in texts(ast.parse(path.read_text("utf-8"))) if CUDA.search(text)] == []
 

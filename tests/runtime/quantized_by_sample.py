@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attngen.families.quantize.tiles import SPAN
 from attngen.lab.verify.inputs import in_groups
-from attngen.plan.schedules.quantize_tiles import SPAN
 from attngen.runtime.calls.quantize import quantize_by_sample, quantize_centered
 from attngen.runtime.helpers.quantize_arguments import in_rows
 from attngen.runtime.helpers.quantize_sampled import Sampled

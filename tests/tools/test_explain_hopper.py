@@ -12,14 +12,14 @@ import torch
 from click.testing import CliRunner
 
 from attngen import cli
-from attngen.inspect.hopper_forward import HopperExplanation
+from attngen.families.hopper_forward.explain import HopperExplanation
 from attngen.inspect.of_spec import explain_spec
 from attngen.inspect.pipes import barriers
-from attngen.inspect.schedule import explanation_of
 from attngen.inspect.visits import visits
 from attngen.lang.eager import evaluate
+from attngen.parts.explained.base import explanation_of
+from attngen.parts.floors import MEMORY_PER_CLOCK, RATES, floor
 from attngen.plan import Plan, plan
-from attngen.plan.floors import MEMORY_PER_CLOCK, RATES, floor
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
 

@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from attngen import cli
-from attngen.inspect.mma_forward import MmaForwardExplanation
-from attngen.inspect.schedule import explanation_of
+from attngen.families.mma_forward.explain import MmaForwardExplanation
+from attngen.parts.explained.base import explanation_of
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text
 

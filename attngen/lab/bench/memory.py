@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from attngen.parts.columns import padded_width
 from attngen.plan.model import Plan
-from attngen.plan.tiles import padded_width
 from attngen.runtime.geometry.cuts import MOST_PARTS
 
 _FLOAT32 = 4

@@ -1,1 +1,1 @@
-"""Views that fill the templates of each schedule: one module for each, under its name."""
+"""Earlier import paths, kept for programs that use them."""

@@ -1,0 +1,1 @@
+"""Kernel families, a folder for each; ``attngen.plan.catalogue`` has their order."""

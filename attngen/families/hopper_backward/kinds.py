@@ -1,0 +1,148 @@
+"""Families of Hopper backward kernels, by what masks and scores compute for each pair: rows of a table of tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attngen.lang.biases import MOST_HELD, without_biases
+from attngen.lang.simplify import TRUE
+from attngen.lang.tables import tables, without_tables
+from attngen.lang.variant import Variant
+from attngen.plan.choices import iteration_of
+from attngen.plan.own_gradients import derivative, gradients_of
+from attngen.plan.traits import (
+    divides,
+    is_light,
+    query_loads,
+    query_values_of_score,
+    reads_data_per_key,
+    reads_positions,
+    scores_keys,
+    without_distance_values,
+)
+from attngen.schema.kernel_spec import KernelSpec
+
+#: Head dims up to this one leave registers beside dK and dV.
+NARROW = 96
+
+#: Head dims up to this one have a row of the table for masks that divide where ping-pong was not measured.
+_CROWDED = 64
+
+#: Head dims beyond this are computed by clusters of two blocks.
+BLOCK_HEAD_DIM = 128
+
+#: Most values of each query that the loader stores beside a tile of Q: no more fit in shared memory at head dim 128.
+_QUERY_VALUES = 1
+
+#: The families, those whose masks and scores take the fewest registers first.
+_FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """Values that the loader stores beside a tile of Q, so that consumers do not load or compute them for each pair."""
+
+    bias_bytes: int  # of tiles of biases, for each pair
+    by_distance: int  # values of each distance of a query from a key
+    table_bytes: int = 0  # of small tables, of which consumers hold copies
+
+
+NOTHING = Brought(0, 0)
+
+
+def is_wide(spec: KernelSpec) -> bool:
+    """Whether dK and dV take more registers than the consumers of one block have."""
+    return max(spec.head_dim_qk, spec.head_dim_v) > BLOCK_HEAD_DIM
+
+
+def families_from(family: str, tiled: int) -> tuple[str, ...]:
+    """Return a family and those after it; "biased" only if ``tiled`` bytes of biases come as tiles."""
+    return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
+
+
+def row_family_of(spec: KernelSpec, family: str, iteration: str, qk: int, v: int) -> str:
+    """The family whose row of the table is taken. In a fixed order of dQ, ping-pong was not measured beyond head dim
+    96, so that "plain" becomes "ordered" there, whose softmax overlaps gradients. Packed sequences of a head dim that
+    is padded to 128 have too few registers for that, and become "light". Up to head dim 64, ping-pong was measured for
+    divisions only in ranges of dense sequences; elsewhere "divided" becomes "crowded"."""
+    if family == "divided" and max(qk, v) <= _CROWDED:
+        measured = iteration == "ranges" and spec.layout == "dense" and not spec.deterministic
+        return family if measured else "crowded"
+    if family != "plain" or is_wide(spec) or max(qk, v) <= NARROW or not spec.deterministic:
+        return family
+    return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == BLOCK_HEAD_DIM else "ordered"
+
+
+def query_values_of(spec: KernelSpec, variant: Variant, brought: Brought, *, bits: bool) -> int:
+    """Number of values of each query that the loader stores beside its tile: those that the mask reads, else those that
+    the score does; 0 if they are too many. ``variant`` is what consumers compute for each pair; with ``bits``, a tile
+    map has the mask."""
+    count = 0 if bits else query_loads(variant)
+    if not (count or brought.bias_bytes or is_wide(spec)):
+        values = query_values_of_score(
+            spec.variant, fast_math=spec.fast_math, bits=bits, by_distance=brought.by_distance > 0
+        )
+        count = len(values)
+    return count if count <= _QUERY_VALUES else 0
+
+
+def traits_of(spec: KernelSpec) -> frozenset[str]:
+    """Traits of a spec that the table of refusals names: those that take registers beside accumulators."""
+    variant = spec.variant
+    of_score = replace(variant, mask=TRUE)
+    holds_by_trait = {
+        "dropout": variant.dropout,
+        "ordered": spec.deterministic,
+        "varying_derivative": varies(spec),
+        "both_read": reads_data_per_key(variant) and reads_positions(of_score),
+    }
+    return frozenset(name for name, holds in holds_by_trait.items() if holds)
+
+
+def varies(spec: KernelSpec) -> bool:
+    """Whether the derivative of the logit differs from pair to pair, or from head to head."""
+    return derivative(spec.variant, fast_math=spec.fast_math).varying is not None
+
+
+def per_pair_of(spec: KernelSpec, brought: Brought) -> Variant:
+    """The variant without what the loader stores: what consumers load and compute for each pair."""
+    variant = without_biases(spec.variant, brought.bias_bytes, MOST_HELD) if brought.bias_bytes else spec.variant
+    if brought.by_distance:
+        variant = without_distance_values(variant, fast_math=spec.fast_math)
+    if brought.table_bytes and variant.score is not None:
+        variant = replace(variant, score=without_tables(variant.score, tables(variant.score, spec.variant)))
+    return variant
+
+
+def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
+    """Family of mask and score, by what consumers compute for each pair (``variant``). Its registers decide which
+    products the softmax can overlap.
+
+    - "plain": no score, and a mask made of comparisons of positions and scalars
+    - "light": a score whose derivative is the same for all pairs, or tensors read by sequence and head alone
+    - "divided": "light" with divisions
+    - "biased": "light" or "divided" with biases that come as tiles
+    - "derived": a score whose derivative differs from pair to pair
+    - "valued": mask or score read values of keys, and at most one value of each query, stored beside its tile
+    - "reading": other tensors are read by position
+    - "tight": dropout, since dV takes probabilities after it and dS those before; or a tile map with a fixed order of
+      dQ, which takes registers of the loader
+    """
+    mapped = not is_wide(spec) and iteration_of(spec, "q", by_bits=True) == "tile_map"
+    if variant.dropout or (spec.deterministic and mapped):
+        return "tight"
+    if mapped:  # the mask comes as bits, whatever its expression reads
+        variant = replace(variant, mask=TRUE)
+    if is_light(variant):
+        return "plain"
+    kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
+    if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
+        return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= NARROW else "reading"
+    if reads_positions(variant):
+        valued = query_values_of(spec, variant, brought, bits=mapped) or (scores_keys(variant) and not varies(spec))
+        return "valued" if valued and not is_wide(spec) else "reading"
+    if varies(spec):
+        return "derived"
+    if brought.bias_bytes:
+        return "biased"
+    return "divided" if divides(variant) else "light"

@@ -1,0 +1,92 @@
+"""The Hopper forward in CUDA of operands of 8 bits: that with warp roles, and a warp that transposes V on the way.
+
+wgmma takes operands of 8 bits K-major alone (PTX ISA, "wgmma.mma_async"), and V, whose products sum over keys, lies in
+memory as rows of keys. Registers of an accumulator are those of the next product's A after a permutation of keys within
+groups of 16, which costs nothing where V has the same one (FlashAttention-3, arXiv 2407.08608, section 3.3).
+"""
+
+from __future__ import annotations
+
+from attngen.arch import Arch
+from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.families.hopper_forward.alternatives import alternatives, tunable
+from attngen.families.hopper_forward.candidates import Choice, Form
+from attngen.families.hopper_forward.pipes import forward_pipes_of
+from attngen.families.hopper_forward.schedule import plan_forward
+from attngen.parts.probabilities import Probabilities
+from attngen.parts.promises import keep_promises
+from attngen.plan.choices import refuse
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Plan
+from attngen.plan.schedule import Schedule, plans_of
+from attngen.schema.kernel_spec import KernelSpec, Roles
+
+#: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the row max is set, and may
+#: grow until a lane's sum, and so each of its terms, could exceed 448. Where many are equal, the new row max leaves a
+#: lane a sum of 2^6. They are e4m3 whatever q, k and v are.
+PROBABILITIES = dict.fromkeys(QUANTIZED_DTYPES, Probabilities("448.0f", raise_above="4.0f", peak=4, lane_sum_log2=6))
+
+#: As in ``hopper_forward``; "blocks", or "tokens", have scales of their own. Measured on an H200:
+#: docs/notebook/hopper_fp8.md.
+TABLE = (
+    Choice("tokens", 128, 3, 64, "cooperative"),
+    Choice("tokens", 256, 2, 64, "cooperative"),
+    Choice("window", 64, 3, 96, "cooperative"),
+    Choice("listed", 64, 3, 96, "cooperative"),
+    Choice("any", 64, 3, 128, "pingpong", keeps_turn=True),
+    Choice("blocks", 128, 3, 64, "cooperative"),
+    Choice("gather", 128, 3, 64, "cooperative"),
+    Choice("listed", 128, 3, 64, "cooperative"),
+    Choice("packed", 128, 2, 192, "pingpong"),
+    Choice("paged", 128, 2, 192, "pingpong"),
+    Choice("window", 128, 3, 96, "cooperative"),
+    Choice("score", 128, 3, 96, "pingpong", keeps_turn=True),
+    Choice("any", 128, 3, 96, "pingpong"),
+    Choice("any", 192, 2, 128, "cooperative"),
+    Choice("any", 256, 2, 128, "cooperative", (24, 240)),
+)
+
+
+def _check(spec: KernelSpec, roles: Roles, iteration: str) -> None:
+    """Refuse what probabilities of 8 bits cannot do."""
+    if spec.scale_block and LAYOUTS[spec.layout].key_access == "paged":
+        raise refuse(
+            spec, "descale", "keys in pages have a scale for each head here; allowed: head, or page with split_kv: true"
+        )  # fmt: skip
+    if spec.scale_block and spec.pack_gqa:
+        raise refuse(spec, "pack_gqa", "rows of several heads have several scales; allowed: false, or descale: head")
+    if spec.variant.dropout:
+        raise refuse(spec, "dtype", f"{spec.dtype} has no dropout; allowed: bf16, fp16")
+
+
+FORM = Form(
+    schedule="hopper_fp8",
+    label="wgmma",
+    check=_check,
+    numbers=PROBABILITIES,
+    table=TABLE,
+    capped_columns=256,
+    transposes=True,
+)
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    return plan_forward(spec, arch, FORM)
+
+
+SCHEDULE = Schedule(
+    name="hopper_fp8",
+    backend="cuda",
+    direction="forward",
+    template="cuda/forward/kernel.cu.j2",
+    view="attngen.families.hopper_forward.view:cuda_view",
+    supports=lambda arch: arch.wgmma,
+    suits=lambda spec: spec.dtype in PROBABILITIES,
+    plan=_plan,
+    alternatives=plans_of(alternatives, _plan),
+    tunable=tunable,
+    keep_promises=keep_promises,
+    pipes=forward_pipes_of,
+    layouts=("dense", "varlen", "paged"),
+    explanation="attngen.families.hopper_forward.explain:explain",
+)

@@ -1,0 +1,79 @@
+"""The parts of a Hopper forward: which file of ``templates/cuda/forward`` each choice of the plan is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.families.hopper_forward.structure import HopperForward
+from attngen.plan.model import Plan
+
+_FOLDER = "cuda/forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Files that the templates include, or whose macros they call."""
+
+    keys: str  # where the keys of a sequence lie
+    visits: str  # how the tiles of keys that rows see are found
+    scheduler: str
+    records: str  # how the scheduler hands over work tiles
+    loader: str  # of K, and of V if that has none of its own
+    values: str  # how V follows K
+    consumer: str  # the loop over work tiles, or the one tile of a block that shares its keys
+    turns: str  # how consumers share the tensor cores
+    tiles: str  # whether a consumer skips tiles of keys
+    work: str  # how a consumer reads the record of a work tile
+    step: str  # how the products of a step follow each other
+    logits: str  # how products become logits
+    softmax: str
+    store: str  # how O leaves
+
+
+def parts_of(plan: Plan, forward: HopperForward) -> Parts:
+    """Return the parts of a plan."""
+    work = "work_in_place" if forward.v_by_columns else "work_shared" if forward.shares else "work"
+    values = (
+        "values_for_transposers" if forward.transposes else "values_by_columns" if forward.v_by_columns else "values"
+    )
+    return Parts(
+        keys=_file(f"keys/{plan.key_access}"),
+        visits=_file("visits/ranges" if plan.iteration == "ranges" else "visits/words"),
+        scheduler=_file("_scheduler_shared" if forward.shares else "_scheduler"),
+        records=_file("scheduler/records_counted" if forward.transposes else "scheduler/records"),
+        loader=_file("_loader_pages_k" if forward.value_loader else "_loader"),
+        values=_file(f"loader/{values}"),
+        consumer=_file("_consumer_shared" if forward.shares else "_consumer"),
+        turns=_file("consumer/turns_pingpong" if forward.pingpong else "consumer/turns_cooperative"),
+        tiles=_file("consumer/tiles_skipped" if forward.skips else "consumer/tiles_all"),
+        work=_file(f"consumer/{work}"),
+        step=_file("consumer/step_overlapped" if forward.overlap else "consumer/step_in_order"),
+        logits=_file(f"logits/{_logits(forward)}"),
+        softmax=_file(f"softmax/{_softmax(plan, forward)}"),
+        store=_file("consumer/store_staged" if forward.staged else "consumer/store_direct"),
+    )
+
+
+def _logits(forward: HopperForward) -> str:
+    """Name of the file whose lines turn products into logits."""
+    if forward.capped:
+        return "capped"
+    return "powers" if forward.takes_powers else "fused" if forward.fused else "branches"
+
+
+def _softmax(plan: Plan, forward: HopperForward) -> str:
+    """Return the kind of softmax: what probabilities are measured from, and in how many bits they are."""
+    if forward.capped and plan.softmax == "bounded":
+        return "capped_bounded"
+    if forward.takes_powers:
+        return "powers"
+    if plan.softmax != "first_max":
+        return plan.softmax
+    kind = "capped" if forward.capped else "fixed_relative" if forward.relative else "fixed"
+    if forward.lane_sum_log2:
+        return f"{kind}_8_bits"
+    return kind
+
+
+def _file(name: str) -> str:
+    return f"{_FOLDER}/{name}.cu.j2"

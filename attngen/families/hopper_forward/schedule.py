@@ -1,0 +1,270 @@
+"""The Hopper forward in CUDA with warp roles, and the common plan of all Hopper forward kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from attngen.arch import Arch
+from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.errors import PlanError
+from attngen.families.hopper_forward.alternatives import alternatives, tunable
+from attngen.families.hopper_forward.candidates import ROWS, Choice, Form
+from attngen.families.hopper_forward.pipes import forward_pipes_of
+from attngen.families.hopper_forward.structure import HopperForward
+from attngen.families.hopper_forward.tiles import SOFTMAXES, hopper_tile
+from attngen.lang.biases import biases
+from attngen.lang.ir import names
+from attngen.manifest import SHARES
+from attngen.parts.boxes import operand_widths, widest_box
+from attngen.parts.probabilities import PROBABILITIES, Probabilities
+from attngen.parts.promises import keep_promises
+from attngen.plan import arguments
+from attngen.plan.allowances import SPILLS
+from attngen.plan.choices import L2_BYTES, ONE_HEAD, check_head_dims, iteration_of, refuse
+from attngen.plan.draft import drafted, forward_launches
+from attngen.plan.model import Argument, Plan, Workspace
+from attngen.plan.operands import operands_of
+from attngen.plan.pipes import ROW_PADDING
+from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.times import times_of, visible_keys
+from attngen.schema.kernel_spec import KernelSpec
+
+#: Columns up to which one head after the other is faster where no mask makes work tiles differ; slower for long
+#: sequences at head dim 256.
+_ONE_HEAD_COLUMNS = 192
+
+#: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
+#: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
+#: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
+#: "listed" mask loads a value for each key, and where rows are of one head ("listed_by_head") a whole tile of more keys
+#: may come first; a "window" is light and ends on the left, so that small tiles save much where heads share rows; of
+#: single heads ``forward_tiles`` takes tiles of 128 x 128 if predicted times say so;
+#: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys; for a "biased"
+#: score the tiles of biases come with those of K, and take room beside them, a "narrow_bias" of one byte little; a
+#: "mapped" mask comes as a tile map, whose blocks (documents, images) seldom begin at a multiple of 96 or 192, and the
+#: score does not gather; beside a map, a "held_table" is read by shuffles, for which two warps a scheduler are too few.
+#: The softmax of a "biased" score takes longer than its products at head dim 64, so that turns last until these are
+#: done. Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
+TABLE = (
+    Choice("held_table", 64, 3, 128, "pingpong"),
+    Choice("narrow_bias", 128, 2, 128, "pingpong"),
+    Choice("biased", 64, 2, 128, "pingpong", keeps_turn=True),
+    Choice("biased", 128, 2, 96, "pingpong", keeps_turn=True),
+    Choice("mapped", 128, 2, 128, "pingpong"),
+    Choice("light", 64, 3, 128, "pingpong"),
+    Choice("gather", 128, 2, 64, "pingpong"),
+    Choice("gather", 256, 2, 32, "pingpong"),
+    Choice("scored", 64, 3, 96, "pingpong"),
+    Choice("score", 64, 3, 64, "pingpong"),
+    Choice("scored", 128, 3, 80, "pingpong"),
+    Choice("score", 128, 3, 64, "pingpong"),
+    Choice("listed_by_head", 128, 2, 128, "pingpong"),
+    Choice("listed", 64, 3, 64, "pingpong"),
+    Choice("listed", 128, 3, 64, "pingpong"),
+    Choice("window", 128, 3, 64, "pingpong"),
+    Choice("plain", 96, 3, 96, "pingpong"),
+    Choice("any", 128, 2, 128, "pingpong"),
+    Choice("narrow_v", 192, 2, 128, "pingpong"),
+    Choice("plain", 192, 2, 64, "pingpong", stages=3),
+    Choice("any", 192, 2, 96, "pingpong"),
+    Choice("any", 256, 2, 64, "pingpong"),
+)
+
+
+def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
+    """Return the plan of a Hopper forward of that form."""
+    if refused := refusal(spec, form.numbers):
+        raise refused
+    if spec.softmax_scale is not None:
+        raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
+    check_head_dims(spec)
+    iteration = iteration_of(spec, by_bits=True)
+    pack_gqa = spec.pack_gqa is True
+    if pack_gqa and iteration == "tile_map":
+        raise refuse(
+            spec,
+            "pack_gqa",
+            "a tile map lists the tiles of single heads; allowed: false, or true with tile_map: never",
+        )
+    if pack_gqa and spec.variant.dropout:
+        raise refuse(
+            spec,
+            "pack_gqa",
+            "dropout shares random numbers among rows of one head, and packed rows belong to several; allowed: false",
+        )
+    operands = operands_of(spec)
+    tile, columns = hopper_tile(spec, arch, iteration, form), operand_widths(spec, operands)
+    roles = tile.roles
+    warpgroups = roles.consumers + 1
+    usual = roles.schedule == ("pingpong" if roles.consumers > 1 else "cooperative")
+    planned = drafted(
+        spec,
+        label=form.label,
+        width=f"c{roles.consumers}",
+        tile_map=iteration == "tile_map",
+        alignment=16,
+        choices=(
+            *([] if usual else [roles.schedule]),
+            *([] if roles.overlap else ["nooverlap"]),
+            *([] if roles.softmax == "first_max" else [roles.softmax.replace("_", "")]),
+            *(["shared"] if roles.shares else []),
+            *([] if roles.persistent or roles.shares else ["single"]),
+            *([] if roles.longest_first else ["natural"]),
+            *([] if roles.staged or roles.shares else ["direct"]),
+            *(["pack"] if pack_gqa else []),
+            *(["groupedv" if spec.grouped_v else "transposedv"] if spec.transposed_v else []),
+            *([_scale_label(spec.scale_block)] if spec.scale_block else []),
+        ),
+        columns_qk=columns[:1],
+        columns_v=columns[1:],
+        backend="cuda",
+        schedule=form.schedule,
+        loads="descriptor",
+        q_operand="shared",
+        tile_m=tile.tile_m,
+        tile_n=tile.tile_n,
+        stages=tile.stages,
+        num_warps=4 * warpgroups,
+        max_registers=None,
+        iteration=iteration,
+        mask_code="branch",
+        softmax=roles.softmax,
+        l2_bytes=_l2_bytes(spec, max(each.width for each in columns), roles),
+        structure=roles,
+        times=times_of(
+            roles.consumers,
+            tile.tile_n,
+            max(each.width for each in columns),
+            operands.q.bytes,
+            shared=roles.shares,
+        ),
+        visible=visible_keys(spec),
+        pack_gqa=pack_gqa,
+    )
+    return forward_launches(
+        planned,
+        _arguments(planned, roles),
+        lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
+        grid=SHARES if roles.shares else "queries",
+        cluster=roles.sharing,
+        persistent=roles.persistent,
+        pdl=True,
+        shared_bytes=roles.shared_bytes,
+        max_spills=SPILLS.bytes,
+        products=_products(planned, roles),
+        workspaces=_workspaces(planned) if roles.cuts else (),
+    )
+
+
+def _workspaces(plan: Plan) -> tuple[Workspace, ...]:
+    """Return the memory of partial results: O, and row max and row sum for each of the four lanes of a row."""
+    return (Workspace("partials", "fp32", ((plan.tile_m, plan.columns_v[0].width + ROW_PADDING, "cut_parts"),)),)
+
+
+def _l2_bytes(spec: KernelSpec, width: int, roles: HopperForward) -> int:
+    """Bytes of K and V of the heads that run side by side; measured for unmasked attention. Heads that share a bias run
+    side by side, so that they read its tiles at a time."""
+    read = biases(spec.variant, roles.bias_bytes) if roles.biases else ()
+    if any(not names(load) & {"h", "hk"} for load in read):
+        return L2_BYTES
+    if spec.variant.masked or spec.layout != "dense" or spec.dtype in QUANTIZED_DTYPES or width > _ONE_HEAD_COLUMNS:
+        return L2_BYTES
+    return ONE_HEAD
+
+
+def _scale_label(block: int) -> str:
+    """Label in kernel names of the tokens that share a scale."""
+    return "tokenscales" if block == 1 else f"scale{block}"
+
+
+def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
+    """Return the arguments of the kernel."""
+    boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
+    staged = [boxes("out", ROWS, packed=plan.pack_gqa)] if roles.boxes_out else []
+    v_map = boxes("v", plan.tile_n, window=plan.tile_n)
+    if plan.grouped_v:
+        v_map = arguments.grouped_map(plan, plan.tile_n)
+    elif plan.transposed_v:
+        box_bytes = widest_box(plan.tile_n * plan.operands.v.bytes)
+        v_map = arguments.tensor_map(plan, "v", plan.columns_v[0].width, box_bytes=box_bytes)
+    read = {load.tensor for load in biases(plan.variant, roles.bias_bytes)} if roles.biases else frozenset()
+    of_biases = [
+        arguments.bias_map(tensor, plan.tile_m, plan.tile_n)
+        for tensor in plan.variant.tensors if tensor.name in read
+    ]  # fmt: skip
+    operands = (
+        boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n), v_map, *staged, *of_biases,
+        arguments.pointer(plan, "out"),
+        arguments.row_pointer("lse"), *arguments.descales(plan),
+        *(arguments.partial_pointers() if roles.cuts else ()),
+    )  # fmt: skip
+    more_sizes = (
+        *(("long_tiles", "short_tiles") if roles.short_early else ()),
+        *(("cut_rows", "parts") if roles.cuts else ()),
+        *(("least_queries", "beside") if plan.lists_sequences else ()),
+    )
+    return arguments.signature(
+        plan, operands, tiles="q_tiles", strided=("out",), promised=False, counted=roles.persistent,
+        max_seqlen_k=True, more_sizes=more_sizes,
+        present=("lse", "seqused_k"),
+    )  # fmt: skip
+
+
+def _products(planned: Plan, roles: HopperForward) -> int:
+    """Number of wgmma instructions: Q K^T for the first tile of a block, for that of a work tile, and in
+    the loop; P V in the loop and after it. Where consumers skip tiles, a work tile may begin in two ways, one of
+    which needs a Q K^T of its own. Where blocks share keys, there is one work tile: Q K^T for its first step and in
+    the loop."""
+    qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
+    if roles.shares:
+        return 2 * qk + 2 * pv
+    return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
+
+
+def refusal(spec: KernelSpec, numbers: Mapping[str, Probabilities]) -> PlanError | None:
+    """Reason why a schedule cannot serve a spec at all, or None."""
+    if spec.dtype not in numbers:
+        return refuse(spec, "dtype", f"cuda kernels take {' and '.join(numbers)}, not {spec.dtype}")
+    if spec.loads == "pointer":
+        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
+    if spec.alignment not in (None, 16):
+        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
+    if spec.num_warps is not None:
+        return refuse(spec, "warps", "cuda kernels have roles: give producer, consumer and schedule, not a count")
+    if spec.softmax not in (None, *SOFTMAXES):
+        return refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(SOFTMAXES)}")
+    return None
+
+
+FORM = Form(
+    schedule="hopper_forward",
+    label="wgmma",
+    check=lambda spec, roles, iteration: None,
+    numbers=PROBABILITIES,
+    table=TABLE,
+    capped_columns=64,
+)
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    return plan_forward(spec, arch, FORM)
+
+
+SCHEDULE = Schedule(
+    name="hopper_forward",
+    backend="cuda",
+    direction="forward",
+    template="cuda/forward/kernel.cu.j2",
+    view="attngen.families.hopper_forward.view:cuda_view",
+    supports=lambda arch: arch.wgmma,
+    suits=lambda spec: spec.dtype not in QUANTIZED_DTYPES,
+    split_tiles=True,
+    plan=_plan,
+    alternatives=plans_of(alternatives, _plan),
+    tunable=tunable,
+    keep_promises=keep_promises,
+    pipes=forward_pipes_of,
+    explanation="attngen.families.hopper_forward.explain:explain",
+    layouts=("dense", "varlen", "paged"),
+)

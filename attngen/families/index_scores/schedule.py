@@ -1,0 +1,200 @@
+"""The Hopper kernel that scores keys for an index: sums over heads of w relu(q k), in float32.
+
+Keys are the rows of the products and (query, head) pairs their columns, so that a thread's accumulators hold all heads
+of a query: the sum over heads stays in registers, but for two exchanges within four lanes. Queries and their weights
+stay in place while keys stream past. With operands of 8 bits the tensor cores are the bottleneck: a product takes twice
+as long as its relu and its sum.
+
+Launches differ in the number of heads, which is a maximum, and in whether there are many or few queries. Those for few
+queries have small tiles, so that several blocks on a multiprocessor read keys at the bandwidth of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attngen.arch import Arch
+from attngen.dtypes import CHUNK_BYTES, SCALAR_TYPES, SWIZZLE_BYTES, dtype
+from attngen.errors import PlanError
+from attngen.formats import INDEX_SCORES
+from attngen.lang.ir import names
+from attngen.plan import arguments, naming
+from attngen.plan.allowances import SPILLS
+from attngen.plan.choices import refuse
+from attngen.plan.draft import named
+from attngen.plan.layouts import LAYOUTS
+from attngen.plan.model import Argument, Columns, Launch, Plan
+from attngen.plan.schedule import Schedule
+from attngen.plan.symbols import argument_name, divisor_name, extent_name, strides
+from attngen.schema.kernel_spec import KernelSpec
+
+#: A block has some queries of a sequence and a chunk of its keys.
+GRID = "query_chunks"
+
+#: Keys of a tile; columns of a product with many queries, and its warpgroups; columns with few queries, at least.
+KEYS, COLUMNS, GROUPS, FEW_COLUMNS = 64, 256, 2, 64
+
+#: Heads of the launches.
+HEADS = (32, 64, 128)
+
+#: Most tiles of keys in flight. Blocks with few queries have neighbours, whose tiles are in flight, too.
+_STAGES, _FEW_STAGES = 8, 4
+
+DTYPES = ("bf16", "fp16", "fp8_e4m3")
+HEAD_DIMS = (64, 128)
+
+#: Names that a mask may not read: all heads share the scores, and there is no softmax.
+_WITHOUT_MEANING = ("h", "hk", "kv_heads", "softmax_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The tile of a launch: heads and queries of a product, warpgroups, stages; and its bytes of shared memory."""
+
+    heads: int
+    queries: int  # of a warpgroup
+    groups: int
+    stages: int
+    row_bytes: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of a product."""
+        return self.heads * self.queries
+
+    @property
+    def shared_bytes(self) -> int:
+        """Queries of all warpgroups, tiles of keys, and barriers: one for queries, two for each stage."""
+        rows = self.groups * self.columns + self.stages * KEYS
+        return rows * self.row_bytes + 8 * (1 + 2 * self.stages)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a multiprocessor runs at once."""
+        return 1 if self.groups > 1 else 4 if self.columns == FEW_COLUMNS else 3
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block; with many queries the loader is a warpgroup, whose registers the others take."""
+        return 4 * self.groups + (4 if self.groups > 1 else 1)
+
+
+def tiles_of(head_dim: int, element_bytes: int, shared_memory: int) -> dict[str, Tile]:
+    """The tiles of a kernel by the names of their launches."""
+    row = head_dim * element_bytes
+    tiles = {}
+    for heads in HEADS:
+        stages = min(_STAGES, (shared_memory - GROUPS * COLUMNS * row - 256) // (KEYS * row))
+        tiles[f"heads_{heads}"] = Tile(heads, COLUMNS // heads, GROUPS, stages, row)
+        tiles[f"heads_{heads}_few"] = Tile(heads, max(FEW_COLUMNS // heads, 1), 1, _FEW_STAGES, row)
+    return tiles
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    if refused := _refusal(spec):
+        raise refused
+    element = dtype(spec.dtype)
+    tiles = tiles_of(spec.head_dim_qk, element.bytes, arch.shared_memory)
+    main = f"heads_{HEADS[1]}"
+    planned = named(
+        spec,
+        naming.index_scores_name(
+            arch=spec.arch, dtype=spec.dtype, head_dim=spec.head_dim_qk, variant=spec.variant.name, layout=spec.layout
+        ),
+        alignment=CHUNK_BYTES,
+        columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
+        columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),
+        backend="cuda",
+        schedule="index_scores",
+        loads="descriptor",
+        q_operand="shared",
+        tile_m=tiles[main].queries * tiles[main].groups,
+        tile_n=KEYS,
+        stages=tiles[main].stages,
+        num_warps=tiles[main].warps,
+        max_registers=None,
+        iteration="classified",
+        mask_code="branch",
+        softmax="exact_max",
+        l2_bytes=2**20,
+        main=main,
+    )
+    products = spec.head_dim_qk // element.mma_k
+
+    def launch(name: str, tile: Tile) -> Launch:
+        return Launch(
+            name, naming.launch_name(planned.name, name), GRID, tile.queries * tile.groups, KEYS, tile.stages,
+            tile.warps, arguments=tuple(_arguments(planned, tile)), max_spills=SPILLS.bytes, products=products,
+            shared_bytes=tile.shared_bytes, pdl=arch.pdl,
+        )  # fmt: skip
+
+    return planned.with_launches(*(launch(name, tile) for name, tile in tiles.items()))
+
+
+def _arguments(plan: Plan, tile: Tile) -> Iterator[Argument]:
+    paged, variant = plan.key_access == "paged", plan.variant
+    swizzle = min(tile.row_bytes, SWIZZLE_BYTES)
+    columns = swizzle // plan.operands.q.bytes
+    yield Argument(
+        "q_map", "descriptor", "tensor_map", of="q", box=(1, tile.queries, tile.heads, columns), swizzle=swizzle
+    )
+    yield Argument("k_map", "descriptor", "tensor_map", of="k", box=(1, KEYS, columns), swizzle=swizzle)
+    for name in ("weights", "k_scale", "out"):
+        yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
+    for name in ("seqused_k", *(["page_table"] if paged else [])):
+        yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)
+    yield from arguments.tensor_pointers(variant)
+    for name, axes in (("weights", "bsh"), ("k_scale", ("page" if paged else "b", "s")), ("out", "bs")):
+        for axis in axes:
+            yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
+    if paged:
+        yield Argument("page_table_stride", "stride", "i64", of="page_table", axis="b")
+    for tensor in variant.tensors:
+        for place, name in enumerate(strides(tensor)[:-1]):
+            yield Argument(name, "stride", "i64", of=f"tensor:{tensor.name}", axis=place)
+        for place in range(len(tensor.shape)):
+            yield Argument(extent_name(tensor, place), "size", "i32", of=f"extent:{tensor.name}:{place}")
+    yield from map(arguments.size, ("heads", "seqlen_q", "max_seqlen_k", "total_q", "total_k", "chunk"))
+    yield from map(arguments.size, ("chunks", "query_tiles"))
+    if paged:
+        yield from map(arguments.size, ("page_size", "num_pages", "box_rows", "page_size_reciprocal"))
+    for scalar in variant.arguments:
+        form = SCALAR_TYPES[scalar.dtype].triton
+        yield Argument(argument_name(scalar.name), "size", form, of=f"scalar:{scalar.name}")
+    for divisor in plan.divisors:
+        for part in ("value", "reciprocal"):
+            yield Argument(f"{divisor_name(divisor)}_{part}", "size", "i32", of=f"divisor:{divisor.text}:{part}")
+
+
+def _refusal(spec: KernelSpec) -> PlanError | None:
+    """Reason why the schedule cannot serve a spec, or None."""
+    variant = spec.variant
+    if spec.dtype not in DTYPES:
+        return refuse(spec, "dtype", f"index scores take {', '.join(DTYPES)}, not {spec.dtype}")
+    if spec.head_dim_qk != spec.head_dim_v or spec.head_dim_qk not in HEAD_DIMS:
+        return refuse(spec, "head_dim", f"index scores take {' or '.join(map(str, HEAD_DIMS))}, and have no values")
+    if variant.score is not None or variant.sink is not None or variant.dropout:
+        part = "score" if variant.score is not None else "sink" if variant.sink is not None else "dropout"
+        return refuse(spec, "variant", f"index scores take a mask alone, but '{variant.name}' has a {part}")
+    if variant.keys is not None:
+        return refuse(spec, "variant", f"index scores choose keys, but calls of '{variant.name}' list them")
+    if used := sorted(names(variant.mask) & set(_WITHOUT_MEANING)):
+        return refuse(
+            spec, "variant", f"all heads share index scores, but the mask of '{variant.name}' reads {used[0]}"
+        )
+    if spec.fixes_choices:
+        return refuse(spec, "tile", "kernels of index scores have tiles of their own; leave out tile, stages and warps")
+    return None
+
+
+SCHEDULE = Schedule(
+    name="index_scores",
+    backend="cuda",
+    direction=INDEX_SCORES,
+    template="cuda/index/kernel.cu.j2",
+    view="attngen.families.index_scores.view:index_scores_view",
+    supports=lambda arch: arch.wgmma,
+    plan=_plan,
+    layouts=tuple(layout for layout in LAYOUTS if layout != "varlen"),
+)

@@ -1,0 +1,1 @@
+"""Parts of ``attngen explain`` that several families share."""
