@@ -10,19 +10,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attngen.formats import VERSION
-from attngen.runtime.calls.exported import install as _install
+from attngen.runtime.exported import install as _install
 
 if TYPE_CHECKING:
     from attngen import errors, integrations, parallel
     from attngen.build.first_call import jit
     from attngen.inspect.debug import debug
-    from attngen.runtime.calls.append import append_kv
-    from attngen.runtime.calls.entry import attention, attention_paged, attention_varlen, define_operators
-    from attngen.runtime.calls.index_scores import index_scores
-    from attngen.runtime.calls.introspection import explain, tile_map
-    from attngen.runtime.calls.merge import merge
-    from attngen.runtime.calls.quantize import quantize
-    from attngen.runtime.calls.topk import topk
+    from attngen.runtime.operations.append.call import append_kv
+    from attngen.runtime.operations.attention.entry import (
+        attention,
+        attention_paged,
+        attention_varlen,
+        define_operators,
+    )
+    from attngen.runtime.operations.attention.introspection import explain, tile_map
+    from attngen.runtime.operations.index_scores.call import index_scores
+    from attngen.runtime.operations.merge.call import merge
+    from attngen.runtime.operations.quantize.call import quantize
+    from attngen.runtime.operations.topk.call import topk
     from attngen.runtime.registry.lookup import load
     from attngen.variants import variant
 
@@ -35,23 +40,23 @@ __all__ = [
 
 #: Public name → the module that holds it; None for a submodule of that name.
 _HOMES = {
-    "append_kv": "attngen.runtime.calls.append",
-    "attention": "attngen.runtime.calls.entry",
-    "attention_paged": "attngen.runtime.calls.entry",
-    "attention_varlen": "attngen.runtime.calls.entry",
+    "append_kv": "attngen.runtime.operations.append.call",
+    "attention": "attngen.runtime.operations.attention.entry",
+    "attention_paged": "attngen.runtime.operations.attention.entry",
+    "attention_varlen": "attngen.runtime.operations.attention.entry",
     "debug": "attngen.inspect.debug",
-    "define_operators": "attngen.runtime.calls.entry",
+    "define_operators": "attngen.runtime.operations.attention.entry",
     "errors": None,
-    "explain": "attngen.runtime.calls.introspection",
-    "index_scores": "attngen.runtime.calls.index_scores",
+    "explain": "attngen.runtime.operations.attention.introspection",
+    "index_scores": "attngen.runtime.operations.index_scores.call",
     "integrations": None,
     "jit": "attngen.build.first_call",
     "load": "attngen.runtime.registry.lookup",
-    "merge": "attngen.runtime.calls.merge",
+    "merge": "attngen.runtime.operations.merge.call",
     "parallel": None,
-    "quantize": "attngen.runtime.calls.quantize",
-    "tile_map": "attngen.runtime.calls.introspection",
-    "topk": "attngen.runtime.calls.topk",
+    "quantize": "attngen.runtime.operations.quantize.call",
+    "tile_map": "attngen.runtime.operations.attention.introspection",
+    "topk": "attngen.runtime.operations.topk.call",
     "variant": "attngen.variants",
 }
 

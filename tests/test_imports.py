@@ -46,8 +46,8 @@ NOT_FOR_RUNTIME = {"schema", "plan", "render", "parts", "families", "compile", "
 
 #: The same inside ``attngen/runtime``, between device and call.
 RUNTIME = (
-    "cache", "device", "arguments", "kernels", "geometry", "reference", "registry", "launch", "autograd", "helpers",
-    "calls",
+    "cache", "device", "arguments", "kernels", "geometry", "reference", "registry", "launch", "autograd", "operations",
+    "exported",
 )  # fmt: skip
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in FACADES)

@@ -32,9 +32,9 @@ from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.checked import Call, out_dtype_of
 from attngen.runtime.arguments.dropout import draw, kept, rate_of
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.calls import entry as calls
-from attngen.runtime.calls import introspection
 from attngen.runtime.launch.gradients import differentiable
+from attngen.runtime.operations.attention import entry as calls
+from attngen.runtime.operations.attention import introspection
 from attngen.runtime.reference.eager import OneSequence, attend_rows, names_of, scores_of
 
 #: Logits of all chosen rows and heads up to which all rows are compared, where the caller names none, and how many rows

@@ -25,11 +25,11 @@ from attngen.runtime.arguments.latent_rows import latent_name, value_columns
 from attngen.runtime.arguments.torch_state import is_traced
 from attngen.runtime.autograd.training import asks_for_determinism
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.calls import entry as calls
-from attngen.runtime.calls import introspection
-from attngen.runtime.calls.kernel_choice import random_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.attention import entry as calls
+from attngen.runtime.operations.attention import introspection
+from attngen.runtime.operations.attention.kernel_choice import random_state
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.lookup import registry
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.calls import entry
+from attngen.runtime.operations.attention import entry
 
 _Plan = Any  # of attngen.parallel, which imports more than integrations may
 

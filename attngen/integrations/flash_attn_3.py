@@ -22,7 +22,7 @@ from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.flash_passes import ROWS, write
 from attngen.integrations.flash_sequences import Packed, Sequences, attend_sequences
 from attngen.integrations.gradients import gradients_of, row_sums
-from attngen.runtime.calls.merge import merge
+from attngen.runtime.operations.merge.call import merge
 
 __all__ = [
     "flash_attn_combine",

@@ -28,8 +28,8 @@ from attngen.integrations.flash_arguments import (
 )
 from attngen.runtime.arguments.checked import TORCH_DTYPES
 from attngen.runtime.arguments.torch_state import is_traced
-from attngen.runtime.calls.append import append_kv
-from attngen.runtime.helpers.append_torch import rotated
+from attngen.runtime.operations.append.call import append_kv
+from attngen.runtime.operations.append.in_torch import rotated
 
 #: The shipped spec that builds what these functions ask for.
 SPEC = "flash_attn_kvcache"

@@ -26,7 +26,7 @@ from attngen.integrations.flash_arguments import (
     tensor,
 )
 from attngen.integrations.gradients import gradients_of, row_sums
-from attngen.runtime.calls.kernel_choice import random_state
+from attngen.runtime.operations.attention.kernel_choice import random_state
 
 #: flash-attn rounds the rows of the row sums of a backward pass up to this.
 ROWS = 128

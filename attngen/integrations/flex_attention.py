@@ -30,7 +30,7 @@ from attngen.errors import CallError
 from attngen.integrations.flex_call import last_of, now
 from attngen.integrations.flex_mask import BlockMask, Mod
 from attngen.integrations.flex_meaning import meaning
-from attngen.runtime.calls import entry as calls
+from attngen.runtime.operations.attention import entry as calls
 
 __all__ = [
     "BlockMask",

@@ -15,7 +15,7 @@ from attngen.integrations.flex_identity import Watch
 from attngen.integrations.flex_mask import BlockMask, Mod
 from attngen.integrations.flex_meaning import Traced, meaning
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.calls import entry as calls
+from attngen.runtime.operations.attention import entry as calls
 from attngen.runtime.reference.eager import row_maxima
 from attngen.runtime.registry.binding import bind_call
 

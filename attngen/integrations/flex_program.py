@@ -20,7 +20,7 @@ from attngen.integrations.flex_call import (
 from attngen.integrations.flex_mask import PROGRAMS, UNASKED, BlockMask, Mod
 from attngen.integrations.flex_meaning import Functions, argument, in_double, meaning
 from attngen.integrations.flex_paths import NoPathError, follow, paths_of
-from attngen.runtime.calls import entry as calls
+from attngen.runtime.operations.attention import entry as calls
 
 
 def in_a_program(

@@ -19,7 +19,7 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.torch_state import recordable
 from attngen.runtime.autograd import training
 from attngen.runtime.autograd.derivatives import reference_gradients
-from attngen.runtime.calls import entry as calls
+from attngen.runtime.operations.attention import entry as calls
 
 _HALVES = (torch.bfloat16, torch.float16)
 

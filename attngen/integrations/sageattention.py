@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.runtime.calls.entry import attention, attention_varlen
-from attngen.runtime.calls.quantize import quantize
+from attngen.runtime.operations.attention.entry import attention, attention_varlen
+from attngen.runtime.operations.quantize.call import quantize
 
 __all__ = ["sageattn", "sageattn_varlen"]
 

@@ -22,7 +22,7 @@ from attngen.errors import CallError
 from attngen.integrations import engines
 from attngen.integrations.engines import Choice, Layer, Mask, Step
 from attngen.integrations.sglang import NAME
-from attngen.runtime.calls.layers import PagedBatch, PagedLayer
+from attngen.runtime.operations.attention.layers import PagedBatch, PagedLayer
 
 _EIGHT_BITS = (torch.float8_e4m3fn,)
 

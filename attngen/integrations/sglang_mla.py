@@ -19,7 +19,7 @@ from attngen.integrations import engines
 from attngen.integrations.engines import Layer
 from attngen.integrations.sglang import NAME
 from attngen.integrations.sglang_backend import AttngenAttnBackend
-from attngen.runtime.calls.entry import attention_varlen
+from attngen.runtime.operations.attention.entry import attention_varlen
 
 _CAUSAL, _FULL = Layer().causal().variant, Layer().bidirectional().variant
 

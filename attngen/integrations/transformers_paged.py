@@ -17,7 +17,7 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.flash_cache import CachedCall, attend_cached
 from attngen.integrations.transformers_versions import cache_given, gathered, kept, longest, of_kind, paged_name
-from attngen.runtime.calls.append import append_kv
+from attngen.runtime.operations.append.call import append_kv
 
 #: Arguments of models that paged attention cannot serve: sinks of each query, and keys or blocks that a query selects.
 _ELSEWHERE = ("sinks", "indices", "block_indices")

@@ -31,9 +31,9 @@ from vllm.v1.attention.ops import dcp
 from attngen.integrations import engines
 from attngen.integrations.engines import Choice, Layer, Mask, Step
 from attngen.integrations.vllm import MLA_NAME, NAME
-from attngen.runtime.calls.entry import attention_paged, attention_varlen
-from attngen.runtime.calls.layers import PagedBatch, PagedCache, PagedLayer
-from attngen.runtime.calls.merge import merge
+from attngen.runtime.operations.attention.entry import attention_paged, attention_varlen
+from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
+from attngen.runtime.operations.merge.call import merge
 
 #: Attention types whose keys are the tokens of the call, without a cache.
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

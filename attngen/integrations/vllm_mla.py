@@ -28,8 +28,8 @@ from attngen.integrations import engines
 from attngen.integrations.engines import Layer
 from attngen.integrations.vllm import MLA_NAME, NAME
 from attngen.integrations.vllm_backend import configured_mask
-from attngen.runtime.calls.entry import attention_varlen
-from attngen.runtime.calls.layers import PagedBatch, PagedLayer
+from attngen.runtime.operations.attention.entry import attention_varlen
+from attngen.runtime.operations.attention.layers import PagedBatch, PagedLayer
 
 _CAUSAL, _FULL = Layer().causal().variant, Layer().bidirectional().variant
 

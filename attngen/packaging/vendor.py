@@ -16,9 +16,9 @@ from attngen.formats import VERSION
 
 #: Modules that a package's own ``__init__`` imports; their imports add the rest.
 ROOTS = (
-    "errors", "runtime.arguments.debug", "runtime.calls.append", "runtime.calls.dispatch", "runtime.calls.entry",
-    "runtime.calls.index_scores", "runtime.calls.introspection", "runtime.calls.merge", "runtime.calls.quantize",
-    "runtime.calls.topk", "runtime.launch.tile_map", "runtime.registry.lookup",
+    "errors", "runtime.arguments.debug", "runtime.operations.append.call", "runtime.operations.attention.dispatch", "runtime.operations.attention.entry",
+    "runtime.operations.index_scores.call", "runtime.operations.attention.introspection", "runtime.operations.merge.call", "runtime.operations.quantize.call",
+    "runtime.operations.topk.call", "runtime.launch.tile_map", "runtime.registry.lookup",
 )  # fmt: skip
 
 #: Looks for other packages, which a package itself does not do.

@@ -23,8 +23,8 @@ from attngen.parallel.groups import group_of
 from attngen.parallel.local import Local, local_variant, own_values
 from attngen.parallel.values import Cutter, passed, refuse_unknown
 from attngen.runtime.arguments import debug as debugging
-from attngen.runtime.calls.entry import attention
-from attngen.runtime.calls.merge import merge
+from attngen.runtime.operations.attention.entry import attention
+from attngen.runtime.operations.merge.call import merge
 from attngen.runtime.registry.binding import find
 
 _agreed: set[Any] = set()

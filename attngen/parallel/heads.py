@@ -21,7 +21,7 @@ from attngen.parallel.routes import Route
 from attngen.parallel.stages import Options, given_of, local_gradients
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.autograd.transforms import HEADS, stand_alone
-from attngen.runtime.calls.dispatch import run
+from attngen.runtime.operations.attention.dispatch import run
 
 
 def heads_are_alike(variant: Variant) -> bool:

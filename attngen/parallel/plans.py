@@ -38,7 +38,7 @@ from attngen.parallel.sharding import Sharding
 from attngen.parallel.stages import Options
 from attngen.parallel.values import Cutter, passed, read_by_mask
 from attngen.runtime.arguments import debug as debugging
-from attngen.runtime.calls.entry import attention
+from attngen.runtime.operations.attention.entry import attention
 from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
 

@@ -22,8 +22,8 @@ from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.lengths import note_lengths
 from attngen.runtime.autograd.derivatives import reference_gradients
 from attngen.runtime.autograd.training import differentiate, usable
-from attngen.runtime.calls.dispatch import run
 from attngen.runtime.launch.prepared_backward import NOWHERE, Places
+from attngen.runtime.operations.attention.dispatch import run
 
 
 class Options(NamedTuple):

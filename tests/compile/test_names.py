@@ -15,8 +15,8 @@ from attngen.errors import CompileError
 from attngen.plan import plan, symbols
 from attngen.render import Source, render
 from attngen.resources import templates_dir
-from attngen.runtime.calls import entry as calls
-from attngen.runtime.calls import operators, paged_operators
+from attngen.runtime.operations.attention import entry as calls
+from attngen.runtime.operations.attention import operators, paged_operators
 from attngen.schema import KernelSpec, expand, load_spec_text
 from attngen.schema.names import check_symbol
 from attngen.store import Store

@@ -20,10 +20,11 @@ import attngen
 from attngen.build.pipeline import Prepared
 from attngen.errors import CallError
 from attngen.lab.verify.gpu import try_pinned
-from attngen.runtime.helpers import append_helper, append_torch
-from attngen.runtime.helpers.append_arguments import Append, check
-from attngen.runtime.helpers.append_kernel import PreparedAppend
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.append import in_torch as append_torch
+from attngen.runtime.operations.append import path as append_helper
+from attngen.runtime.operations.append.arguments import Append, check
+from attngen.runtime.operations.append.kernel import PreparedAppend
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.gpu.family import arch_here, compiled_kernels
 from tests.runtime.appended import BATCH, DTYPES, PLACES, UNSUITED, a_call, bits, both, on_gpu

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import attngen
 from attngen.runtime.autograd import training
-from attngen.runtime.calls import dispatch
 from attngen.runtime.device import counters, tensormap
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch import chain as launch
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import only_package

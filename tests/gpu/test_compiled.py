@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import attngen
-from attngen.runtime.calls.operators import operators_of
+from attngen.runtime.operations.attention.operators import operators_of
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import only_package

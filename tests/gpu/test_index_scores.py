@@ -12,9 +12,9 @@ from torch import Tensor
 
 import attngen
 from attngen.build.pipeline import Prepared, prepare
-from attngen.runtime.helpers.index_scores_kernel import SCORES, PreparedScores
-from attngen.runtime.helpers.topk import SELECTION, PreparedTopk, Topk, check, select
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.index_scores.kernel import SCORES, PreparedScores
+from attngen.runtime.operations.topk.kernel import SELECTION, PreparedTopk, Topk, check, select
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from tests.gpu.family import compiled_kernels

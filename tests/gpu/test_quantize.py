@@ -20,11 +20,13 @@ import attngen
 from attngen.build.pipeline import Prepared
 from attngen.errors import CallError
 from attngen.lab.verify.gpu import try_pinned
-from attngen.runtime.calls.quantize import Quantized
-from attngen.runtime.helpers import quantize_helper, quantize_sampled, quantize_tiles
-from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
-from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.quantize import path as quantize_helper
+from attngen.runtime.operations.quantize import sampled as quantize_sampled
+from attngen.runtime.operations.quantize import tiles as quantize_tiles
+from attngen.runtime.operations.quantize.arguments import GRANULARITIES
+from attngen.runtime.operations.quantize.call import Quantized
+from attngen.runtime.operations.quantize.sizes import PreparedQuantize
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.gpu.family import arch_here, compiled_kernels
 from tests.runtime import quantized

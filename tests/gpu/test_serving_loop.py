@@ -14,7 +14,7 @@ import attngen
 from attngen import resources
 from attngen.build.pipeline import Prepared, prepare
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.calls import mixed
+from attngen.runtime.operations.attention import mixed
 from attngen.runtime.registry.lookup import package_of_kernels
 from attngen.schema import load_spec
 from tests.docs.blocks import ROOT, blocks

@@ -15,9 +15,9 @@ import attngen
 from attngen.build.pipeline import Prepared, prepare
 from attngen.formats import WIDEN
 from attngen.lab.verify.gpu import try_pinned
-from attngen.runtime.calls import dispatch
-from attngen.runtime.helpers import widen
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.widen import kernel as widen
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from tests.gpu.family import compiled_kernels

@@ -18,9 +18,9 @@ from attngen.errors import AttngenError
 from attngen.integrations import choice
 from attngen.plan import plan
 from attngen.runtime.arguments import torch_state
-from attngen.runtime.calls import dispatch
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.flash_grid_runs import run_all, summary, unexpected
 from tests.integrations import flash_families, flash_grids

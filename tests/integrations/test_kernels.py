@@ -18,8 +18,8 @@ from attngen.errors import CallError, NoKernelError
 from attngen.integrations import choice, flash_attn, flash_attn_3, sdpa
 from attngen.integrations.catalogue import variant
 from attngen.runtime.arguments import torch_state
-from attngen.runtime.calls import dispatch, kernel_choice
 from attngen.runtime.device import driver as drivers
+from attngen.runtime.operations.attention import dispatch, kernel_choice
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from tests.docs.blocks import DOCUMENTS, blocks

@@ -15,8 +15,8 @@ from attngen.errors import CallError
 from attngen.integrations import catalogue, choice, constants, flash_mla, recalled
 from attngen.integrations.flash_mla import flash_mla_with_kvcache
 from attngen.runtime.arguments import seen, torch_state
-from attngen.runtime.calls import dispatch
 from attngen.runtime.device import driver as drivers
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, kernel
 

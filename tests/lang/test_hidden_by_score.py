@@ -8,7 +8,7 @@ import torch
 from attngen.lang.check import compile_variant
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Scalar, Tensor, Variant
-from attngen.runtime.calls.entry import attention
+from attngen.runtime.operations.attention.entry import attention
 
 LEAST, LEAST_OF_BF16 = (repr(torch.finfo(dtype).min) for dtype in (torch.float32, torch.bfloat16))
 

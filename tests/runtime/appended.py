@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.helpers import append_torch
-from attngen.runtime.helpers.append_arguments import Append, check
+from attngen.runtime.operations.append import in_torch as append_torch
+from attngen.runtime.operations.append.arguments import Append, check
 from tests.runtime.pages import starts_of
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

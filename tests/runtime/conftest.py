@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attngen.runtime.arguments import torch_state
-from attngen.runtime.calls import dispatch
 from attngen.runtime.device import driver as drivers
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry.lookup import registry
 from tests.runtime.support import FakeDriver
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.calls.quantize import Quantized, quantize_centered
-from attngen.runtime.helpers import quantize_torch
-from attngen.runtime.helpers.quantize_arguments import LARGEST, Quantize, check
+from attngen.runtime.operations.quantize import in_torch as quantize_torch
+from attngen.runtime.operations.quantize.arguments import LARGEST, Quantize, check
+from attngen.runtime.operations.quantize.call import Quantized, quantize_centered
 
 DTYPES = [torch.bfloat16, torch.float16]
 ROUNDED = [torch.float8_e4m3fn, torch.float8_e5m2]

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from attngen.families.quantize.tiles import SPAN
 from attngen.lab.verify.inputs import in_groups
-from attngen.runtime.calls.quantize import quantize_by_sample, quantize_centered
-from attngen.runtime.helpers.quantize_arguments import in_rows
-from attngen.runtime.helpers.quantize_sampled import Sampled
-from attngen.runtime.helpers.quantize_tiles import SAMPLES
-from attngen.runtime.helpers.quantize_torch import signs_of, transformed
+from attngen.runtime.operations.quantize.arguments import in_rows
+from attngen.runtime.operations.quantize.call import quantize_by_sample, quantize_centered
+from attngen.runtime.operations.quantize.in_torch import signs_of, transformed
+from attngen.runtime.operations.quantize.sampled import Sampled
+from attngen.runtime.operations.quantize.tiles import SAMPLES
 
 
 def check_groups(q: Tensor, k: Tensor, v: Tensor, layout: str, centered: bool) -> None:

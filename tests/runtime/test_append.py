@@ -233,7 +233,7 @@ def test_a_place_outside_is_not_written_where_nothing_is_read_back(
     where: str, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other tokens are written, and nothing else is, as on a GPU; if all are lost, nothing at all."""
-    from attngen.runtime.helpers import append_torch
+    from attngen.runtime.operations.append import in_torch as append_torch
 
     given, more, _ = misplaced(where)
     wanted = given[2].clone()
@@ -343,7 +343,7 @@ def test_a_program_compiles_without_a_graph_break(backend: str) -> None:
 
 def test_debug_reads_what_a_gpu_would_not(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the contents are looked at on the CPU alone."""
-    from attngen.runtime.helpers import append_torch
+    from attngen.runtime.operations.append import in_torch as append_torch
 
     given, more, message = misplaced("dense")
     read: list[int] = []
@@ -360,7 +360,7 @@ def test_debug_reads_what_a_gpu_would_not(gpu: FakeDriver, monkeypatch: pytest.M
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_operator_is_as_it_says(in_place: bool) -> None:
     """Schema, fake kernel, and what it writes, as ``torch.library.opcheck`` tests them."""
-    from attngen.runtime.calls import append_operator
+    from attngen.runtime.operations.append import operator as append_operator
 
     k, v, q = (torch.randn(4, 2, h, d) for h, d in ((HEADS, DIM), (HEADS, DIM_V), (6, DIM)))
     caches = [torch.zeros(PAGES, PAGE_SIZE, HEADS, width) for width in (DIM, DIM_V)]

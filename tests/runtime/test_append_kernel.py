@@ -16,8 +16,9 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.helpers import append_helper, append_torch
-from attngen.runtime.helpers.append_arguments import check
+from attngen.runtime.operations.append import in_torch as append_torch
+from attngen.runtime.operations.append import path as append_helper
+from attngen.runtime.operations.append.arguments import check
 from attngen.runtime.registry.lookup import registry
 from tests.runtime.appended import BATCH, DTYPES, PAGE_SIZE, PAGES, PLACES, POSITIONS, UNSUITED, a_call, both, some
 from tests.runtime.host_kernels import HostDriver, kernels, on_host

@@ -20,7 +20,7 @@ import attngen
 from attngen.build.first_call import _Maker
 from attngen.errors import CallError, NoKernelError
 from attngen.packaging.vendor import runtime_files
-from attngen.runtime.calls import dispatch
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec, load_spec_text

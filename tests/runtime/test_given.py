@@ -14,9 +14,9 @@ import attngen
 from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
 from attngen.runtime.arguments.given import OTHERS, PLACES, TENSORS, Given, keyed_of, settings_of, tensors_of
 from attngen.runtime.arguments.keys import note_others
-from attngen.runtime.calls import entry as calls
-from attngen.runtime.calls.operators import Signature
-from attngen.runtime.calls.signature import LEADING, TRAILING, arguments_of
+from attngen.runtime.operations.attention import entry as calls
+from attngen.runtime.operations.attention.operators import Signature
+from attngen.runtime.operations.attention.signature import LEADING, TRAILING, arguments_of
 from tests.runtime.gradient_driver import build, leaves, taken_for_a_gpu
 from tests.runtime.support import bias_variant
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import attngen
-from attngen.runtime.helpers import index_scores
-from attngen.runtime.helpers.index_scores import IndexScores
-from attngen.runtime.helpers.index_scores_kernel import SCORES
+from attngen.runtime.operations.index_scores import arguments as index_scores
+from attngen.runtime.operations.index_scores.arguments import IndexScores
+from attngen.runtime.operations.index_scores.kernel import SCORES
 from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
 
 

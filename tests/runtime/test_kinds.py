@@ -14,11 +14,11 @@ from attngen.errors import CallError
 from attngen.plan import plan
 from attngen.runtime.arguments import debug
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.calls import dispatch
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.chain import Chain
 from attngen.runtime.launch.ragged import RaggedCalls
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry import binding, order
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text

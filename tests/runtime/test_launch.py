@@ -14,8 +14,8 @@ from attngen.errors import CallError, LoadError, NoKernelError
 from attngen.lang.declared import Scalar
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.calls import dispatch
 from attngen.runtime.launch import chain
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import (
     FakeDriver,

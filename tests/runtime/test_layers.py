@@ -14,12 +14,12 @@ from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import debug, torch_state
 from attngen.runtime.arguments import seen as seen_module
-from attngen.runtime.calls import entry, layers
-from attngen.runtime.calls.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import append_torch
-from attngen.runtime.helpers.append_helper import APPEND
 from attngen.runtime.launch.chain import Chain
+from attngen.runtime.operations.append import in_torch as append_torch
+from attngen.runtime.operations.append.path import APPEND
+from attngen.runtime.operations.attention import entry, layers
+from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
 from tests.runtime.pages import cache, starts_of

@@ -11,7 +11,7 @@ import torch
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.calls.operators import operators_of
+from attngen.runtime.operations.attention.operators import operators_of
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import starts_of
 from tests.runtime.support import kernel, variant

@@ -13,10 +13,10 @@ from attngen.errors import CallError
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import debug, seen
 from attngen.runtime.arguments.given import Given
-from attngen.runtime.calls import mixed as mixed_calls
-from attngen.runtime.calls import pairs
-from attngen.runtime.calls.beside import Division
 from attngen.runtime.device import driver as drivers
+from attngen.runtime.operations.attention import mixed as mixed_calls
+from attngen.runtime.operations.attention import pairs
+from attngen.runtime.operations.attention.beside import Division
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, kernel, kernel_of, main_of, manifest_of, variant, window_variant

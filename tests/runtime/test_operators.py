@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import attngen
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.calls.library import namespace_of
-from attngen.runtime.calls.operators import operators_of, schema_of
+from attngen.runtime.operations.attention.operators import operators_of, schema_of
+from attngen.runtime.operations.shared.library import namespace_of
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, bias_variant, kernel, variant, window_variant
 

@@ -13,8 +13,8 @@ from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.calls import dispatch
-from attngen.runtime.calls.operators import operators_of
+from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention.operators import operators_of
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.runtime.registry.order import BUSY_UNITS, FEW_ROWS, SPLIT_ROWS, splits_keys
 from tests.runtime.pages import Cache, cache, starts_of

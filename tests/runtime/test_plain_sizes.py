@@ -12,11 +12,11 @@ import torch
 import attngen
 from attngen.plan import plan
 from attngen.runtime.arguments import debug, torch_state
-from attngen.runtime.calls import dispatch
 from attngen.runtime.device import counters
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.chain import Sized
 from attngen.runtime.launch.launches import Launches
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from tests.runtime.host_kernels import HostDriver, as_kernels

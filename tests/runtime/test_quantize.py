@@ -12,9 +12,9 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.calls.quantize import Quantized
-from attngen.runtime.helpers.quantize_arguments import GRANULARITIES, random_signs, transform_size
-from attngen.runtime.helpers.quantize_torch import transformed
+from attngen.runtime.operations.quantize.arguments import GRANULARITIES, random_signs, transform_size
+from attngen.runtime.operations.quantize.call import Quantized
+from attngen.runtime.operations.quantize.in_torch import transformed
 from tests.runtime.quantized import ROUNDED, a_call
 from tests.runtime.support import variant
 from tests.runtime.test_append import turned

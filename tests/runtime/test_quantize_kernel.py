@@ -15,8 +15,9 @@ import torch
 
 import attngen
 from attngen.errors import CallError
-from attngen.runtime.helpers import quantize_helper, quantize_torch
-from attngen.runtime.helpers.quantize_arguments import GRANULARITIES
+from attngen.runtime.operations.quantize import in_torch as quantize_torch
+from attngen.runtime.operations.quantize import path as quantize_helper
+from attngen.runtime.operations.quantize.arguments import GRANULARITIES
 from tests.runtime.host_kernels import HostDriver, on_host, quantizing_kernels
 from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, both, less_their_mean
 

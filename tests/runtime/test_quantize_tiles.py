@@ -16,10 +16,12 @@ import torch
 import attngen
 from attngen.lab.verify.gpu import try_pinned
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import quantize_helper, quantize_tiles, quantize_torch
-from attngen.runtime.helpers.quantize_arguments import Quantize, Sizes, check
-from attngen.runtime.helpers.quantize_kernel import prepare_on
-from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
+from attngen.runtime.operations.quantize import in_torch as quantize_torch
+from attngen.runtime.operations.quantize import path as quantize_helper
+from attngen.runtime.operations.quantize import tiles as quantize_tiles
+from attngen.runtime.operations.quantize.arguments import Quantize, Sizes, check
+from attngen.runtime.operations.quantize.kernel import prepare_on
+from attngen.runtime.operations.quantize.sizes import PreparedQuantize
 from tests.runtime import quantized_by_sample as sample
 from tests.runtime.host_kernels import COMPILER, HostDriver, on_host, quantizing_kernels
 from tests.runtime.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean

@@ -16,9 +16,9 @@ from attngen.lab.verify.inputs import in_groups
 from attngen.lang.shifts import shifts_with_logits
 from attngen.plan import plan
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.calls.quantize import quantize_by_sample
 from attngen.runtime.device.tensormap import reason_against
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.quantize.call import quantize_by_sample
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.runtime.registry.order import against_form
 from attngen.schema import expand, load_spec_text, preset
@@ -66,7 +66,7 @@ def test_what_keys_have_in_common_costs_nothing() -> None:
 
 
 def test_the_mean_of_many_keys_is_that_of_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attngen.runtime.helpers.quantize_sampled.SAMPLE", 20)
+    monkeypatch.setattr("attngen.runtime.operations.quantize.sampled.SAMPLE", 20)
     q, k, v = made(shift=8.0)
     wanted, lse = exact(q, k, v, return_lse=True)
     for layout in ("bshd", "bhsd"):
@@ -230,7 +230,7 @@ def test_v_is_grouped_only_for_a_kernel_that_takes_it(monkeypatch: pytest.Monkey
         asked.append(grouped)
         return quantize_by_sample(*tensors, grouped=grouped, **options)
 
-    monkeypatch.setattr("attngen.runtime.calls.quantized.quantize_by_sample", quantized)
+    monkeypatch.setattr("attngen.runtime.operations.attention.quantized.quantize_by_sample", quantized)
     q, k, v = made()
     for kernels in ([of_spec("false")], [of_spec("false"), of_spec("groups")]):
         registry.clear()

@@ -16,7 +16,7 @@ from attngen.errors import CallError
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import seen as seen_module
 from attngen.runtime.arguments.seen import SeenTensors, seen
-from attngen.runtime.calls import dispatch
+from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, kernel, variant, window_variant

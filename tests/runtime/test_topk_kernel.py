@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.runtime.helpers.topk import SELECTION, Topk, check, select
+from attngen.runtime.operations.topk.kernel import SELECTION, Topk, check, select
 from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
 
 #: Scores that a block loads at once.

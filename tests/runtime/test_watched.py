@@ -18,7 +18,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.integrations import sdpa
 from attngen.lang.variant import Tensor as Declared
-from attngen.runtime.calls import dispatch
+from attngen.runtime.operations.attention import dispatch
 from attngen.schema import preset
 from tests.runtime.gradient_driver import GradientDriver, build, close, leaves, taken_for_a_gpu
 from tests.runtime.support import variant

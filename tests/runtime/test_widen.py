@@ -15,10 +15,10 @@ from attngen.build.pipeline import prepare
 from attngen.lab.verify.interpreter import kernel_of
 from attngen.lab.verify.widened import try_widen
 from attngen.runtime.arguments import debug, torch_state
-from attngen.runtime.calls import dispatch, entry
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import widen
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.attention import dispatch, entry
+from attngen.runtime.operations.widen import kernel as widen
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from tests.runtime.host_kernels import COMPILER, HostDriver, widening_kernels

@@ -180,7 +180,7 @@ def test_inputs_know_their_expected_output() -> None:
     inputs = Inputs(SHAPES[0], torch.device("cpu"), 10**5, torch.Generator().manual_seed(0))
     assert (len(inputs.sets) - 1) * SHAPES[0].input_bytes < 2 * 10**5 <= len(inputs.sets) * SHAPES[0].input_bytes
     q, k, v = (each.double() for each in inputs.sets[-1])
-    from attngen.runtime.calls.entry import attention
+    from attngen.runtime.operations.attention.entry import attention
 
     out = attention(q, k, v, variant=preset("full"), backend="reference")
     assert isinstance(out, torch.Tensor)

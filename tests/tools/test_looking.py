@@ -29,8 +29,8 @@ BIASED = attngen.variant(
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     from attngen.runtime.arguments import torch_state
-    from attngen.runtime.calls import dispatch
     from attngen.runtime.device import driver as drivers
+    from attngen.runtime.operations.attention import dispatch
     from attngen.runtime.registry.lookup import registry
 
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path))

@@ -239,7 +239,7 @@ def _timed(
 def host_times() -> dict[str, float]:
     """Microseconds of the host to enqueue a small call: through ``flex_attention``, and directly."""
     from attngen.integrations import flex_attention as own
-    from attngen.runtime.calls.entry import attention
+    from attngen.runtime.operations.attention.entry import attention
 
     q, k, v, _ = (tensor.detach() for tensor in inputs(HOST_SHAPE, HOST_SHAPE[1]))
     seqlen = HOST_SHAPE[2]

@@ -22,9 +22,9 @@ from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import TORCH_DTYPES
 from attngen.runtime.arguments.latent_rows import cache_of
-from attngen.runtime.calls.entry import attention
-from attngen.runtime.calls.introspection import explain, tile_map
 from attngen.runtime.kernels.module import Kernel, read_kernel
+from attngen.runtime.operations.attention.entry import attention
+from attngen.runtime.operations.attention.introspection import explain, tile_map
 from attngen.runtime.registry.lookup import Package, registry
 from attngen.store.store import Store
 

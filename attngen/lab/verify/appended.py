@@ -17,11 +17,11 @@ from attngen.inspect.contract import Deviation
 from attngen.lab.verify.trial import Trial, try_cases
 from attngen.runtime.arguments.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import append_torch
-from attngen.runtime.helpers.append_arguments import FIELDS, Append, check
-from attngen.runtime.helpers.append_kernel import PreparedAppend, prepare_on
-from attngen.runtime.helpers.records import addresses_of
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.append import in_torch as append_torch
+from attngen.runtime.operations.append.arguments import FIELDS, Append, check
+from attngen.runtime.operations.append.kernel import PreparedAppend, prepare_on
+from attngen.runtime.operations.shared.records import addresses_of
 
 _PLACES = ("pages", "slots", "dense")
 _PAGE_SIZE, _PAGES, _ROWS = 16, 64, 80

@@ -20,12 +20,12 @@ from attngen.inspect.contract import Deviation
 from attngen.lab.verify.trial import Trial, try_cases
 from attngen.runtime.arguments.checked import LAYOUTS, TORCH_DTYPES
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import quantize_torch
-from attngen.runtime.helpers.quantize_arguments import FIELDS, GRANULARITIES, LARGEST, Quantize, check
-from attngen.runtime.helpers.quantize_kernel import prepare_on
-from attngen.runtime.helpers.quantize_sizes import PreparedQuantize
-from attngen.runtime.helpers.records import addresses_of
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.quantize import in_torch as quantize_torch
+from attngen.runtime.operations.quantize.arguments import FIELDS, GRANULARITIES, LARGEST, Quantize, check
+from attngen.runtime.operations.quantize.kernel import prepare_on
+from attngen.runtime.operations.quantize.sizes import PreparedQuantize
+from attngen.runtime.operations.shared.records import addresses_of
 
 _POSITIONS = 4096
 

@@ -15,11 +15,13 @@ from attngen.inspect.contract import Deviation
 from attngen.lab.verify.inputs import Element, make_inputs
 from attngen.lab.verify.trial import Trial, try_cases
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers import index_scores, index_scores_kernel, topk
-from attngen.runtime.helpers.index_scores import FIELDS, IndexScores
-from attngen.runtime.helpers.records import addresses_of
-from attngen.runtime.helpers.topk import Topk
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.index_scores import arguments as index_scores
+from attngen.runtime.operations.index_scores import kernel as index_scores_kernel
+from attngen.runtime.operations.index_scores.arguments import FIELDS, IndexScores
+from attngen.runtime.operations.shared.records import addresses_of
+from attngen.runtime.operations.topk import kernel as topk
+from attngen.runtime.operations.topk.kernel import Topk
 
 #: Heads of the calls of each case: those of the launches, and fewer.
 _HEADS = (3, 64, 100)

@@ -14,9 +14,9 @@ from attngen.inspect.contract import Deviation
 from attngen.lab.verify.trial import Trial, try_cases
 from attngen.runtime.arguments.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.helpers.records import addresses_of
-from attngen.runtime.helpers.widen import Form, Widen, prepare
 from attngen.runtime.kernels.module import Kernel
+from attngen.runtime.operations.shared.records import addresses_of
+from attngen.runtime.operations.widen.kernel import Form, Widen, prepare
 
 _BATCH, _KV_HEADS, _PAGE_SIZE = 3, 2, 16
 

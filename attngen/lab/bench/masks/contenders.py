@@ -18,8 +18,8 @@ from attngen.integrations import flex_attention as front_end
 from attngen.lab.bench.cases import DIRECTIONS
 from attngen.lab.bench.masks.cases.forms import Forms, Mod, Size
 from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, FRONT_END, SCALARS, TILE, UNLEARNED, Cell
-from attngen.runtime.calls.entry import attention
-from attngen.runtime.calls.introspection import explain
+from attngen.runtime.operations.attention.entry import attention
+from attngen.runtime.operations.attention.introspection import explain
 
 #: Pairs of a mask that torch's block masks are made of without a compiler, which takes seconds for each.
 _EAGER_PAIRS = 2**27

@@ -12,7 +12,7 @@ from attngen.dtypes import dtype as dtype_row
 from attngen.lab.bench.check import relative_error
 from attngen.lab.bench.serving.cells import EIGHT_BITS, HEAD_DIM, SOFTCAP, WINDOW, Form, Problem, ancestors
 from attngen.lab.bench.timing import input_sets
-from attngen.runtime.calls.entry import attention
+from attngen.runtime.operations.attention.entry import attention
 
 #: Room for a sequence is a multiple of this, and so of all page sizes.
 _ROOM = 256

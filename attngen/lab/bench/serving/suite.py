@@ -25,8 +25,8 @@ from attngen.lab.bench.serving.peers import ServingPeer, missing, serving_peers
 from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.lab.bench.timing import Contender, Sampler
 from attngen.lab.verify.gpu import Gpu
-from attngen.runtime.calls.entry import attention, attention_paged
-from attngen.runtime.calls.introspection import explain
+from attngen.runtime.operations.attention.entry import attention, attention_paged
+from attngen.runtime.operations.attention.introspection import explain
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 

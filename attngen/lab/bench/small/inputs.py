@@ -16,7 +16,7 @@ from attngen.lab.bench.timing import input_sets
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.calls.entry import attention
+from attngen.runtime.operations.attention.entry import attention
 from attngen.schema import preset
 
 

@@ -22,7 +22,7 @@ from attngen.lab.bench.small.shapes import DTYPE, Shape, small_shapes
 from attngen.lab.bench.timing import Contender, Sampler
 from attngen.lab.bench.workloads import Workload, terms_of
 from attngen.lab.verify.gpu import Gpu
-from attngen.runtime.calls.introspection import explain
+from attngen.runtime.operations.attention.introspection import explain
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec, preset
 

@@ -1,1 +1,0 @@
-"""The functions that programs call, their dispatch, and their operators of ``torch.library``."""

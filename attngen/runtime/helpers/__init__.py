@@ -1,1 +1,0 @@
-"""Kernels beside attention: append to a cache, quantize, widen."""

@@ -1,0 +1,72 @@
+"""Scores of keys for an index: what attention by key index chooses its keys by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments.torch_state import is_traced, watching
+from attngen.runtime.operations.index_scores.arguments import IndexScores
+from attngen.runtime.operations.index_scores.kernel import SCORES
+
+
+def index_scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    *,
+    variant: str | Variant = "causal",
+    k_scale: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    package: str | None = None,
+    **arguments: Any,
+) -> Tensor:
+    """Score all keys for each query, to select few of them: the sum over heads of weights * relu(q · k), under a mask.
+
+    It does not wait for the GPU, and may be captured in a graph. An entry ``passes: index_scores`` of a spec brings
+    kernels for Hopper, with head_dim 64 or 128 and up to 128 heads; other calls are some operations of torch. There is
+    no derivative.
+
+    Source: DeepSeek-V3.2, "lightning indexer".
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float8_e4m3fn, bfloat16 or float16.
+        k: (batch, seqlen_k, head_dim) in the dtype of q: all heads share the keys. With ``page_table`` a cache, (pages,
+            page_size, head_dim). Strides of the last axis of q and k are 1; others are multiples of 16 bytes, so that a
+            cache may have scales behind the keys of each page.
+        weights: (batch, seqlen_q, heads) float32, of any sign. A scale of a query and a head belongs here, as relu(s x)
+            = s relu(x).
+        variant: Name of a variant, or a result of ``attngen.variant``, of which only the mask counts. One with a score,
+            a sink or dropout is refused, and so is a mask that differs from head to head.
+        k_scale: (batch, seqlen_k), or (pages, page_size), float32 and positive: multiplies the scores of a key.
+        seqused_k: (batch,) int32, the number of keys of each sequence that count; pages need it.
+        page_table: (batch, max_pages) int32, the pages of each sequence in the order of its keys.
+        package: Look for kernels in this package only.
+        **arguments: Scalars and tensors of the variant.
+
+    Returns:
+        (batch, seqlen_q, seqlen_k) float32, with pages (batch, seqlen_q, max_pages * page_size); -inf where the mask
+        hides a key, so that ``topk`` never selects it.
+
+    Raises:
+        CallError: Arguments are wrong or do not fit each other.
+        NoKernelError: The variant is not known.
+    """
+    tensors = (q, k, weights, k_scale)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise CallError("index_scores is not differentiable; call it under torch.no_grad()")
+    call = IndexScores(q, k, weights, k_scale, seqused_k, page_table, variant, package, tuple(arguments.items()))
+    scores: Tensor = _traced(call) if is_traced(q) or watching() else SCORES.run(call)
+    return scores
+
+
+def _traced(call: IndexScores) -> Tensor:
+    """Call the operator; what is traced is this function and nothing below it."""
+    from attngen.runtime.operations.index_scores import operator as index_scores_operator
+
+    return index_scores_operator.call(call)

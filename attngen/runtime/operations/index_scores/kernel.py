@@ -1,0 +1,206 @@
+"""The kernel of index scores: whether it takes a call, its arguments, and its launch."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.formats import INDEX_SCORES
+from attngen.lang.divisors import divisors, reciprocal
+from attngen.manifest import Argument
+from attngen.runtime.arguments.checked import Call
+from attngen.runtime.device import tensormap
+from attngen.runtime.device.interface import Driver
+from attngen.runtime.device.tensormap import TensorMap
+from attngen.runtime.kernels.module import Kernel, Launch
+from attngen.runtime.operations.index_scores import arguments as index_scores
+from attngen.runtime.operations.index_scores.arguments import FIELDS, Bound, IndexScores, scores_shape
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Operands
+from attngen.runtime.operations.shared.operands import MOST
+from attngen.runtime.operations.shared.path import Helper, first_that_takes
+
+#: Blocks of a launch for each of those that a device runs at once, at least, and tiles of keys of a block, at least.
+_ROUNDS, _LEAST_TILES = 4, 8
+
+#: Blocks with few queries that a multiprocessor runs at once.
+_FEW_RESIDENT = 4
+
+#: Time of a query in a block with few queries, in units of that in one with many: its products are narrow.
+_FEW_COST = 1.5
+
+#: Copies by TMA begin at multiples of so many bytes in shared memory (PTX ISA, "cp.async.bulk.tensor").
+_COPY_ALIGNMENT = 128
+
+
+class PreparedScores:
+    """A call of one form on a kernel."""
+
+    __slots__ = ("_launches", "_shape", "variant")
+
+    def __init__(self, launches: HelperLaunches, shape: tuple[int, ...], variant: Any) -> None:
+        self._launches, self._shape, self.variant = launches, shape, variant
+
+    def run(self, call: IndexScores, addresses: list[int]) -> Tensor:
+        """Launch the call and return its scores."""
+        out: Tensor = call.q.new_empty(self._shape, dtype=torch.float32)
+        self._launches([*addresses, out.data_ptr()])
+        return out
+
+
+def prepare(given: IndexScores, bound: Bound, driver: Driver) -> PreparedScores | str:
+    """The launch of a checked call on the first kernel that takes it, or the reason why none does."""
+    kernels = [kernel for kernel in bound.resolved.kernels if kernel.direction == INDEX_SCORES]
+    missing = f"no package has a kernel of index scores for '{bound.call.variant.name}'"
+    device = given.q.device.index or 0
+    return first_that_takes(kernels, device, driver, lambda kernel: prepare_on(kernel, given, bound, driver), missing)
+
+
+def prepare_on(kernel: Kernel, given: IndexScores, bound: Bound, driver: Driver) -> PreparedScores | str:
+    """The launch of a checked call on one kernel, or the reason against it."""
+    call = bound.call
+    reason = _against(kernel, given, call)
+    if reason is not None:
+        return reason
+    launch = _launch_for(kernel, call)
+    query_tiles = -(-call.seqlen_q // launch.tile_m)
+    chunk = _chunk(launch, call, query_tiles, driver.multiprocessors(given.q.device.index or 0))
+    chunks = -(-call.seqlen_k // chunk)
+    blocks = call.batch * query_tiles * chunks
+    if blocks > MOST:
+        return "more blocks than 31 bits count"
+    paged = call.page_table is not None
+    sizes: dict[str, float] = {
+        "heads": call.heads, "seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k, "total_q": call.total_q,
+        "total_k": call.total_k, "chunk": chunk, "chunks": chunks, "query_tiles": query_tiles,
+        **_sizes_of_variant(kernel, call),
+    }  # fmt: skip
+    box_rows = launch.tile_n
+    if paged:
+        box_rows = gcd(call.page_size, launch.tile_n)
+        sizes |= {
+            "page_size": call.page_size, "num_pages": call.num_pages, "box_rows": box_rows,
+            "page_size_reciprocal": reciprocal(call.page_size),
+        }  # fmt: skip
+    shape = scores_shape(call)
+    strides = _strides(given, call) | {("out", "b"): shape[1] * shape[2], ("out", "s"): shape[2]}
+    dtype = kernel.dtype_of("q").name
+
+    def map_of(tensor: Tensor, rows: int | None) -> Any:
+        def made(parameter: Argument) -> TensorMap:
+            box = parameter.box if rows is None else (1, rows, parameter.box[-1])
+            at = driver, given.q.device.index or 0, dtype
+            return TensorMap(*at, tuple(tensor.shape), tensor.stride(), box, parameter.swizzle)
+
+        return made
+
+    maps = {"q": map_of(given.q, None), "k": map_of(given.k, box_rows)}
+    own = [f"tensor:{name}" for name, value in given.arguments if isinstance(value, Tensor)]
+    operands = Operands((*FIELDS.tensors, *own, "out"), sizes, strides, maps)
+    grid = Grid(launch.entry, blocks)
+    launches = HelperLaunches(kernel, operands, [grid], driver, given.q.device.index or 0)
+    return PreparedScores(launches, shape, given.variant)
+
+
+def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
+    """The reason why a kernel does not take a call, or None."""
+    for label, built, asked in (
+        ("layout", kernel.layout, call.layout),
+        ("dtype", kernel.dtype, call.dtype),
+        ("head_dim", kernel.head_dim_qk, call.head_dim_qk),
+    ):
+        if built != asked:
+            return f"{kernel.full_name}: {label} is {built}, the call has {asked}"
+    if not (call.batch and call.seqlen_q and call.seqlen_k and call.heads):
+        return "there is no score"
+    most = max(map(_heads_of, kernel.launches))
+    if call.heads > most:
+        return f"{kernel.full_name} takes at most {most} heads, not {call.heads}"
+    for name, value in kernel.const_scalars.items():
+        if call.scalars.get(name, value) != value:
+            return f"{kernel.full_name}: {name} was fixed to {value}, the call passes {call.scalars[name]}"
+    for name, tensor in (("q", given.q), ("k", given.k)):
+        if tensor.data_ptr() % tensormap.ADDRESS_ALIGNMENT:
+            return f"{name} does not begin at a multiple of {tensormap.ADDRESS_ALIGNMENT} B"
+        if reason := tensormap.reason_against(name, tensor.shape, tensor.stride(), tensor.element_size()):
+            return reason
+    if call.page_table is not None:
+        rows = gcd(call.page_size, kernel.tile_n)
+        if rows * call.head_dim_qk * given.k.element_size() % _COPY_ALIGNMENT:
+            return f"{rows} keys of a page are not a multiple of {_COPY_ALIGNMENT} B"
+    for declared in call.variant.tensors:
+        tensor = call.tensors[declared.name]
+        if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            return f"the last dimension of {declared.name} is not contiguous"
+    return None
+
+
+def _heads_of(launch: Launch) -> int:
+    """The most heads that a launch takes: those of its box of queries."""
+    (box,) = (one.box for one in launch.entry.layout.parameters if one.of == "q" and one.kind == "descriptor")
+    return box[2]
+
+
+def _launch_for(kernel: Kernel, call: Call) -> Launch:
+    """The fastest launch: the fewest heads that suffice, and tiles for many or for few queries."""
+    heads = min(count for count in map(_heads_of, kernel.launches) if count >= call.heads)
+    few, many = sorted((one for one in kernel.launches if _heads_of(one) == heads), key=lambda one: one.tile_m)
+    of_few, of_many = (-(-call.seqlen_q // one.tile_m) * one.tile_m for one in (few, many))
+    return few if _FEW_COST * of_few < of_many else many
+
+
+def _chunk(launch: Launch, call: Call, query_tiles: int, multiprocessors: int) -> int:
+    """Keys of a block, few enough that blocks run in several rounds, so that a partial last round costs little."""
+    resident = multiprocessors * (1 if launch.entry.threads > 256 else _FEW_RESIDENT)
+    tiles = -(-call.seqlen_k // launch.tile_n)
+    chunks = max(-(-_ROUNDS * resident // (call.batch * query_tiles)), 1)
+    return launch.tile_n * max(-(-tiles // chunks), min(_LEAST_TILES, tiles))
+
+
+def _strides(given: IndexScores, call: Call) -> dict[tuple[str, Any], int]:
+    """Strides of the tensors that kernels read by address; 0 for those that are not given."""
+    strides: dict[tuple[str, Any], int] = {}
+    for name, axes in (("weights", "bsh"), ("k_scale", ("b" if call.page_table is None else "page", "s"))):
+        tensor = getattr(given, name)
+        strides |= {(name, axis): 0 if tensor is None else tensor.stride(i) for i, axis in enumerate(axes)}
+    if call.page_table is not None:
+        strides["page_table", "b"] = call.page_table.stride(0)
+    for name, tensor in call.tensors.items():
+        strides |= {(f"tensor:{name}", axis): tensor.stride(axis) for axis in range(tensor.dim())}
+    return strides
+
+
+def _sizes_of_variant(kernel: Kernel, call: Call) -> dict[str, float]:
+    """Extents of the variant's tensors, its scalars, and the divisors that follow from these."""
+    sizes: dict[str, float] = {f"scalar:{name}": value for name, value in call.scalars.items()}
+    for name, tensor in call.tensors.items():
+        sizes |= {f"extent:{name}:{axis}": extent for axis, extent in enumerate(tensor.shape)}
+    if any((one.of or "").startswith("divisor:") for one in kernel.main.entry.layout.parameters):
+        for divisor in divisors(kernel.variant):
+            value = divisor.value({name: int(number) for name, number in call.scalars.items()})
+            sizes |= {f"divisor:{divisor.text}:value": value, f"divisor:{divisor.text}:reciprocal": reciprocal(value)}
+    return sizes
+
+
+class IndexScoresHelper(Helper[IndexScores, Bound]):
+    """Scoring keys for an index; a call gives scores."""
+
+    name = "index_scores"
+    fields = FIELDS
+
+    def check(self, call: IndexScores) -> Bound:
+        return index_scores.check(call)
+
+    def check_contents(self, call: IndexScores, sizes: Bound) -> None:
+        index_scores.check_contents(call, sizes)
+
+    def in_torch(self, call: IndexScores, sizes: Bound) -> Tensor:
+        return index_scores.score(call, sizes)
+
+    def prepare(self, call: IndexScores, sizes: Bound, driver: Driver) -> PreparedScores | str:
+        return prepare(call, sizes, driver)
+
+
+SCORES = IndexScoresHelper()

@@ -1,0 +1,66 @@
+"""The operator of ``torch.library`` that scores keys: ``keys__index_scores`` in the namespace of this runtime.
+
+No variant can have its name. It takes the variant by name, and its arguments as names, tensors and numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.runtime.operations.index_scores.arguments import IndexScores
+from attngen.runtime.operations.index_scores.kernel import SCORES
+from attngen.runtime.operations.shared.library import define_once
+from attngen.runtime.registry.lookup import registry
+
+NAME = "keys__index_scores"
+
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor weights, Tensor? k_scale, Tensor? seqused_k, Tensor? page_table, str variant, "
+    "str? package, str[] tensor_names, Tensor[] tensors, str[] scalar_names, Scalar[] scalars) -> Tensor"
+)
+
+
+@torch.compiler.assume_constant_result
+def defined() -> str:
+    """Define the operator at the first use, and return its namespace."""
+    return define_once(NAME, _SCHEMA, _score, fake=_like)
+
+
+def _call_of(arguments: tuple[Any, ...]) -> IndexScores:
+    q, k, weights, k_scale, seqused_k, page_table, variant, package, *own = arguments
+    tensor_names, tensors, scalar_names, scalars = own
+    passed = (*zip(tensor_names, tensors, strict=True), *zip(scalar_names, scalars, strict=True))
+    return IndexScores(q, k, weights, k_scale, seqused_k, page_table, variant, package, passed)
+
+
+def _score(*arguments: Any) -> Any:
+    return SCORES.run(_call_of(arguments))
+
+
+def _like(*arguments: Any) -> Tensor:
+    """Scores of the right shape, for tracing."""
+    q, k, _, _, _, page_table, *_ = arguments
+    keys = k.shape[1] if page_table is None else page_table.shape[1] * k.shape[1]
+    return q.new_empty((*q.shape[:2], keys), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+@torch.compiler.assume_constant_result
+def _name_of(variant: Any) -> str:
+    return variant if isinstance(variant, str) else registry.declare(variant)
+
+
+def call(given: IndexScores) -> Tensor:
+    """Call the operator."""
+    tensors = [(name, value) for name, value in given.arguments if isinstance(value, Tensor)]
+    scalars = [(name, value) for name, value in given.arguments if not isinstance(value, Tensor)]
+    if any(not isinstance(value, int | float | bool) for _, value in scalars):
+        raise CallError("arguments of a variant are tensors and numbers")
+    scores: Tensor = getattr(getattr(torch.ops, defined()), NAME)(
+        *given[:6], _name_of(given.variant), given.package, [name for name, _ in tensors],
+        [value for _, value in tensors], [name for name, _ in scalars], [value for _, value in scalars],
+    )  # fmt: skip
+    return scores

@@ -1,0 +1,34 @@
+"""The path of calls that quantize."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attngen.runtime.device.interface import Driver
+from attngen.runtime.operations.quantize import in_torch as quantize_torch
+from attngen.runtime.operations.quantize.arguments import FIELDS, Quantize, Sizes, check
+from attngen.runtime.operations.quantize.kernel import prepare
+from attngen.runtime.operations.quantize.sizes import PreparedQuantize
+from attngen.runtime.operations.shared.path import Helper
+
+
+class QuantizeHelper(Helper[Quantize, Sizes]):
+    """Quantizing; a call gives q, k and v in 8 bits, and their scales."""
+
+    name = "quantize"
+    fields = FIELDS
+
+    def check(self, call: Quantize) -> Sizes:
+        return check(call)
+
+    def check_contents(self, call: Quantize, sizes: Sizes) -> None:
+        quantize_torch.check_contents(call, sizes)
+
+    def in_torch(self, call: Quantize, sizes: Sizes) -> tuple[Tensor, ...]:
+        return quantize_torch.quantize(call, sizes)
+
+    def prepare(self, call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | str:
+        return prepare(call, sizes, driver)
+
+
+QUANTIZE = QuantizeHelper()
