@@ -81,7 +81,7 @@ def _of_functions(
     functions: tuple[str, ...], name: str | None, arch: tuple[str, ...], head_dim: tuple[int, ...], training: bool
 ) -> str:
     """Return the spec of functions written for FlexAttention."""
-    from attngen.integrations.flex_spec import flex_spec
+    from attngen.integrations.flex.spec import flex_spec
 
     for dim in head_dim:
         if dim not in (*HEAD_DIMS, *WIDE_HEAD_DIMS):
@@ -101,8 +101,8 @@ def _of_model(
 ) -> str:  # fmt: skip
     """Return the spec of a model; remarks go to standard error."""
     from attngen.commands.spec_model import Wish, model_spec
-    from attngen.integrations.model_config import dtype_of, read_config
-    from attngen.integrations.model_requests import requests_of
+    from attngen.integrations.transformers.model_config import dtype_of, read_config
+    from attngen.integrations.transformers.model_requests import requests_of
     from attngen.packaging.settings import size_in_bytes
     from attngen.schema.names import check_package_name
 

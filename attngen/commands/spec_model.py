@@ -10,8 +10,8 @@ from typing import Any
 from attngen.arch import ARCHES
 from attngen.cards import KINDS
 from attngen.errors import PackageError, PlanError, SpecError
-from attngen.integrations import catalogue
-from attngen.integrations.model_requests import Asking, Request, Use
+from attngen.integrations.shared import catalogue
+from attngen.integrations.transformers.model_requests import Asking, Request, Use
 from attngen.packaging.sizes import WheelSizes, estimated
 from attngen.plan import plan
 from attngen.schema import expand, load_spec_text, preset_names

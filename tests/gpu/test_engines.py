@@ -34,7 +34,7 @@ def _built() -> None:
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[Any]:
-    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "tests.integrations.vllm_cases") as module:
+    with imported_with(vllm_stub, "attngen.integrations.vllm.backend", "tests.integrations.vllm_cases") as module:
         yield module
 
 
@@ -199,7 +199,7 @@ class Pool(sglang_stub.Pool):
 
 @pytest.mark.parametrize("name", SGLANG_NAMES)
 def test_sglang(name: str) -> None:
-    with imported_with(sglang_stub, "attngen.integrations.sglang_backend", "tests.integrations.sglang_cases") as cases:
+    with imported_with(sglang_stub, "attngen.integrations.sglang.backend", "tests.integrations.sglang_cases") as cases:
         engine = cases.Engine(
             Pool, None, sglang_stub.layer, sglang_stub.ForwardMode, sglang_stub.AttentionType, "cuda"
         )  # fmt: skip

@@ -125,7 +125,7 @@ def _flex_documents(b: Any, h: Any, q: torch.Tensor, kv: torch.Tensor) -> torch.
 
 def test_a_decoding_loop_of_flex_attention() -> None:
     """The rows of a prompt's attention, one at a time, by masks that are indexed and offset."""
-    from attngen.integrations import flex_attention as flex
+    from attngen.integrations.flex import attention as flex
 
     q, k, v = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     base = flex.create_block_mask(_flex_documents, None, None, 300, 300, device="cuda", BLOCK_SIZE=64)
@@ -142,7 +142,7 @@ def test_a_decoding_loop_of_flex_attention() -> None:
 
 def test_lists_of_blocks_decide_what_is_seen() -> None:
     """Forward, backward and largest logits beside the same pairs as a mask of bools."""
-    from attngen.integrations import flex_attention as flex
+    from attngen.integrations.flex import attention as flex
 
     made = flex.create_block_mask(_flex_documents, 1, 1, 256, 256, device="cuda", BLOCK_SIZE=64)
     lists = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attngen
-from attngen.integrations.flash_attn_4 import flash_attn_func, flash_attn_varlen_func
+from attngen.integrations.flash_attn.v4 import flash_attn_func, flash_attn_varlen_func
 from attngen.runtime.registry.lookup import registry
 from tests.integrations.test_flash_attn_4 import wanted_with_sink
 

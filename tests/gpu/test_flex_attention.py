@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attngen
 from attngen.build.pipeline import Prepared, build, prepare
-from attngen.integrations import flex_attention as ours
+from attngen.integrations.flex import attention as ours
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
 from attngen.schema.writing import spec_text

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.integrations import flex_attention as ours
+from attngen.integrations.flex import attention as ours
 
 SIZE = 300
 

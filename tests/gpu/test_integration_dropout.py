@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attngen.errors import NoKernelError
-from attngen.integrations import flash_attn, sdpa
+from attngen.integrations import sdpa
+from attngen.integrations.flash_attn import v2 as flash_attn
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import BATCH, HEADS, KV_HEADS, flash_options, larger, no_worse, only_package, qkv

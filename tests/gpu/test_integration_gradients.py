@@ -15,7 +15,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from attngen.integrations import flash_attn, sdpa
+from attngen.integrations import sdpa
+from attngen.integrations.flash_attn import v2 as flash_attn
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import (

@@ -14,8 +14,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from attngen.integrations import flash_attn, flash_attn_3, sdpa
-from attngen.integrations import transformers as attngen_transformers
+from attngen.integrations import sdpa
+from attngen.integrations.flash_attn import v2 as flash_attn
+from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.transformers import implementation as attngen_transformers
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.packages import BATCH, HEADS, KV_HEADS, exact, model, no_worse, only_package
 from tests.gpu.test_integration_gradients import dense_sdpa, leaves, no_worse_gradients

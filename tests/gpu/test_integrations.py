@@ -19,7 +19,10 @@ from torch.nn.attention import (
 )
 
 from attngen.errors import NoKernelError
-from attngen.integrations import diffusers, flash_attn, sdpa, torch_flash
+from attngen.integrations import sdpa
+from attngen.integrations.diffusers import backend as diffusers
+from attngen.integrations.flash_attn import v2 as flash_attn
+from attngen.integrations.torch_sdpa import flash as torch_flash
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.packages import (
     BATCH,

@@ -234,7 +234,7 @@ def test_vllms_backend(queries: tuple[int, ...]) -> None:
 
 
 def test_vllms_prompts() -> None:
-    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "attngen.integrations.vllm_mla") as mla:
+    with imported_with(vllm_stub, "attngen.integrations.vllm.backend", "attngen.integrations.vllm.mla") as mla:
         vllm_mla_cases.check_prompts(mla.AttngenMLAPrefill(vllm_mla_cases.SCALE), torch.empty(0).bfloat16().cuda())
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attngen
 from attngen.build.pipeline import Prepared, prepare_each
-from attngen.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from attngen.integrations.flash_mla.functions import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec

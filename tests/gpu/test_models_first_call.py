@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import attngen
-from attngen.integrations.transformers_versions import cache_name
+from attngen.integrations.transformers.versions import cache_name
 from attngen.runtime.registry.lookup import registry
 
 families = pytest.importorskip("tests.integrations.families")

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.integrations import flash_attn, flash_attn_3, vllm_flash_attn
+from attngen.integrations.flash_attn import v2 as flash_attn
+from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.vllm import flash_attn as vllm_flash_attn
 
 
 @dataclass

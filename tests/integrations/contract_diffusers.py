@@ -10,7 +10,7 @@ import torch
 from diffusers.models import attention_dispatch as dispatch
 from diffusers.models.modeling_utils import ModelMixin
 
-from attngen.integrations import diffusers as plugin
+from attngen.integrations.diffusers import backend as plugin
 
 
 @pytest.fixture(autouse=True)

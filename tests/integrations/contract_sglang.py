@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.runtime_context import get_parallel
 
-from attngen.integrations import sglang as plugin
+from attngen.integrations.sglang import plugin
 from tests.integrations import sglang_mla_cases
 from tests.integrations.sglang_cases import CASES, Engine, check
 

@@ -20,7 +20,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-from attngen.integrations import sglang as plugin
+from attngen.integrations.sglang import plugin
 from tests.integrations.engine_models import MODELS, model_in, prompts, wanted_tokens
 
 STEPS = 12

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import attngen
-from attngen.integrations import sglang as plugin
+from attngen.integrations.sglang import plugin
 from tests.integrations.engine_models import MODELS, model_in, prompts
 
 STEPS = 12

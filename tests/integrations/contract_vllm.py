@@ -40,7 +40,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec
 
-from attngen.integrations import vllm as plugin
+from attngen.integrations.vllm import plugin
 from tests.integrations import engine_batches, vllm_cases, vllm_mla_cases
 from tests.integrations.vllm_cases import CASES, Case, Engine, check
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from vllm.platforms.cpu import CpuPlatform
 
 import attngen
-from attngen.integrations import vllm as plugin
+from attngen.integrations.vllm import plugin
 from tests.integrations.engine_models import MODELS, model_in, prompts
 
 #: An engine calls it when it ends, also after all tests; it raises without a GPU.
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
     "vllm-0.32" in vllm.__file__, reason="its stand-in for the kernel that maps tokens to slots takes other arguments"
 )
 
-BACKEND = "attngen.integrations.vllm_backend.AttngenBackend"
+BACKEND = "attngen.integrations.vllm.backend.AttngenBackend"
 BLOCKS, TOKENS = 48, 24
 
 #: A mask as a user's module has it.

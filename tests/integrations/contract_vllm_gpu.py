@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import attngen
-from attngen.integrations import vllm as plugin
+from attngen.integrations.vllm import plugin
 from tests.integrations import vllm_operators
 from tests.integrations.engine_models import MODELS, model_in, prompts
 

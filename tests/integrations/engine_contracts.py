@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 
-from attngen.integrations import diffusers, sglang, vllm
+from attngen.integrations.diffusers import backend as diffusers
+from attngen.integrations.sglang import plugin as sglang
+from attngen.integrations.vllm import plugin as vllm
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import attngen.integrations.transformers as attngen_transformers
-from attngen.integrations.transformers_versions import cache_name, cache_of
+from attngen.integrations.transformers.versions import cache_name, cache_of
 
 VOCABULARY = 97
 WINDOW = 5

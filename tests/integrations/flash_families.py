@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import flash_attn_3
+from attngen.integrations.flash_attn import v3 as flash_attn_3
 from tests.integrations.flash_grids import DTYPES, FP8, HEADS, NOISE, Case, Outcome, value_dims
 from tests.integrations.flash_reference import Mask, Tensors, Wanted, beyond
 

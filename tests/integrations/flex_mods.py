@@ -53,7 +53,7 @@ def strictly_before(device: str) -> Pair:
 
 @mod
 def noop(device: str) -> Pair:
-    from attngen.integrations.flex_attention import noop_mask
+    from attngen.integrations.flex.attention import noop_mask
 
     return noop_mask, None
 
@@ -236,7 +236,7 @@ def document(device: str) -> Pair:
 
 @mod
 def causal_document(device: str) -> Pair:
-    from attngen.integrations.flex_attention import and_masks
+    from attngen.integrations.flex.attention import and_masks
 
     doc = documents(device, 9, 21, 19)
     return and_masks(causal_mask, lambda b, h, q, kv: doc[q] == doc[kv]), None

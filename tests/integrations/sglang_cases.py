@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.integrations import sglang_backend
+from attngen.integrations.sglang import backend as sglang_backend
 from tests.integrations import engine_batches
 from tests.integrations.engine_batches import Seen
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.integrations.model_inputs import inputs_of
-from attngen.integrations.transformers_versions import cache_name, cache_of
+from attngen.integrations.transformers.model_inputs import inputs_of
+from attngen.integrations.transformers.versions import cache_name, cache_of
 from tests.integrations import tiny_configs
 
 #: Tokens of the sequences of a prompt, and steps after it.

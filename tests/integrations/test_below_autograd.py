@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.integrations import flash_attn, flash_attn_3
+from attngen.integrations.flash_attn import v2 as flash_attn
+from attngen.integrations.flash_attn import v3 as flash_attn_3
 from tests.integrations.oracles import flash_attention
 from tests.integrations.test_flash_attn import BATCH, HEADS, near, qkv
 

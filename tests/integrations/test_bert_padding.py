@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.integrations.bert_padding import (
+from attngen.integrations.flash_attn.bert_padding import (
     index_first_axis,
     index_put_first_axis,
     pad_input,
     unpad_input,
     unpad_input_for_concatenated_sequences,
 )
-from attngen.integrations.flash_attn import flash_attn_varlen_func
+from attngen.integrations.flash_attn.v2 import flash_attn_varlen_func
 from tests.integrations.oracles import flash_attention
 
 

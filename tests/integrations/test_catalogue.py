@@ -11,7 +11,7 @@ import pytest
 
 from attngen import resources
 from attngen.build import integration_variants
-from attngen.integrations import catalogue
+from attngen.integrations.shared import catalogue
 from attngen.lang.check import with_dropout
 from attngen.schema import expand, load_spec, preset_names
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attngen.integrations import choice, constants
-from attngen.integrations.constants import counted, filled
+from attngen.integrations.shared import choice, constants
+from attngen.integrations.shared.constants import counted, filled
 from attngen.runtime.device import driver as drivers
 from tests.runtime.support import FakeDriver
 

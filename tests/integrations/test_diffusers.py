@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from attngen.errors import NoKernelError
-from attngen.integrations import diffusers as plugin
+from attngen.integrations.diffusers import backend as plugin
 from tests.integrations.stubs import module_tree
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attngen.integrations.transformers as attngen_transformers
-from attngen.integrations import flash_attn, sdpa
+from attngen.integrations import sdpa
+from attngen.integrations.flash_attn import v2 as flash_attn
 from tests.integrations import families, oracles
 from tests.integrations.drops import factors, next_dense_factors, next_factors
 from tests.integrations.families import MAKERS, batch, gradients, logits

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attngen.errors import CallError
-from attngen.integrations import flash_attn, flash_cache
+from attngen.integrations.flash_attn import cache as flash_cache
+from attngen.integrations.flash_attn import v2 as flash_attn
 from tests.integrations.oracles import flash_attention
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import flash_attn_3, flash_attn_4
+from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.flash_attn import v4 as flash_attn_4
 from tests.integrations.oracles import flash_attention
 from tests.integrations.test_flash_attn import BATCH, HEADS, near, qkv
 

@@ -15,7 +15,7 @@ import torch
 
 import attngen
 from attngen.errors import AttngenError
-from attngen.integrations import choice
+from attngen.integrations.shared import choice
 from attngen.plan import plan
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers

@@ -10,8 +10,13 @@ import torch
 import attngen
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import choice, flash_mla
-from attngen.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from attngen.integrations.flash_mla import functions as flash_mla
+from attngen.integrations.flash_mla.functions import (
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+)
+from attngen.integrations.shared import choice
 from attngen.runtime.device import driver as drivers
 from tests.runtime.latent_caches import latent_cache
 from tests.runtime.pages import cache

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import flash_attn
+from attngen.integrations.flash_attn import v2 as flash_attn
 from tests.integrations.drops import factors, next_factors
 from tests.integrations.oracles import flash_attention
 from tests.integrations.test_flash_attn import BATCH, HEADS, OPTIONS, near, options_of, qkv

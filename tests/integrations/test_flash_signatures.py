@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.integrations import flash_attn, flash_attn_3, flash_attn_4, vllm_flash_attn
+from attngen.integrations.flash_attn import v2 as flash_attn
+from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.flash_attn import v4 as flash_attn_4
+from attngen.integrations.vllm import flash_attn as vllm_flash_attn
 
 _TWO = "window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
 _SCALES = "q_descale=None, k_descale=None, v_descale=None"

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attngen.integrations import flash_attn, flash_attn_3, flash_attn_4
+from attngen.integrations.flash_attn import v2 as flash_attn
+from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.flash_attn import v4 as flash_attn_4
 from attngen.resources import root
 from attngen.runtime.registry.lookup import registry
 from tests.integrations.test_flash_attn import near, qkv

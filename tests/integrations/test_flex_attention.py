@@ -15,8 +15,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.nn.attention import flex_attention as theirs
 
 from attngen.errors import CallError
-from attngen.integrations import flex_attention as ours
-from attngen.integrations import flex_meaning as meanings
+from attngen.integrations.flex import attention as ours
+from attngen.integrations.flex import meaning as meanings
 from attngen.lang.biases import asked_by
 from attngen.lang.ir import Expr, Load, Type, Var, walk
 from tests.integrations.flex_mods import BATCH, HEADS, LENGTH, MODS, causal_mask

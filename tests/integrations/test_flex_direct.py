@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.integrations import flex_attention as ours
-from attngen.integrations import flex_direct, flex_mask, flex_meaning, flex_trace, flex_translate
-from attngen.integrations.flex_identity import Reading
+from attngen.integrations.flex import attention as ours
+from attngen.integrations.flex import direct as flex_direct
+from attngen.integrations.flex import mask as flex_mask
+from attngen.integrations.flex import meaning as flex_meaning
+from attngen.integrations.flex import trace as flex_trace
+from attngen.integrations.flex import translate as flex_translate
+from attngen.integrations.flex.identity import Reading
 from tests.integrations.flex_mods import MODS
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
-from attngen.integrations import flex_attention as ours
-from attngen.integrations import flex_meaning as meanings
-from attngen.integrations.flex_identity import Reading, Watch
+from attngen.integrations.flex import attention as ours
+from attngen.integrations.flex import meaning as meanings
+from attngen.integrations.flex.identity import Reading, Watch
 
 SIZE = 24
 settings = ModuleType("settings_of_a_test")
@@ -218,7 +218,7 @@ def test_tensors_of_inference_mode_are_looked_at_again() -> None:
 
 
 def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.integrations import flex_facts
+    from attngen.integrations.flex import facts as flex_facts
 
     looked: list[Tensor] = []
     init = flex_facts.Look.__init__

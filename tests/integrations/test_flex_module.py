@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
 from attngen.errors import CallError
-from attngen.integrations import flex_attention as ours
+from attngen.integrations.flex import attention as ours
 from tests.integrations.flex_mods import causal_mask
 
 LENGTH, DIM = 300, 16

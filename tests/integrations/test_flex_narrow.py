@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.integrations import flex_attention as ours
+from attngen.integrations.flex import attention as ours
 from tests.integrations.flex_mods import BATCH, HEADS, LENGTH
 from tests.integrations.test_flex_attention import dense, qkv
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.attention import flex_attention as theirs
 
 from attngen.errors import CallError
-from attngen.integrations import flex_attention as ours
+from attngen.integrations.flex import attention as ours
 from tests.integrations.test_flex_attention import dense, qkv
 
 _TABLE = torch.linspace(-1.0, 1.0, 32)

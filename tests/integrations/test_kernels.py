@@ -15,8 +15,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import choice, flash_attn, flash_attn_3, sdpa
-from attngen.integrations.catalogue import variant
+from attngen.integrations import sdpa
+from attngen.integrations.flash_attn import v2 as flash_attn
+from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.shared import choice
+from attngen.integrations.shared.catalogue import variant
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.operations.attention import dispatch, kernel_choice
@@ -382,7 +385,7 @@ def test_sdpa_with_dropout_needs_its_backward_for_gradients(gpu: FakeDriver) -> 
 
 
 def test_transformers_with_dropout_warns_and_runs_the_reference(gpu: FakeDriver) -> None:
-    from attngen.integrations.transformers import attention
+    from attngen.integrations.transformers.implementation import attention
 
     install("causal")
     q, k, v = heads_first(*qkv())

@@ -21,8 +21,8 @@ from click.testing import Result
 
 import attngen.integrations.transformers as attngen_transformers
 from attngen.commands.check import check_spec
-from attngen.integrations import flash_arguments
-from attngen.integrations.choice import kernels_of
+from attngen.integrations.flash_attn import arguments as flash_arguments
+from attngen.integrations.shared.choice import kernels_of
 from attngen.plan import plan
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.kernels.module import Kernel

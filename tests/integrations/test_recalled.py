@@ -12,8 +12,9 @@ from torch import Tensor
 
 import attngen
 from attngen.errors import CallError
-from attngen.integrations import catalogue, choice, constants, flash_mla, recalled
-from attngen.integrations.flash_mla import flash_mla_with_kvcache
+from attngen.integrations.flash_mla import functions as flash_mla
+from attngen.integrations.flash_mla.functions import flash_mla_with_kvcache
+from attngen.integrations.shared import catalogue, choice, constants, recalled
 from attngen.runtime.arguments import seen, torch_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.operations.attention import dispatch

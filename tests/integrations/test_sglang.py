@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import attngen
-from attngen.integrations import engines
+from attngen.integrations.engines import layers as engines
 from tests.integrations import sglang_stub
 from tests.integrations.stubs import imported_with
 
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[Any]:
-    with imported_with(sglang_stub, "attngen.integrations.sglang_backend", "tests.integrations.sglang_cases") as module:
+    with imported_with(sglang_stub, "attngen.integrations.sglang.backend", "tests.integrations.sglang_cases") as module:
         yield module
 
 
@@ -102,7 +102,7 @@ def test_cards_without_the_kernels_are_refused(cases: Any, monkeypatch: pytest.M
 
 
 def test_registering_twice_is_the_same_as_once(cases: Any) -> None:
-    from attngen.integrations import sglang
+    from attngen.integrations.sglang import plugin as sglang
 
     sglang.register()
     sglang.register()

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.integrations import sglang as plugin
+from attngen.integrations.sglang import plugin
 from tests.integrations import sglang_stub
 from tests.integrations.stubs import imported_with
 
 MODULES = (
-    "attngen.integrations.sglang_backend", "attngen.integrations.sglang_mla", "tests.integrations.sglang_mla_cases"
+    "attngen.integrations.sglang.backend", "attngen.integrations.sglang.mla", "tests.integrations.sglang_mla_cases"
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attngen.errors import NoKernelError
-from attngen.integrations import torch_flash
+from attngen.integrations.torch_sdpa import flash as torch_flash
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from transformers.masking_utils import create_causal_mask, create_masks_for_gene
 
 import attngen.integrations.transformers as attngen_transformers
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import transformers_masks
-from attngen.integrations.mask_structure import StructuredMask
-from attngen.integrations.transformers_versions import cache_name
+from attngen.integrations.transformers import masks as transformers_masks
+from attngen.integrations.transformers.mask_structure import StructuredMask
+from attngen.integrations.transformers.versions import cache_name
 from tests.integrations import families
 from tests.integrations.families import GENERATORS, MAKERS, PADDINGS, WINDOW, batch, gradients, logits
 from tests.integrations.sweep_checks import spread

@@ -10,8 +10,8 @@ import transformers
 
 import attngen.integrations.transformers as attngen_transformers
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import transformers_paged
-from attngen.integrations.transformers_paged import page_table, paged_attention
+from attngen.integrations.transformers import paged as transformers_paged
+from attngen.integrations.transformers.paged import page_table, paged_attention
 from tests.integrations import families
 from tests.integrations.serving import NEW, PROMPTS, plain, serve
 

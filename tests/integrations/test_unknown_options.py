@@ -11,7 +11,13 @@ import torch
 import attngen
 from attngen import parallel
 from attngen.errors import CallError, SpecError
-from attngen.integrations import engines, flash_attn_3, flash_mla, sageattention, sdpa, torch_flash, vllm_flash_attn
+from attngen.integrations import sdpa
+from attngen.integrations.engines import layers as engines
+from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.flash_mla import functions as flash_mla
+from attngen.integrations.sageattention import functions as sageattention
+from attngen.integrations.torch_sdpa import flash as torch_flash
+from attngen.integrations.vllm import flash_attn as vllm_flash_attn
 
 Q = torch.randn(1, 4, 2, 16)
 PAGES, ROW = torch.randn(2, 16, 2, 64), torch.randn(1, 1, 2, 64)

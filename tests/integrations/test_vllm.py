@@ -14,14 +14,14 @@ import torch
 
 import attngen
 from attngen.errors import CallError
-from attngen.integrations import engines
+from attngen.integrations.engines import layers as engines
 from tests.integrations import vllm_stub
 from tests.integrations.stubs import imported_with
 
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[Any]:
-    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "tests.integrations.vllm_cases") as module:
+    with imported_with(vllm_stub, "attngen.integrations.vllm.backend", "tests.integrations.vllm_cases") as module:
         yield module
 
 
@@ -233,7 +233,7 @@ def test_parts_of_ranks_are_joined(cases: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_registering_twice_is_the_same_as_once(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.integrations import vllm
+    from attngen.integrations.vllm import plugin as vllm
 
     paths: dict[Any, str] = {}
     members: dict[str, dict[str, Any]] = {}

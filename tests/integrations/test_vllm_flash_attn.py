@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations import vllm_flash_attn
-from attngen.integrations.vllm_flash_attn import fa_version_unsupported_reason, is_fa_version_supported
+from attngen.integrations.vllm import flash_attn as vllm_flash_attn
+from attngen.integrations.vllm.flash_attn import fa_version_unsupported_reason, is_fa_version_supported
 from tests.integrations.oracles import flash_attention
 from tests.integrations.test_flash_attn import near, qkv
 

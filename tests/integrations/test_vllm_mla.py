@@ -16,7 +16,7 @@ from tests.integrations.stubs import imported_with
 
 @pytest.fixture(scope="module")
 def mla() -> Iterator[Any]:
-    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "attngen.integrations.vllm_mla") as module:
+    with imported_with(vllm_stub, "attngen.integrations.vllm.backend", "attngen.integrations.vllm.mla") as module:
         yield module
 
 

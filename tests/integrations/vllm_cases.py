@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.integrations import vllm_backend
+from attngen.integrations.vllm import backend as vllm_backend
 from tests.integrations import engine_batches
 from tests.integrations.engine_batches import ORDERS, Batch, Seen
 

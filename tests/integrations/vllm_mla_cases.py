@@ -107,7 +107,7 @@ def check_on_gpu(made: Decode, kv_cache_dtype: str) -> None:
     """Assert that layers with a stub in vLLM's place give what the batch means, on the GPU: the second repeats the
     launches of the first, and one returns log-sum-exps."""
     made = made.on_gpu()
-    with imported_with(vllm_stub, "attngen.integrations.vllm_backend", "attngen.integrations.vllm_mla") as mla:
+    with imported_with(vllm_stub, "attngen.integrations.vllm.backend", "attngen.integrations.vllm.mla") as mla:
         builder = mla.AttngenMLAMetadataBuilder(None, ["layer"], vllm_stub.Config(), made.q.device)
         metadata = builder.build(0, made.common(vllm_stub.CommonAttentionMetadata))
         for lse in (False, False, True):

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import attngen
-from attngen.integrations.context_parallel import context_parallel
-from attngen.integrations.flash_attn import flash_attn_func
+from attngen.integrations.flash_attn.v2 import flash_attn_func
+from attngen.integrations.torch_sdpa.context_parallel import context_parallel
 from attngen.parallel import Plan, decoding
 from attngen.runtime.registry.binding import find
 from attngen.schema.writing import spec_text

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import attngen
 from attngen.errors import CallError
-from attngen.integrations.context_parallel import context_parallel
-from attngen.integrations.flash_attn import flash_attn_func
+from attngen.integrations.flash_attn.v2 import flash_attn_func
+from attngen.integrations.torch_sdpa.context_parallel import context_parallel
 from attngen.parallel import Cost, overlap, rank_attention
 from tests.parallel.cases import BATCH, HEAD_DIM, HEADS, KV_HEADS, SLOW, Case, cases
 
@@ -284,7 +284,7 @@ def _models(rank: int, world: int) -> None:
     """Models of transformers compute the same logits inside ``context_parallel``, with windows and soft caps, too."""
     import transformers
 
-    from attngen.integrations.transformers import register
+    from attngen.integrations.transformers.implementation import register
 
     register()
     sizes = {

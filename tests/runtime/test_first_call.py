@@ -184,7 +184,7 @@ def test_explain_names_what_the_call_would_have_compiled(asked: list[Any]) -> No
 
 def test_a_drop_in_misses_no_head_dim_and_no_mask(asked: list[Any]) -> None:
     """Eagerly, and in a compiled program."""
-    from attngen.integrations.choice import Candidate, attend
+    from attngen.integrations.shared.choice import Candidate, attend
 
     q = tensors(72)
     wanted = attngen.attention(q, q, q, variant="causal", backend="reference")
@@ -223,7 +223,7 @@ def test_kernels_are_compiled_while_a_program_is_traced(
     """Before anything runs: from fake tensors, of the sizes that the trace begins with; what is lacking alone."""
     from torch._dynamo.backends.common import aot_autograd
 
-    from attngen.integrations import flash_attn
+    from attngen.integrations.flash_attn import v2 as flash_attn
 
     at_trace: list[Any] = []
 
@@ -241,7 +241,7 @@ def test_kernels_are_compiled_while_a_program_is_traced(
     backend = aot_autograd(fw_compiler=traced, bw_compiler=traced)
     compiled = torch.compile(program, fullgraph=True, backend=backend, dynamic=dynamic)
     starts = torch.tensor([0, 24, 48, 72], dtype=torch.int32)
-    monkeypatch.setattr("attngen.integrations.choice.on_gpu", lambda tensor: True)
+    monkeypatch.setattr("attngen.integrations.shared.choice.on_gpu", lambda tensor: True)
     with attngen.jit():
         result = compiled(q, starts)
     directions = ("forward", "backward") if learns else ("forward",)

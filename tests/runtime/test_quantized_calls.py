@@ -11,7 +11,7 @@ from torch import Tensor
 import attngen
 from attngen.dtypes import DESCALES
 from attngen.errors import CallError
-from attngen.integrations.sageattention import sageattn, sageattn_varlen
+from attngen.integrations.sageattention.functions import sageattn, sageattn_varlen
 from attngen.lab.verify.inputs import in_groups
 from attngen.lang.shifts import shifts_with_logits
 from attngen.plan import plan

@@ -13,8 +13,14 @@ from torch import Tensor
 
 import attngen
 from attngen import parallel
-from attngen.integrations import bert_padding, flash_attn, flash_attn_3, flash_attn_4, flash_mla, sageattention, sdpa
-from attngen.integrations.flex_attention import AuxRequest, create_block_mask, flex_attention
+from attngen.integrations import sdpa
+from attngen.integrations.flash_attn import bert_padding
+from attngen.integrations.flash_attn import v2 as flash_attn
+from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.flash_attn import v4 as flash_attn_4
+from attngen.integrations.flash_mla import functions as flash_mla
+from attngen.integrations.flex.attention import AuxRequest, create_block_mask, flex_attention
+from attngen.integrations.sageattention import functions as sageattention
 
 Q, K, V = (torch.randn(2, n, h, 16) for n, h in ((9, 4), (12, 2), (12, 2)))
 HEADS_FIRST = [x.transpose(1, 2) for x in (Q, K, V)]

@@ -1,1 +1,1 @@
-"""Append."""
+"""Appending keys and values to a cache."""

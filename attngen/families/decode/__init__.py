@@ -1,1 +1,1 @@
-"""Decode."""
+"""Decoding with split KV: on Hopper, and by mma.sync."""

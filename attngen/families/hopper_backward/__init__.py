@@ -1,1 +1,1 @@
-"""Hopper backward."""
+"""Backward passes on Hopper, by single blocks and by clusters."""

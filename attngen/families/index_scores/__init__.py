@@ -1,1 +1,1 @@
-"""Index scores."""
+"""Scores of an indexer, by which keys are selected."""

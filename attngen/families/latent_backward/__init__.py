@@ -1,1 +1,1 @@
-"""Latent backward."""
+"""Backward passes of latent attention and of keys by index."""

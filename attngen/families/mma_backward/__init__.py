@@ -1,1 +1,1 @@
-"""Mma backward."""
+"""Backward passes by mma.sync, from sm80 on."""

@@ -1,1 +1,1 @@
-"""Mma forward."""
+"""Forward passes by mma.sync, from sm80 on."""

@@ -1,1 +1,1 @@
-"""Quantize."""
+"""Quantizing to 8 bits."""

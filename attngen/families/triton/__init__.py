@@ -1,1 +1,1 @@
-"""Triton."""
+"""Forward and backward passes in Triton."""

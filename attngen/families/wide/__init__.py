@@ -1,1 +1,1 @@
-"""Wide."""
+"""Forward passes on Hopper with head dimensions above 256."""

@@ -170,8 +170,8 @@ def measure(variant: str, rounds: int) -> Cell:
     from torch._functorch import config as functorch_config
     from torch.nn.attention import flex_attention as of_torch
 
-    from attngen.integrations import flex_attention as own
-    from attngen.integrations.flex_meaning import forget
+    from attngen.integrations.flex import attention as own
+    from attngen.integrations.flex.meaning import forget
 
     cell = Cell(variant, Side(), Side())
     q, k, v, dout = inputs()
@@ -238,7 +238,7 @@ def _timed(
 
 def host_times() -> dict[str, float]:
     """Microseconds of the host to enqueue a small call: through ``flex_attention``, and directly."""
-    from attngen.integrations import flex_attention as own
+    from attngen.integrations.flex import attention as own
     from attngen.runtime.operations.attention.entry import attention
 
     q, k, v, _ = (tensor.detach() for tensor in inputs(HOST_SHAPE, HOST_SHAPE[1]))

@@ -1,1 +1,1 @@
-"""Operations."""
+"""What programs call, a folder for each operation."""

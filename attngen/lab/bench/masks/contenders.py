@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as of_torch
 
 from attngen import variant
-from attngen.integrations import flex_attention as front_end
+from attngen.integrations.flex import attention as front_end
 from attngen.lab.bench.cases import DIRECTIONS
 from attngen.lab.bench.masks.cases.forms import Forms, Mod, Size
 from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, FRONT_END, SCALARS, TILE, UNLEARNED, Cell

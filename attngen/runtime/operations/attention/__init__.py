@@ -1,1 +1,1 @@
-"""Attention."""
+"""Attention: the public functions, dispatch, and operators of ``torch.library``."""

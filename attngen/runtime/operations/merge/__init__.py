@@ -1,1 +1,1 @@
-"""Merge."""
+"""Merging partial results by their log-sum-exp."""

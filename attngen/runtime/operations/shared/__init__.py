@@ -1,1 +1,1 @@
-"""Shared."""
+"""Parts that several operations share: launches, records of calls, operators, sharding."""

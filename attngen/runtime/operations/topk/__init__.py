@@ -1,1 +1,1 @@
-"""Topk."""
+"""Selection of the largest scores."""

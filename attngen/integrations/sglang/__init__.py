@@ -1,0 +1,13 @@
+"""See ``attngen.integrations.sglang.plugin``."""
+
+from attngen.integrations.sglang.plugin import (
+    NAME,
+    RELEASES,
+    register,
+)
+
+__all__ = [
+    "register",
+    "RELEASES",
+    "NAME",
+]

@@ -1,0 +1,42 @@
+"""The plugin of SGLang: ``--attention-backend attngen``.
+
+SGLang calls ``register`` through the entry point of ``sglang.srt.plugins`` in each of its processes. What derives from
+SGLang's classes is in ``sglang_backend``, and for latent attention in ``sglang_mla``, imported when a backend is made.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+#: Releases whose contract the tests check.
+RELEASES = ("0.5.23",)
+
+#: Name of the backend on SGLang's command line.
+NAME = "attngen"
+
+_BACKEND, _MLA = "attngen.integrations.sglang.backend", "attngen.integrations.sglang.mla"
+
+
+def register() -> None:
+    """Add the backend to SGLang's registry and to the choices of its command line; again is the same as once."""
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+
+    if NAME in ATTENTION_BACKENDS:
+        return
+    register_attention_backend(NAME)(_make)
+    for add in (
+        choices.add_attention_backend_choices,
+        choices.add_deterministic_attention_backend_choices,
+        choices.add_radix_supported_deterministic_attention_backend_choices,
+    ):
+        add([NAME])
+    choices.add_chunked_prefix_cache_attention_backend(NAME)
+
+
+def _make(runner: Any) -> Any:
+    """The backend of a model runner."""
+    if runner.model_config.attention_arch.name == "MLA":
+        return import_module(_MLA).AttngenMLABackend(runner)
+    return import_module(_BACKEND).AttngenAttnBackend(runner)
