@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.flash_attn.bert_padding``: this is its public name."""
+"""flash-attn's helpers for padded batches (``flash_attn.bert_padding``), with the same arguments and results.
+
+Defined in ``attngen.integrations.flash_attn.bert_padding``.
+"""
 
 from attngen.integrations.flash_attn.bert_padding import (
     index_first_axis,

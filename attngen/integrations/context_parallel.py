@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.torch_sdpa.context_parallel``: this is its public name."""
+"""Attention of programs that know nothing of plans, within ``attngen.parallel``: SDPA, flash-attn, transformers.
+
+Defined in ``attngen.integrations.torch_sdpa.context_parallel``.
+"""
 
 from attngen.integrations.torch_sdpa.context_parallel import (
     attend,

@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.flash_attn.v4``: this is its public name."""
+"""flash-attn 4's functions, argument for argument, on attngen's kernels: replace one import.
+
+Defined in ``attngen.integrations.flash_attn.v4``.
+"""
 
 from attngen.integrations.flash_attn.v4 import (
     flash_attn_func,

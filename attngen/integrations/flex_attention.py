@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.flex.attention``: this is its public name."""
+"""FlexAttention's functions on attngen's kernels: replace one import.
+
+Defined in ``attngen.integrations.flex.attention``.
+"""
 
 from attngen.integrations.flex.attention import (
     AuxOutput,

@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.torch_sdpa.flash``: this is its public name."""
+"""attngen as a flash attention of torch: SDPA's flash backend, and ``torch.nn.attention.varlen.varlen_attn``.
+
+Defined in ``attngen.integrations.torch_sdpa.flash``.
+"""
 
 from attngen.integrations.torch_sdpa.flash import (
     NAME,

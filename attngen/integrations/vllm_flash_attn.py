@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.vllm.flash_attn``: this is its public name."""
+"""The function through which vLLM calls its own build of flash-attn, argument for argument, on attngen's kernels.
+
+Defined in ``attngen.integrations.vllm.flash_attn``.
+"""
 
 from attngen.integrations.vllm.flash_attn import (
     fa_version_unsupported_reason,

@@ -1,1 +1,1 @@
-"""The laboratory: ``attngen bench``, ``tune`` and ``verify``. Only the command line imports it, when one of them runs."""
+"""The laboratory: ``attngen bench``, ``tune`` and ``verify``. Nothing imports it but, by name, the command line."""

@@ -1,4 +1,4 @@
-"""See ``attngen.plan.catalogue``: this is its public name."""
+"""The earlier path of ``attngen.plan.catalogue``, kept for programs that import it."""
 
 from attngen.plan.catalogue import (
     backends,

@@ -204,7 +204,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     view = SimpleNamespace(from_here="")  # of a block without a cluster
     plan = SimpleNamespace(pack_gqa=False, ragged_queries=False, split_kv=False)
     given = {"view": view, "plan": plan, "structure": SimpleNamespace(shares=False, end_aligned=False)}
-    part: Any = environment("cuda").get_template("cuda/forward/keys/paged.cu.j2").make_module(given)
+    part: Any = environment("cuda").get_template("cuda/hopper_forward/keys/paged.cu.j2").make_module(given)
     text = PROGRAM
     for name, width in WIDTHS.items():
         copies = getattr(part, f"copy_{name}")()

@@ -1,4 +1,4 @@
-"""The parts of a Hopper forward: which file of ``templates/cuda/forward`` each choice of the plan is."""
+"""The parts of a Hopper forward: which file of ``templates/cuda/hopper_forward`` each choice of the plan is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.plan.model import Plan
 
-_FOLDER = "cuda/forward"
+_FOLDER = "cuda/hopper_forward"
 
 
 @dataclass(frozen=True, slots=True)

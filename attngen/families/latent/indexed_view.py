@@ -36,17 +36,22 @@ def indexed_view(plan: Plan, template: str) -> DecodeView:
     loader = "loader" if plan.latent_row is None else "fp16_loader" if plan.structure.alike else "widening_loader"
     if plan.latent_row is not None and plan.latent_row.scales_after_rows:
         loader = "looking_ahead_loader"
-    return replace(view, loader=f"cuda/indexed/_{loader}.cu.j2", consumer=f"cuda/indexed/_{consumer}.cu.j2")
+    return replace(
+        view, loader=f"cuda/latent/indexed/_{loader}.cu.j2", consumer=f"cuda/latent/indexed/_{consumer}.cu.j2"
+    )
 
 
 def mma_indexed_view(plan: Plan, template: str) -> DecodeView:
     """View of a kernel by mma.sync, which is the split-KV forward with another loader."""
-    return replace(_listed(plan, decode_view(plan, template)), loader="cuda/indexed/_mma_loader.cu.j2")
+    return replace(_listed(plan, decode_view(plan, template)), loader="cuda/latent/indexed/_mma_loader.cu.j2")
 
 
 def _listed(plan: Plan, view: DecodeView) -> DecodeView:
     """The view whose work items visit all tiles of a query's list."""
     assert plan.variant.keys is not None
     return replace(
-        view, items="cuda/indexed/_items.cu.j2", places="cuda/indexed/_places.cu.j2", lists=LISTS[plan.variant.keys]
+        view,
+        items="cuda/latent/indexed/_items.cu.j2",
+        places="cuda/latent/indexed/_places.cu.j2",
+        lists=LISTS[plan.variant.keys],
     )

@@ -20,7 +20,7 @@ from attngen.render.header import command, summary
 from attngen.render.key_values import KeyValues, with_key_values
 from attngen.render.pipes import constant
 
-_FOLDER = "cuda/mma"
+_FOLDER = "cuda/mma_forward"
 _REGION_TEXTS = {
     "q": "Q",
     "ring": "tiles of K and V in turn",

@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.diffusers.backend``."""
+"""attngen as an attention backend of diffusers: ``register()``, then ``set_attention_backend("attngen")``.
+
+Defined in ``attngen.integrations.diffusers.backend``.
+"""
 
 from attngen.integrations.diffusers.backend import (
     NAME,

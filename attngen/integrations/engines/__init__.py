@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.engines.layers``."""
+"""Shared parts of the backends for serving engines: a layer's variant, its arguments, and a user's own mask.
+
+Defined in ``attngen.integrations.engines.layers``.
+"""
 
 from attngen.integrations.engines.layers import (
     INVARIANT_SPLIT,

@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.flash_attn.v2``."""
+"""flash-attn's functions, argument for argument, on attngen's kernels: replace one import.
+
+Defined in ``attngen.integrations.flash_attn.v2``.
+"""
 
 from attngen.integrations.flash_attn.v2 import (
     _flash_attn_backward,

@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.sglang.plugin``."""
+"""The plugin of SGLang: ``--attention-backend attngen``.
+
+Defined in ``attngen.integrations.sglang.plugin``.
+"""
 
 from attngen.integrations.sglang.plugin import (
     NAME,

@@ -1,6 +1,6 @@
 """Attention of programs that know nothing of plans, within ``attngen.parallel``: SDPA, flash-attn, transformers.
 
-    with attngen.integrations.torch_sdpa.context_parallel.context_parallel(plan, buffers=[x, labels], buffer_seq_dims=[1, 1]):
+    with attngen.integrations.context_parallel.context_parallel(plan, buffers=[x, labels], buffer_seq_dims=[1, 1]):
         loss = model(x, ...)
 
 Inside, calls of ``scaled_dot_product_attention``, of attngen's own functions, and of what ``attngen.integrations``

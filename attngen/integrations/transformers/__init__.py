@@ -1,4 +1,7 @@
-"""See ``attngen.integrations.transformers.implementation``."""
+"""``attn_implementation="attngen"`` for the models of Hugging Face's transformers.
+
+Defined in ``attngen.integrations.transformers.implementation``.
+"""
 
 from attngen.integrations.transformers.implementation import (
     NAME,

@@ -1,4 +1,4 @@
-"""See ``attngen.lab.bench.plot``: this is its public name."""
+"""The earlier path of ``attngen.lab.bench.plot``, kept for programs that import it."""
 
 from attngen.lab.bench.plot import (
     STYLE,

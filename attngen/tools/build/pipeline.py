@@ -1,4 +1,4 @@
-"""See ``attngen.build.pipeline``: this is its public name."""
+"""The earlier path of ``attngen.build.pipeline``, kept for programs that import it."""
 
 from attngen.build.pipeline import (
     BuildReport,

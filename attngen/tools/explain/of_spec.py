@@ -1,4 +1,4 @@
-"""See ``attngen.inspect.of_spec``: this is its public name."""
+"""The earlier path of ``attngen.inspect.of_spec``, kept for programs that import it."""
 
 from attngen.inspect.of_spec import (
     explain_spec,

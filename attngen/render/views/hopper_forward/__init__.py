@@ -1,4 +1,4 @@
-"""See ``attngen.render.cuda_arguments``."""
+"""The earlier path of ``attngen.render.cuda_arguments``, kept for programs that import it."""
 
 from attngen.render.cuda_arguments import argument_lines
 
