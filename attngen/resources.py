@@ -1,4 +1,4 @@
-"""Folders of specs, templates and generated sources: the top level of a checkout, or inside an installed wheel.
+"""Folders of specs and templates: the top level of a checkout, or inside an installed wheel.
 
 A checkout is preferred, since an editable install may hold an outdated copy of them.
 """
@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 @cache
 def root() -> Path:
-    """Return the folder that holds ``specs/``, ``tuned/``, ``templates/`` and ``generated/``.
+    """Return the folder that holds ``specs/``, ``tuned/`` and ``templates/``.
 
     Raises FileNotFoundError for an installation that lacks them.
     """

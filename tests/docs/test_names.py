@@ -13,6 +13,7 @@ import pytest
 
 from attngen.lang.listed import LISTS
 from tests.docs.blocks import DOCUMENTS, ROOT, code_spans, prose, tables
+from tests.render.generated import HASHES
 
 FOLDERS = ("attngen", "tests", "templates", "specs", "docs", "generated")
 ENDINGS = ("py", "j2", "cuh", "yaml", "json", "md")
@@ -76,8 +77,8 @@ def words() -> frozenset[str]:
 
 @cache
 def kernel_names() -> str:
-    """Return the names of the kernels that are committed, whose parts docs explain."""
-    return " ".join(path for path in files() if path.startswith("generated/"))
+    """Return the names of the rendered kernels, committed or not, whose parts docs explain."""
+    return " ".join(path for path in files() if path.startswith("generated/")) + HASHES.read_text()
 
 
 def is_file(name: str) -> bool:

@@ -78,6 +78,11 @@ def environment(built_attngen: Path, tmp_path_factory: pytest.TempPathFactory) -
     return {**os.environ, "PYTHONPATH": str(built_attngen), "ATTNGEN_CACHE": str(cache), "PIP_NO_INPUT": "1"}
 
 
+def test_attngens_own_wheel_holds_no_rendered_sources(built_attngen: Path) -> None:
+    data = {path.name for path in (built_attngen / "attngen/_data").iterdir()}
+    assert data == {"specs", "tuned", "templates", "tests", "LICENSE"}
+
+
 def pip_wheel(source: Path, out: Path, environment: dict[str, str], code: int = 0) -> str:
     """Build a wheel as pip does before it installs; nothing is fetched. Returns all that it prints."""
     command = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(out), str(source)]
