@@ -50,7 +50,7 @@ _SOFTMAX = re.compile(r"[\w/]+/softmax/\w+\.cu\.j2")
 
 @dataclass(frozen=True)
 class Rendered:
-    """A source, and what it shows beside its lines."""
+    """A source, and the facts that it shows beside its lines."""
 
     text: str
     facts: frozenset[tuple[str, str]]
@@ -62,7 +62,7 @@ class Rendered:
 
 
 def facts_of(spec: str, kernel: KernelSpec, plan: Plan) -> frozenset[tuple[str, str]]:
-    """What a kernel is an example of, each with its kind; the kind of softmax is the template that its view names."""
+    """Facts that a kernel is an example of, by kind; its softmax is the template that its view names."""
     schedule = named(plan.schedule)
     view = resolve_name(schedule.view)(plan, schedule.template)
     facts = {
@@ -105,7 +105,7 @@ def there() -> set[str]:
 
 
 def chosen(sources: Mapping[str, Rendered], kept: Collection[str]) -> set[str]:
-    """The sources to commit: those of ``kept`` that are still rendered, and as many more as reach ``KEPT``, each of them
+    """The sources to commit: those of ``kept`` that are still rendered, and more until there are ``KEPT``, each of them
     the one that adds the most facts, then the most lines."""
     chosen = {path for path in kept if path in sources}
     facts = frozenset().union(*(source.facts for source in sources.values()))
@@ -146,7 +146,7 @@ def update() -> str:
 
 
 def git(*arguments: str) -> str | None:
-    """What git prints, or None where it fails."""
+    """Run git; its output, or None where it fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=root(), capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -217,7 +217,7 @@ def compared(before: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]
     for (_, diff), *more in alike.values():
         yield from ("", *diff)
         if more:
-            yield f"... and the same lines in {len(more)} more: {', '.join(path for path, _ in more)}"
+            yield f"... and the same lines in {len(more)} more, such as {more[len(more) // 2][0]}"
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def test_a_difference_that_sources_share_is_printed_once() -> None:
     now = {"a": "x\n2\n", "b": "y\n2\n", "c": "x\n3\n", "same": "", "new": ""}
     assert "\n".join(compared(before, now)).split("\n\n") == [
         "only before: gone\nonly now: new",
-        "--- before/a\n+++ now/a\n@@ -1,2 +1,2 @@\n x\n-1\n+2\n... and the same lines in 1 more: b",
+        "--- before/a\n+++ now/a\n@@ -1,2 +1,2 @@\n x\n-1\n+2\n... and the same lines in 1 more, such as b",
         "--- before/c\n+++ now/c\n@@ -1,2 +1,2 @@\n x\n-1\n+3",
     ]
 
