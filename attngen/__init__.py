@@ -10,55 +10,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attngen.formats import VERSION
+from attngen.operations import OPERATIONS as _OPERATIONS
 from attngen.runtime.exported import install as _install
 
 if TYPE_CHECKING:
-    from attngen import errors, integrations, parallel
-    from attngen.build.first_call import jit
-    from attngen.inspect.debug import debug
-    from attngen.runtime.operations.append.call import append_kv
-    from attngen.runtime.operations.attention.entry import (
-        attention,
-        attention_paged,
-        attention_varlen,
-        define_operators,
-    )
-    from attngen.runtime.operations.attention.introspection import explain, tile_map
-    from attngen.runtime.operations.index_scores.call import index_scores
-    from attngen.runtime.operations.merge.call import merge
-    from attngen.runtime.operations.quantize.call import quantize
-    from attngen.runtime.operations.topk.call import topk
-    from attngen.runtime.registry.lookup import load
-    from attngen.variants import variant
+    from attngen import errors as errors
+    from attngen import integrations as integrations
+    from attngen import parallel as parallel
+    from attngen.build.first_call import jit as jit
+    from attngen.inspect.debug import debug as debug
+    from attngen.runtime.operations.append.call import append_kv as append_kv
+    from attngen.runtime.operations.attention.entry import attention as attention
+    from attngen.runtime.operations.attention.entry import attention_paged as attention_paged
+    from attngen.runtime.operations.attention.entry import attention_varlen as attention_varlen
+    from attngen.runtime.operations.attention.entry import define_operators as define_operators
+    from attngen.runtime.operations.attention.introspection import explain as explain
+    from attngen.runtime.operations.attention.introspection import tile_map as tile_map
+    from attngen.runtime.operations.index_scores.call import index_scores as index_scores
+    from attngen.runtime.operations.merge.call import merge as merge
+    from attngen.runtime.operations.quantize.call import quantize as quantize
+    from attngen.runtime.operations.topk.call import topk as topk
+    from attngen.runtime.registry.lookup import load as load
+    from attngen.variants import variant as variant
 
 __version__ = VERSION
 
-__all__ = [
-    "append_kv", "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
-    "index_scores", "integrations", "jit", "load", "merge", "parallel", "quantize", "tile_map", "topk", "variant",
-]  # fmt: skip
-
 #: Public name → the module that holds it; None for a submodule of that name.
-_HOMES = {
-    "append_kv": "attngen.runtime.operations.append.call",
-    "attention": "attngen.runtime.operations.attention.entry",
-    "attention_paged": "attngen.runtime.operations.attention.entry",
-    "attention_varlen": "attngen.runtime.operations.attention.entry",
+_HOMES: dict[str, str | None] = {
+    **{name: f"attngen.{module}" for one in _OPERATIONS for module, names in one.modules.items() for name in names},
     "debug": "attngen.inspect.debug",
-    "define_operators": "attngen.runtime.operations.attention.entry",
     "errors": None,
-    "explain": "attngen.runtime.operations.attention.introspection",
-    "index_scores": "attngen.runtime.operations.index_scores.call",
     "integrations": None,
     "jit": "attngen.build.first_call",
     "load": "attngen.runtime.registry.lookup",
-    "merge": "attngen.runtime.operations.merge.call",
     "parallel": None,
-    "quantize": "attngen.runtime.operations.quantize.call",
-    "tile_map": "attngen.runtime.operations.attention.introspection",
-    "topk": "attngen.runtime.operations.topk.call",
     "variant": "attngen.variants",
 }
+
+__all__ = sorted(_HOMES)
 
 
 _install()  # what torch.export.load needs of attngen

@@ -217,7 +217,7 @@ class KernelFields:
     head_dim_qk: Some
     head_dim_v: Some
     layout: str  # dense | varlen | paged
-    direction: str  # forward | backward | append | quantize | widen
+    direction: str  # of an operation of attngen.operations
     backend: str  # triton | cuda
     loads: str  # descriptor | pointer
     tile_m: Some

@@ -15,7 +15,8 @@ PACKAGE = ROOT / "attngen"
 
 #: From upper to lower. A module may import those of its own layer and of the layers above.
 LAYERS = (
-    {"errors", "dtypes", "arch", "cards", "drivers", "formats", "files", "glyphs", "resources", "records"},
+    {"errors", "dtypes", "arch", "cards", "drivers", "formats", "files", "glyphs", "operations", "records",
+     "resources"},
     {"lang"},
     {"manifest"},
     {"schema"},
@@ -35,7 +36,7 @@ LAYERS = (
     {"commands", "cli"},
     {"lab"},  # nothing imports it but, by name, the command line
     {"tools"},  # earlier import paths
-)
+)  # fmt: skip
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 
 #: The doors: what they import is fetched at the first use.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attngen import resources
@@ -36,6 +37,7 @@ from attngen.errors import (
     suggest,
     together,
 )
+from attngen.operations import OPERATIONS
 from attngen.store.index import Index, IndexEntry, read_index, write_index
 from attngen.store.receipt import Receipt, generator_digest, read_receipt, write_receipt
 from attngen.store.store import Store
@@ -265,7 +267,7 @@ def plan_each(
     Raises SpecError for a spec without kernels, and for an arch that it does not build for.
     """
     from attngen.plan import plan
-    from attngen.schema import appends, expand, quantizers, selectors, wideners
+    from attngen.schema import expand
 
     kernel_specs = expand(spec)
     if not kernel_specs:
@@ -296,7 +298,7 @@ def plan_each(
             elif repeated is not None and first[0] is not kernel:
                 repeated.append(Repeated(each.name, first[0], kernel))
     planned_specs = [kernel for kernel, _ in by_name.values()]
-    helpers = (each(planned_specs) for each in (appends, quantizers, wideners, selectors))
+    helpers = (resolve_name(operation.specs)(planned_specs) for operation in OPERATIONS if operation.specs)
     for kernel in chain.from_iterable(helpers):
         helper = _attempt(kernel, partial(plan, kernel))
         if isinstance(helper, AttngenError):

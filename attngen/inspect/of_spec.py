@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.build.pipeline import plans as plans_of
 from attngen.errors import CallError, LoadError, suggest
-from attngen.formats import HELPERS
 from attngen.inspect.explanation import Band, PlanExplanation, scalar_text
 from attngen.inspect.gradients import GradientFloors
 from attngen.inspect.predicted import predicted
@@ -19,6 +18,7 @@ from attngen.lang.facts import Facts
 from attngen.lang.ir import names
 from attngen.lang.parser import FLOAT32_MAX
 from attngen.lang.ranges import DTYPE_RANGES
+from attngen.operations import ATTENTION, operation_of
 from attngen.parts.columns import padded_width
 from attngen.parts.explained.base import ScheduleExplanation, explanation_of
 from attngen.parts.explained.floor import HeadFloor
@@ -67,7 +67,7 @@ def explain_spec(
         names = [plan.name for plan in known]
         hint = suggest(str(kernel), names) or "".join(f"; its first: {name}" for name in names[:1])
         raise CallError(f"{spec} has no kernel '{kernel}'{hint}")
-    plans = [plan for plan in plans if plan.direction not in HELPERS]
+    plans = [plan for plan in plans if operation_of(plan.direction) is ATTENTION]
     values = _values(plans, given or {})
     measured = _Measured(
         seqlens, SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY, values, _tensors(plans, files or {}), seed, b, h

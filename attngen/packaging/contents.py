@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.build.pipeline import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare
 from attngen.errors import PackageError
-from attngen.formats import HELPER_VARIANTS, MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
+from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
+from attngen.operations import HELPER_VARIANTS
 from attngen.packaging.vendor import runtime_files
 from attngen.packaging.view import PackageView, VariantView, compiler_lines, compilers_of, drivers_of, fill
 from attngen.resources import licence_file

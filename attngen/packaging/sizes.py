@@ -10,7 +10,7 @@ from typing import Any
 from zipfile import ZipFile
 
 from attngen.errors import PackageError
-from attngen.formats import APPEND, INDEX_SCORES
+from attngen.operations import APPEND, INDEX_SCORES
 from attngen.runtime.registry.shipped import INDEX, KERNELS
 from attngen.schema.helper_kernels import appends
 from attngen.schema.kernel_spec import KernelSpec

@@ -13,12 +13,12 @@ from pathlib import Path, PurePosixPath
 
 import attngen
 from attngen.formats import VERSION
+from attngen.operations import OPERATIONS
 
 #: Modules that a package's own ``__init__`` imports; their imports add the rest.
 ROOTS = (
-    "errors", "runtime.arguments.debug", "runtime.operations.append.call", "runtime.operations.attention.dispatch", "runtime.operations.attention.entry",
-    "runtime.operations.index_scores.call", "runtime.operations.attention.introspection", "runtime.operations.merge.call", "runtime.operations.quantize.call",
-    "runtime.operations.topk.call", "runtime.launch.tile_map", "runtime.registry.lookup",
+    "errors", "runtime.arguments.debug", "runtime.launch.tile_map", "runtime.registry.lookup",
+    *(module for operation in OPERATIONS for module in operation.modules),
 )  # fmt: skip
 
 #: Looks for other packages, which a package itself does not do.
@@ -26,8 +26,8 @@ LEFT_OUT = frozenset({"runtime.registry.discovery"})
 
 #: Parts of attngen that may be copied: none of them imports anything but torch, cuda-bindings and the standard library.
 COPIED = frozenset({
-    "errors", "dtypes", "arch", "cards", "drivers", "files", "formats", "glyphs", "lang", "manifest", "records",
-    "runtime",
+    "errors", "dtypes", "arch", "cards", "drivers", "files", "formats", "glyphs", "lang", "manifest",
+    "operations", "records", "runtime",
 })  # fmt: skip
 
 _FOLDER = Path(attngen.__file__).parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
 from attngen.compile.assembler import PTXAS_WHEEL
@@ -14,6 +15,7 @@ from attngen.formats import VERSION
 from attngen.lang.dropout import RNG_STATE
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Scalar, Variant
+from attngen.operations import ATTENTION, OPERATIONS
 from attngen.render.environment import environment
 
 #: Distribution that a manifest names as its compiler → its common name.
@@ -77,9 +79,39 @@ class PackageView:
         return self.variants[0].name if len(self.variants) == 1 else None
 
     @property
+    def calls(self) -> dict[str, list[str]]:
+        """Module of the runtime → the names that the package exports from it, in the order of its imports."""
+        exported = {
+            module: sorted((*names, *operation.results))
+            for operation in OPERATIONS
+            for module, names in operation.modules.items()
+        }
+        return {module: exported[module] for module in sorted(exported, key=_own_name)}
+
+    @property
+    def results(self) -> list[tuple[str, str]]:
+        """Module and name of each class of results."""
+        return [(module, name) for one in OPERATIONS for module in one.modules for name in one.results]
+
+    @property
+    def declared(self) -> list[str]:
+        """The operations whose stubs are files of ``templates/package``; attention has an overload for each variant."""
+        return [operation.name for operation in OPERATIONS if operation.public and operation is not ATTENTION]
+
+    def listed(self, *others: str) -> list[str]:
+        """Lines of ``__all__``: the names of all calls, and others."""
+        names = sorted((*others, *(name for names in self.calls.values() for name in names)))
+        return wrap(", ".join(f'"{name}"' for name in names) + ",", 117)
+
+    @property
     def distribution(self) -> str:
         """The name by which pip knows the package; it has to end in a letter or a digit."""
         return self.module.rstrip("_").replace("_", "-")
+
+
+def _own_name(module: str) -> str:
+    """A module of operations by the name of its operation, or of itself in the folder of attention."""
+    return module.removeprefix("runtime.operations.").removeprefix(f"{ATTENTION.name}.")
 
 
 def compilers_of(manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from functools import cache
 from importlib import import_module
 
 from attngen.arch import ARCHES, Arch
+from attngen.operations import OPERATIONS, operation_of
 from attngen.plan.schedule import Schedule
 from attngen.schema.kernel_spec import KernelSpec
 
@@ -31,12 +32,7 @@ _MODULES = (
     "latent_backward.mma_indexed",
     "mma_backward.schedule",
     "triton.backward",
-    "append.schedule",
-    "quantize.schedule",
-    "quantize.tiles",
-    "widen.schedule",
-    "index_scores.schedule",
-    "topk.schedule",
+    *(module for operation in OPERATIONS for module in operation.schedules),
 )
 
 
@@ -48,6 +44,7 @@ def _rows() -> list[Schedule]:
 
 def schedules(direction: str, arch: Arch | None = None, backend: str | None = None) -> tuple[Schedule, ...]:
     """Return the schedules of a direction, the fastest first; those of one arch or backend alone if given."""
+    operation_of(direction)  # which refuses an unknown one
     return tuple(
         row
         for row in _rows()

@@ -57,32 +57,13 @@ def kernel_name(
     return "_".join(parts)
 
 
-def append_name(*, arch: str, dtype: str, kv_dtype: str | None = None) -> str:
-    """Return the name of the kernel that appends to caches, such as ``append_sm90a_bf16``; one that quantizes on the
-    way names the dtype of the cache, too."""
-    return f"append_{arch}_{dtype_label(dtype, kv_dtype)}"
+def operation_name(direction: str, arch: str, *labels: str) -> str:
+    """Return the name of a kernel that is not attention, such as ``append_sm90a_bf16``.
 
-
-def widen_name(*, arch: str, dtype: str) -> str:
-    """Return the name of the kernel that widens caches, such as ``widen_sm90a_bf16``, by the dtype that it writes."""
-    return f"widen_{arch}_{dtype}"
-
-
-def topk_name(*, arch: str) -> str:
-    """Name of the kernel that selects the largest scores of rows, such as ``topk_sm90a``."""
-    return f"topk_{arch}"
-
-
-def index_scores_name(*, arch: str, dtype: str, head_dim: int, variant: str, layout: str) -> str:
-    """Name of the kernel that scores keys for an index, such as ``index_scores_sm90a_fp8_e4m3_d128_causal_paged``."""
-    parts = ["index_scores", arch, dtype, f"d{head_dim}", variant, *([] if layout == "dense" else [layout])]
-    return "_".join(parts)
-
-
-def quantize_name(*, arch: str, dtype: str, head_dim: int = 0) -> str:
-    """Return the name of the kernel that quantizes, such as ``quantize_sm90a_bf16``, by the dtype that it reads;
-    one of a single head dim says so: ``quantize_sm90a_bf16_d128``."""
-    return f"quantize_{arch}_{dtype}" + (f"_d{head_dim}" if head_dim else "")
+    ``labels`` tell the kernels of an operation apart: dtypes, a head dim, a variant, as in
+    ``index_scores_sm90a_fp8_e4m3_d128_causal_paged``.
+    """
+    return "_".join([direction, arch, *labels])
 
 
 def gradient_label(tile_m: int, tile_n: int, stages: int, warps: int) -> str:

@@ -18,9 +18,9 @@ from attngen.dtypes import (
     QUANTIZED_DTYPES,
 )
 from attngen.errors import PlanError
-from attngen.formats import APPEND, HELPERS
 from attngen.lang.constant_conditions import fold_conditions
 from attngen.lang.listed import LISTS
+from attngen.operations import APPEND, HELPERS
 from attngen.plan.catalogue import backends, candidates
 from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS

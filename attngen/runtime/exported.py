@@ -9,7 +9,10 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
+
+from attngen.operations import OPERATIONS
 
 _PREFIX = "attngen"
 
@@ -70,18 +73,14 @@ def _define(namespace: str, operator: str) -> bool:
     there is an operator, and drops the error.
     """
     from attngen.errors import AttngenError
-    from attngen.runtime.operations.append import operator as append_operator
-    from attngen.runtime.operations.attention import dropout_operator, operators
-    from attngen.runtime.operations.index_scores import operator as index_scores_operator
-    from attngen.runtime.operations.quantize import operator as quantize_operator
+    from attngen.runtime.operations.attention import operators
     from attngen.runtime.operations.shared import library
-    from attngen.runtime.operations.topk import operator as topk_operator
 
-    for other in (append_operator, quantize_operator, topk_operator, index_scores_operator):
-        if operator == other.NAME and namespace == library.NAMESPACE:
-            return other.defined() == namespace
-    if operator in dropout_operator.NAMES and namespace == library.NAMESPACE:
-        return dropout_operator.defined() == namespace
+    for operation in OPERATIONS if namespace == library.NAMESPACE else ():
+        for name in operation.operators:
+            module = import_module(f"attngen.{operation.folder}.{name}")
+            if operator in module.NAMES:
+                return bool(module.defined() == namespace)
     try:
         return operators.define_named(namespace, operator)
     except AttngenError as error:

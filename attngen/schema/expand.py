@@ -26,7 +26,8 @@ from typing import Any
 
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, HEAD_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.errors import AttngenError, Gathered, Location, SpecError, suggest
-from attngen.formats import INDEX_SCORES, SCHEMA
+from attngen.formats import SCHEMA
+from attngen.operations import INDEX_SCORES
 from attngen.schema.fields import IN_GROUPS, SPLIT_TILES
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
 from attngen.schema.loading import DeclaredVariant, Spec

@@ -8,7 +8,8 @@ from typing import Any
 
 from attngen.arch import ARCHES
 from attngen.dtypes import LATENT_ROWS, QUANTIZED_DTYPES
-from attngen.formats import (
+from attngen.lang.variant import Variant
+from attngen.operations import (
     APPEND,
     APPEND_VARIANT,
     INDEX_SCORES,
@@ -19,7 +20,6 @@ from attngen.formats import (
     WIDEN,
     WIDEN_VARIANT,
 )
-from attngen.lang.variant import Variant
 from attngen.schema.kernel_spec import KernelSpec
 
 #: dtypes that kernels quantize.

@@ -17,7 +17,7 @@ import yaml
 from attngen.build.pipeline import Prepared, prepare
 from attngen.dtypes import HEAD_DIMS
 from attngen.errors import PlanError
-from attngen.formats import HELPERS
+from attngen.operations import HELPERS
 from attngen.schema import load_spec_text
 from tests.fuzz.declared import Declared
 from tests.fuzz.legal_masks import Masks

@@ -10,11 +10,11 @@ from pathlib import Path
 from torch import Tensor
 
 from attngen.build.pipeline import Prepared, plans
-from attngen.formats import QUANTIZE
 from attngen.inspect.cases import Case
 from attngen.lab.verify.inputs import make_inputs
 from attngen.lab.verify.poison import poisoned
 from attngen.lab.verify.trial import element_of
+from attngen.operations import QUANTIZE
 from attngen.runtime.launch.pinned import Pinned
 from attngen.schema import load_spec
 from tests.gpu.family import Kernels, rendered

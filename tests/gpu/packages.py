@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attngen import resources
 from attngen.build.pipeline import BuiltKernel, Prepared, compile_kernels, plans
-from attngen.formats import APPEND
+from attngen.operations import APPEND
 from attngen.plan import Plan
 from attngen.render import render
 from attngen.runtime.kernels.module import read_kernel

@@ -31,7 +31,7 @@ import attngen
 from attngen.build.compiles import LOAD
 from attngen.build.pipeline import Prepared, compile_kernels, prepare
 from attngen.errors import AttngenError, InternalError
-from attngen.formats import HELPERS
+from attngen.operations import HELPERS
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.map_shape import MapShape

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import attngen
 from attngen.build.pipeline import Prepared, prepare
-from attngen.formats import WIDEN
 from attngen.lab.verify.gpu import try_pinned
+from attngen.operations import WIDEN
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.attention import dispatch
 from attngen.runtime.operations.widen import kernel as widen

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from attngen.errors import LoadError
-from attngen.formats import APPEND_VARIANT, QUANTIZE_VARIANT, TOPK_VARIANT, WIDEN_VARIANT
 from attngen.manifest import Argument, KernelFields, LaunchFields, StructureFields, TunedOn
+from attngen.operations import APPEND_VARIANT, QUANTIZE_VARIANT, TOPK_VARIANT, WIDEN_VARIANT
 from attngen.plan.model import Plan
 from attngen.records import MisfitError, read
 from attngen.runtime.kernels.module import Kernel

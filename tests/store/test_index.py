@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.formats import HELPER_VARIANTS
+from attngen.operations import HELPER_VARIANTS
 from attngen.store import Store, StoreWarning
 from attngen.store.index import Index, IndexEntry, read_index, read_indexes, write_index
 from attngen.store.receipt import Receipt, generator_digest, hash_files, read_receipt, write_receipt

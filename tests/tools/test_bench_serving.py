@@ -20,7 +20,6 @@ from torch import Tensor
 import attngen
 from attngen import cli
 from attngen.build.pipeline import prepare
-from attngen.formats import APPEND_VARIANT
 from attngen.lab.bench import graphs
 from attngen.lab.bench.graphs import Replays
 from attngen.lab.bench.runner import Options, bench
@@ -32,6 +31,7 @@ from attngen.lab.bench.serving.report import ServingReport, ServingResult, Servi
 from attngen.lab.bench.serving.suite import ServingSuite
 from attngen.lab.bench.timing import Contender, Timing, interleaved
 from attngen.lab.verify.interpreter import kernel_of
+from attngen.operations import APPEND_VARIANT
 from attngen.schema import load_spec_text
 from tests.tools.bench_support import FakeClock, TickClock, compute_on_the_cpu, replayed
 

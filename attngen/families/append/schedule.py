@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from attngen.arch import Arch
 from attngen.dtypes import CHUNK_BYTES
-from attngen.formats import APPEND
+from attngen.operations import APPEND
 from attngen.parts.rows import rows_plan
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
@@ -48,7 +48,7 @@ _SIZES = (
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    name = naming.append_name(arch=spec.arch, dtype=spec.dtype, kv_dtype=spec.kv_dtype)
+    name = naming.operation_name(APPEND, spec.arch, naming.dtype_label(spec.dtype, spec.kv_dtype))
     threads = 32 * _WARPS
     planned = rows_plan(spec, name, APPEND, tile_m=threads, tile_n=1, warps=_WARPS)
     row = Launch(

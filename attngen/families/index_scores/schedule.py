@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from attngen.arch import Arch
 from attngen.dtypes import CHUNK_BYTES, SCALAR_TYPES, SWIZZLE_BYTES, dtype
 from attngen.errors import PlanError
-from attngen.formats import INDEX_SCORES
 from attngen.lang.ir import names
+from attngen.operations import INDEX_SCORES
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import refuse
@@ -97,11 +97,10 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     element = dtype(spec.dtype)
     tiles = tiles_of(spec.head_dim_qk, element.bytes, arch.shared_memory)
     main = f"heads_{HEADS[1]}"
+    layout = [] if spec.layout == "dense" else [spec.layout]
     planned = named(
         spec,
-        naming.index_scores_name(
-            arch=spec.arch, dtype=spec.dtype, head_dim=spec.head_dim_qk, variant=spec.variant.name, layout=spec.layout
-        ),
+        naming.operation_name(INDEX_SCORES, spec.arch, spec.dtype, f"d{spec.head_dim_qk}", spec.variant.name, *layout),
         alignment=CHUNK_BYTES,
         columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
         columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from attngen.arch import Arch
 from attngen.dtypes import CHUNK_BYTES
-from attngen.formats import QUANTIZE
+from attngen.operations import QUANTIZE
 from attngen.parts.rows import rows_plan
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
@@ -48,7 +48,7 @@ _DIVISORS = ("heads", "kv_heads", "group", "tiles_q", "tiles_k", "tiles_v", "lan
 
 def planned(spec: KernelSpec, arch: Arch) -> Plan:
     """Common part of the plans of quantization kernels: everything but the launch."""
-    name = naming.quantize_name(arch=spec.arch, dtype=spec.dtype)
+    name = naming.operation_name(QUANTIZE, spec.arch, spec.dtype)
     return rows_plan(spec, name, QUANTIZE, tile_m=32 * _WARPS, tile_n=1, warps=_WARPS)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from attngen.arch import Arch
 from attngen.dtypes import CHUNK_BYTES
 from attngen.families.quantize import schedule as quantize
-from attngen.formats import QUANTIZE
+from attngen.operations import QUANTIZE
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import refuse
@@ -114,7 +114,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         raise refuse(spec, "head_dim", f"tiles have rows of {allowed}, q, k and v alike")
     planned = replace(
         quantize.planned(spec, arch),
-        name=naming.quantize_name(arch=spec.arch, dtype=spec.dtype, head_dim=spec.head_dim_qk),
+        name=naming.operation_name(QUANTIZE, spec.arch, spec.dtype, f"d{spec.head_dim_qk}"),
         schedule="quantize_tiles",
         loads="descriptor",
         q_operand="shared",

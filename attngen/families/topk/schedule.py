@@ -8,7 +8,7 @@ least is the next threshold. So memory binds unless scores ascend along the row.
 from __future__ import annotations
 
 from attngen.arch import Arch
-from attngen.formats import TOPK
+from attngen.operations import TOPK
 from attngen.parts.rows import rows_plan
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
@@ -47,7 +47,9 @@ def largest_k(launch: str) -> int:
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    planned = rows_plan(spec, naming.topk_name(arch=spec.arch), TOPK, tile_m=largest_k(TOPK), tile_n=CHUNK, warps=WARPS)
+    planned = rows_plan(
+        spec, naming.operation_name(TOPK, spec.arch), TOPK, tile_m=largest_k(TOPK), tile_n=CHUNK, warps=WARPS
+    )
 
     def launch(name: str) -> Launch:
         symbol = planned.name if name == TOPK else naming.launch_name(planned.name, name)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from attngen.arch import Arch
 from attngen.dtypes import CHUNK_BYTES
-from attngen.formats import WIDEN
+from attngen.operations import WIDEN
 from attngen.parts.rows import rows_plan
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
@@ -37,7 +37,7 @@ _DIVISORS = ("kv_heads", "vectors_k", "vectors_v", "page_size")
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    name = naming.widen_name(arch=spec.arch, dtype=spec.dtype)
+    name = naming.operation_name(WIDEN, spec.arch, spec.dtype)
     planned = rows_plan(spec, name, WIDEN, tile_m=1, tile_n=_TOKENS, warps=_WARPS)
     row = Launch(
         WIDEN, name, GRID, 1, _TOKENS, 1, _WARPS, arguments=tuple(_arguments(planned)), max_spills=SPILLS.bytes,

@@ -9,20 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
 from attngen.arch import arch_of
 from attngen.build.pipeline import Prepared, compile_kernels
 from attngen.errors import AttngenError
-from attngen.formats import APPEND, INDEX_SCORES, QUANTIZE, TOPK, WIDEN
-from attngen.lab.verify.appended import try_append
-from attngen.lab.verify.quantized import try_quantize
 from attngen.lab.verify.retarget import retarget
-from attngen.lab.verify.selected import try_index_scores, try_topk
 from attngen.lab.verify.trial import Trial, try_backward, try_kernel
 from attngen.lab.verify.verdict import Verdict
-from attngen.lab.verify.widened import try_widen
+from attngen.operations import operation_of
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import driver as drivers
@@ -130,6 +127,12 @@ def _reason_against(plan: Plan, gpu: Gpu) -> str | None:
 
 def try_pinned(kernel: Kernel, device: torch.device, seed: int, *, small: bool) -> Trial:
     """Run a kernel on all of its cases, whatever dispatch would choose for them; ``small`` picks the quick ones."""
+    trial: Trial = resolve_name(operation_of(kernel.direction).trial)(kernel, device, seed, small=small)
+    return trial
+
+
+def try_attention(kernel: Kernel, device: torch.device, seed: int, *, small: bool) -> Trial:
+    """Run a kernel of attention on the cases of its layout."""
 
     def launch(call: Call, buffers: Buffers) -> None:
         Pinned(kernel, call, buffers)()
@@ -137,16 +140,6 @@ def try_pinned(kernel: Kernel, device: torch.device, seed: int, *, small: bool) 
     def differentiate(call: Call, buffers: GradientBuffers) -> None:
         PinnedGradients(kernel, call, buffers)()
 
-    if kernel.direction == APPEND:
-        return try_append(kernel, device, seed, small=small)
-    if kernel.direction == QUANTIZE:
-        return try_quantize(kernel, device, seed, small=small)
-    if kernel.direction == WIDEN:
-        return try_widen(kernel, device, seed, small=small)
-    if kernel.direction == TOPK:
-        return try_topk(kernel, device, seed, small=small)
-    if kernel.direction == INDEX_SCORES:
-        return try_index_scores(kernel, device, seed, small=small)
     if kernel.direction == "backward":
         return try_backward(kernel, differentiate, device, seed, small=small)
     return try_kernel(kernel, launch, device, seed, small=small)

@@ -49,6 +49,8 @@ def reason_against(plan: Plan) -> str | None:
         reason = f"{plan.backend} kernels run only on a GPU"
     elif plan.dtype_name == "bf16":
         reason = "bf16 products are wrong in Triton's interpreter"
+    elif plan.direction not in DIRECTIONS:
+        reason = f"the interpreter runs attention, no {plan.direction}"
     else:
         return None
     if plan.direction not in DIRECTIONS:  # appends, quantizes or widens, without a mask

@@ -7,7 +7,7 @@ from dataclasses import replace
 from attngen.arch import Arch
 from attngen.build.pipeline import Prepared
 from attngen.errors import PlanError
-from attngen.formats import HELPERS
+from attngen.operations import ATTENTION, operation_of
 from attngen.plan import plan
 from attngen.plan.model import Plan
 from attngen.render import render
@@ -24,7 +24,7 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
     """
     before = prepared.plan
     free = replace(prepared.spec, arch=arch.name, backend=before.backend, loads=before.loads, allow=_ALLOW)
-    if before.direction in HELPERS:
+    if operation_of(before.direction) is not ATTENTION:
         planned = plan(free)
         return Prepared(prepared.spec, planned, render(planned))
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)

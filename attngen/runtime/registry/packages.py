@@ -11,7 +11,7 @@ from pathlib import Path
 
 from attngen.errors import LoadError
 from attngen.files import read_regular
-from attngen.formats import HELPER_VARIANTS
+from attngen.operations import HELPER_VARIANTS
 from attngen.runtime.kernels.module import Kernel, read_kernel
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
-from attngen.formats import APPEND_VARIANT
 from attngen.lab.bench.serving.cells import DTYPE, HEAD_DIM, Form, Problem
 from attngen.lab.bench.timing import Contender, input_sets
+from attngen.operations import APPEND_VARIANT
 from attngen.runtime.operations.append import in_torch as append_torch
 from attngen.runtime.operations.append.arguments import Append, check
 from attngen.runtime.operations.append.call import append_kv

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from attngen.dtypes import dtype as dtype_row
-from attngen.formats import APPEND_VARIANT
+from attngen.operations import APPEND_VARIANT
 
 #: The same in all cells: the dtype of queries and caches, but for those in 8 bits.
 DTYPE, HEAD_DIM = "bf16", 128

@@ -12,7 +12,6 @@ import torch
 
 from attngen.build.pipeline import Prepared, prepare
 from attngen.errors import CallError
-from attngen.formats import APPEND, APPEND_VARIANT, WIDEN
 from attngen.lab.bench.check import TOLERANCE
 from attngen.lab.bench.graphs import Replays
 from attngen.lab.bench.kernels import chosen, compiled
@@ -25,6 +24,7 @@ from attngen.lab.bench.serving.peers import ServingPeer, missing, serving_peers
 from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.lab.bench.timing import Contender, Sampler
 from attngen.lab.verify.gpu import Gpu
+from attngen.operations import APPEND, APPEND_VARIANT, WIDEN
 from attngen.runtime.operations.attention.entry import attention, attention_paged
 from attngen.runtime.operations.attention.introspection import explain
 from attngen.runtime.registry.lookup import package_of_kernels, registry

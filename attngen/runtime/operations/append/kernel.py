@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
-from attngen.formats import APPEND, APPEND_VARIANT
+from attngen.operations import APPEND, APPEND_VARIANT
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, contiguous_view
 from attngen.runtime.arguments.latent_rows import latent_name
 from attngen.runtime.device.interface import Driver

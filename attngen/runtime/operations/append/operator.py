@@ -14,6 +14,7 @@ from attngen.runtime.operations.append.path import APPEND
 from attngen.runtime.operations.shared.library import define_once
 
 NAME = "kv__append"
+NAMES = (NAME,)
 
 
 @torch.compiler.assume_constant_result

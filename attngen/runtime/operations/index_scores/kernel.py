@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.formats import INDEX_SCORES
 from attngen.lang.divisors import divisors, reciprocal
 from attngen.manifest import Argument
+from attngen.operations import INDEX_SCORES
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import tensormap
 from attngen.runtime.device.interface import Driver

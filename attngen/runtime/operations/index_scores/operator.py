@@ -17,6 +17,7 @@ from attngen.runtime.operations.shared.library import define_once
 from attngen.runtime.registry.lookup import registry
 
 NAME = "keys__index_scores"
+NAMES = (NAME,)
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor weights, Tensor? k_scale, Tensor? seqused_k, Tensor? page_table, str variant, "

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES
-from attngen.formats import QUANTIZE, QUANTIZE_VARIANT
+from attngen.operations import QUANTIZE, QUANTIZE_VARIANT
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.kernels.module import Entry, Kernel

@@ -15,6 +15,7 @@ from attngen.runtime.operations.quantize.path import QUANTIZE
 from attngen.runtime.operations.shared.library import define_once
 
 NAME = "qkv__quantize"
+NAMES = (NAME,)
 
 _RESULTS = "(Tensor q8, Tensor k8, Tensor v8, Tensor q_descale, Tensor k_descale, Tensor v_descale)"
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import V_GROUP
-from attngen.formats import QUANTIZE as DIRECTION
-from attngen.formats import QUANTIZE_VARIANT
+from attngen.operations import QUANTIZE as DIRECTION
+from attngen.operations import QUANTIZE_VARIANT
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.quantize.arguments import Quantize, Sizes, check, in_rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.formats import TOPK, TOPK_VARIANT
+from attngen.operations import TOPK, TOPK_VARIANT
 from attngen.runtime.arguments.checked import refuse_unreadable
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel

@@ -14,6 +14,7 @@ from attngen.runtime.operations.shared.library import define_once
 from attngen.runtime.operations.topk.kernel import FIELDS, SELECTION, Topk
 
 NAME = "scores__topk"
+NAMES = (NAME,)
 
 
 @torch.compiler.assume_constant_result

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
-from attngen.formats import WIDEN, WIDEN_VARIANT
+from attngen.operations import WIDEN, WIDEN_VARIANT
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, contiguous_view
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.device.counters import in_graph
