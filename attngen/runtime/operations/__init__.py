@@ -1,1 +1,1 @@
-"""What programs call, a folder for each operation."""
+"""Operations that programs call, a folder for each."""
