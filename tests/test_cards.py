@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pkgutil import resolve_name
 
 import pytest
 import yaml
@@ -11,13 +12,14 @@ import yaml
 from attngen.arch import ARCHES
 from attngen.cards import KINDS, SUPPORT
 from attngen.errors import PlanError
+from attngen.operations import OPERATIONS
 from attngen.plan import plan
 from attngen.resources import root
-from attngen.schema import KernelSpec, appends, expand, load_spec_text, quantizers, selectors, wideners
+from attngen.schema import KernelSpec, expand, load_spec_text
 from tests.docs.blocks import tables
 
 CARDS = root() / "docs" / "cards.md"
-HELPERS = (appends, quantizers, selectors, wideners)
+HELPERS = [resolve_name(row.specs) for row in OPERATIONS if row.specs]
 
 
 def test_every_arch_has_its_cards() -> None:

@@ -1,4 +1,7 @@
-"""The schedules that exist, by the names of their modules. A new one is a module of its family and a row here."""
+"""The schedules that exist, by the names of their modules. A new one is a module of its family and a row here.
+
+Those of operations beside attention are in their rows of ``attngen.operations``.
+"""
 
 from __future__ import annotations
 

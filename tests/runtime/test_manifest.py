@@ -10,7 +10,7 @@ import pytest
 
 from attngen.errors import LoadError
 from attngen.manifest import Argument, KernelFields, LaunchFields, StructureFields, TunedOn
-from attngen.operations import APPEND_VARIANT, QUANTIZE_VARIANT, TOPK_VARIANT, WIDEN_VARIANT
+from attngen.operations import HELPER_VARIANTS
 from attngen.plan.model import Plan
 from attngen.records import MisfitError, read
 from attngen.runtime.kernels.module import Kernel
@@ -48,7 +48,7 @@ def test_what_a_plan_decides_arrives(name: str) -> None:
             assert replace(parameter, offset=-1) == argument
 
 
-@pytest.mark.parametrize("name", [APPEND_VARIANT, QUANTIZE_VARIANT, WIDEN_VARIANT, TOPK_VARIANT])
+@pytest.mark.parametrize("name", sorted(HELPER_VARIANTS))
 def test_names_of_what_no_variant_computes_are_read(name: str) -> None:
     manifest = manifest_of(PLANS["forward"])
     manifest["variant"]["name"] = name

@@ -73,6 +73,7 @@ def test_rows_name_every_schedule() -> None:
     every = {f"{folder.name}.{name}" for folder in families.iterdir() for name in modules_with("^SCHEDULE\\b", folder)}
     assert set(catalogue._MODULES) == every
     assert len(catalogue._MODULES) == len(every)
+    assert all(schedule.direction in operation_of(schedule.direction).directions for schedule in catalogue._rows())
 
 
 @each_row_with_kernels
