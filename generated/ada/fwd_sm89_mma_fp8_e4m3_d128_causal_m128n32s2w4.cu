@@ -1,7 +1,7 @@
 // fwd_sm89_mma_fp8_e4m3_d128_causal_m128n32s2w4
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/ada.yaml`.
+// Rendered by `attngen build specs/ada.yaml`, schedule mma_forward.
 //
 // A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring

@@ -1,7 +1,7 @@
 // quantize_sm89_fp16
 //
 // Queries, keys and values become 8 bits and scales; rows of Q and K are rotated and transformed.
-// Rendered from templates/cuda/quantize/kernel.cu.j2 by `attngen build specs/ada.yaml`.
+// Rendered by `attngen build specs/ada.yaml`, schedule quantize.
 //
 // A unit of work is some rows, tokens of one head of Q, K or V. A block goes from unit to unit: it reads each once, and
 // the next one while it works. A thread holds eight vectors of a row in registers, or four of each of two rows, rotates

@@ -1,7 +1,7 @@
 // append_sm86_bf16
 //
 // New keys and values go into a cache; keys and queries are rotated on the way.
-// Rendered from templates/cuda/append/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
+// Rendered by `attngen build specs/ampere.yaml`, schedule append.
 //
 // One new token has a row of each KV head for the cache of K and one for that of V, and a row of each query head that is
 // rotated. A thread has 16 bytes of one row: 2^lane_bits threads have a row, and a block as many rows as fit.

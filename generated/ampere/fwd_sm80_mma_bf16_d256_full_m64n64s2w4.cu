@@ -1,7 +1,7 @@
 // fwd_sm80_mma_bf16_d256_full_m64n64s2w4
 //
 // Attention forward, variant full: mask `True`.
-// Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
+// Rendered by `attngen build specs/ampere.yaml`, schedule mma_forward.
 //
 // A block of 4 warps computes O of 64 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 16 rows, and keeps their S, P and O in registers; O of two warps' rows, half of the columns each. Tiles of K and V alternate in a ring

@@ -1,7 +1,7 @@
 // fwd_sm80_mmadecode_bf16_d64_causal_paged_m16n16s24w8
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/decode/kernel.cu.j2 by `attngen build specs/ampere.yaml`.
+// Rendered by `attngen build specs/ampere.yaml`, schedule mma_decode.
 //
 // Few query rows against many keys: memory binds, not the products. The rows of a KV head, those of all query heads of its
 // group, are cut into row blocks of 16, one for each of `row_warps` warps. These warps go through the same keys, 16 at a

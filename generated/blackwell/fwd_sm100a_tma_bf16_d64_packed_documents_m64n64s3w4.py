@@ -1,7 +1,7 @@
 """fwd_sm100a_tma_bf16_d64_packed_documents_m64n64s3w4
 
 Attention forward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
-Rendered from templates/triton/forward.py.j2 by `attngen build specs/blackwell.yaml`.
+Rendered by `attngen build specs/blackwell.yaml`, schedule triton_forward.
 """
 
 import triton

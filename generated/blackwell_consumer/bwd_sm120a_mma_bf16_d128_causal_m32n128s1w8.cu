@@ -1,7 +1,7 @@
 // bwd_sm120a_mma_bf16_d128_causal_m32n128s1w8
 //
 // Attention backward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/blackwell_consumer.yaml`.
+// Rendered by `attngen build specs/blackwell_consumer.yaml`, schedule mma_backward.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels run

@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_fp8_e4m3_d128_alibi_m192n96s2c3
 //
 // Attention forward, variant alibi: mask `q_pos >= kv`, score `s + slope[h] * (kv - q_pos)`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
+// Rendered by `attngen build specs/fp8.yaml`, schedule hopper_fp8.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules work tiles and loads Q, one loads K
 // and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.

@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_fp8_e4m3_d256_softcap_m128n128s2c2_cooperative
 //
 // Attention forward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/fp8.yaml`.
+// Rendered by `attngen build specs/fp8.yaml`, schedule hopper_fp8.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules work tiles and loads Q, one loads K
 // and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.

@@ -1,7 +1,7 @@
 // quantize_sm90a_bf16_d64
 //
 // Queries, keys and values become 8 bits and scales; rows of Q and K are transformed, or rotated, too.
-// Rendered from templates/cuda/quantize/tiles.cu.j2 by `attngen build specs/fp8.yaml`.
+// Rendered by `attngen build specs/fp8.yaml`, schedule quantize_tiles.
 //
 // A tile is 64 tokens of 2 heads. Each group of four warps works on a tile, while TMA loads its next ones. Rows that
 // are transformed, but not rotated, are multiplied: A is the tile, B a Hadamard matrix with the random signs in its rows.

@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_bf16_d64_sliding_window_varlen_m192n128s2c3
 //
 // Attention forward, variant sliding_window: mask `0 <= q_pos - kv and q_pos - kv < window`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/hopper.yaml`.
+// Rendered by `attngen build specs/hopper.yaml`, schedule hopper_forward.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules work tiles, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys

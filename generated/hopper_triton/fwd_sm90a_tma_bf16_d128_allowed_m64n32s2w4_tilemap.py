@@ -1,7 +1,7 @@
 """fwd_sm90a_tma_bf16_d128_allowed_m64n32s2w4_tilemap
 
 Attention forward, variant allowed: mask `allowed[b, q, kv]`.
-Rendered from templates/triton/forward.py.j2 by `attngen build specs/hopper_triton.yaml`.
+Rendered by `attngen build specs/hopper_triton.yaml`, schedule triton_forward.
 """
 
 import triton

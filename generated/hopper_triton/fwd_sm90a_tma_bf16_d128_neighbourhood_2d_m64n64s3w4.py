@@ -1,7 +1,7 @@
 """fwd_sm90a_tma_bf16_d128_neighbourhood_2d_m64n64s3w4
 
 Attention forward, variant neighbourhood_2d: mask `abs(q // width - kv // width) <= radius and abs(q % width - kv % width) <= radius`.
-Rendered from templates/triton/forward.py.j2 by `attngen build specs/hopper_triton.yaml`.
+Rendered by `attngen build specs/hopper_triton.yaml`, schedule triton_forward.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """fwd_sm90a_tma_bf16_d64_causal_packed_m64n64s3w4
 
 Attention forward, variant causal_packed: mask `kv <= q_pos and doc_start[b, q_pos] <= kv`.
-Rendered from templates/triton/forward.py.j2 by `attngen build specs/hopper_triton.yaml`.
+Rendered by `attngen build specs/hopper_triton.yaml`, schedule triton_forward.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """fwd_sm90a_tma_bf16_d64_relative_bias_m64n64s3w4
 
 Attention forward, variant relative_bias: mask `True`, score `s + table[h, min(max(kv - q_pos, -radius), radius) + radius]`.
-Rendered from templates/triton/forward.py.j2 by `attngen build specs/hopper_triton.yaml`.
+Rendered by `attngen build specs/hopper_triton.yaml`, schedule triton_forward.
 """
 
 import triton

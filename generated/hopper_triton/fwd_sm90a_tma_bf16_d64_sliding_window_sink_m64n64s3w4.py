@@ -1,7 +1,7 @@
 """fwd_sm90a_tma_bf16_d64_sliding_window_sink_m64n64s3w4
 
 Attention forward, variant sliding_window_sink: mask `0 <= q_pos - kv and q_pos - kv < window`, sink `sinks[h]`.
-Rendered from templates/triton/forward.py.j2 by `attngen build specs/hopper_triton.yaml`.
+Rendered by `attngen build specs/hopper_triton.yaml`, schedule triton_forward.
 """
 
 import triton

@@ -1,7 +1,7 @@
 // index_scores_sm90a_fp8_e4m3_d128_causal_paged
 //
 // Index scores of keys, variant causal: sums over heads of w relu(q k), in float32.
-// Rendered from templates/cuda/index/kernel.cu.j2 by `attngen build specs/index.yaml`.
+// Rendered by `attngen build specs/index.yaml`, schedule index_scores.
 //
 // A block has some queries and a chunk of the keys of a sequence. Keys are the rows of its products, and the columns are the
 // heads of a query, then those of the next one:

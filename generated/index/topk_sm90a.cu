@@ -1,7 +1,7 @@
 // topk_sm90a
 //
 // Indices of the k largest scores of each row, ascending; of equal scores the lower indices.
-// Rendered from templates/cuda/topk/kernel.cu.j2 by `attngen build specs/index.yaml`.
+// Rendered by `attngen build specs/index.yaml`, schedule topk.
 //
 // A block has a row, and loads it in chunks of 4096 scores. Scores above a threshold become candidates in shared memory.
 // When those of the next chunk might not fit, candidates are cut to the k largest, whose least is the new threshold. At the

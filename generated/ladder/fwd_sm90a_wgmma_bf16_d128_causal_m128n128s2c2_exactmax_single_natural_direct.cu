@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_bf16_d128_causal_m128n128s2c2_exactmax_single_natural_direct
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/ladder.yaml`.
+// Rendered by `attngen build specs/ladder.yaml`, schedule hopper_forward.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules work tiles, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys

@@ -1,7 +1,7 @@
 // fwd_sm90a_mla_bf16_d576x512_full_paged_m64n64s2c2
 //
 // Attention forward, variant full: mask `True`.
-// Rendered from templates/cuda/mla/kernel.cu.j2 by `attngen build specs/mla.yaml`.
+// Rendered by `attngen build specs/mla.yaml`, schedule hopper_mla.
 //
 // V is the first 512 columns of K: a tile of 64 keys is copied once, for S and for O. A block has 64 rows, a row being a head of a
 // query, those of one query side by side. Each of two consumers holds half of the columns of O, and computes S = Q K^T and P

@@ -1,7 +1,7 @@
 // bwd_sm90a_mla_bf16_d576x512_causal_m64n64s1w12
 //
 // Attention backward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/mla_backward/kernel.cu.j2 by `attngen build tests/render/others.yaml`.
+// Rendered by `attngen build tests/render/others.yaml`, schedule mla_backward.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D) times the scale, dQ = dS K, and, since V is the
 // first 512 columns of K, dK = dS^T Q + P^T dO is the gradient of both.

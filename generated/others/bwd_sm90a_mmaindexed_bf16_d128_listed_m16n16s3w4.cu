@@ -1,7 +1,7 @@
 // bwd_sm90a_mmaindexed_bf16_d128_listed_m16n16s3w4
 //
 // Attention backward, variant listed: mask `True`.
-// Rendered from templates/cuda/mma_indexed_backward/kernel.cu.j2 by `attngen build tests/render/others.yaml`.
+// Rendered by `attngen build tests/render/others.yaml`, schedule mma_indexed_backward.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D) times the scale, dV = P^T dO, dK = dS^T Q and
 // dQ = dS K. Three kernels run one after the other: preprocess (D and LSE of each query row, zeros for the sums of dK and dV), dqkv (all

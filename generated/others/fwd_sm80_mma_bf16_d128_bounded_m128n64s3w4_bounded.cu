@@ -1,7 +1,7 @@
 // fwd_sm80_mma_bf16_d128_bounded_m128n64s3w4_bounded
 //
 // Attention forward, variant bounded: mask `q_pos >= kv`, score `30.0 * tanh(s / 30.0)`.
-// Rendered from templates/cuda/mma/kernel.cu.j2 by `attngen build tests/render/others.yaml`.
+// Rendered by `attngen build tests/render/others.yaml`, schedule mma_forward.
 //
 // A block of 4 warps computes O of 128 query rows: S = Q K^T, P = exp2(S), O += P V, tile by tile of keys from the last
 // to the first. Each warp has 32 rows, and keeps their S, P and O in registers. Tiles of K and V alternate in a ring

@@ -1,7 +1,7 @@
 // fwd_sm90a_indexed_bf16_d576x512_listed_m64n64s2c2
 //
 // Attention forward, variant listed: mask `True`.
-// Rendered from templates/cuda/indexed/kernel.cu.j2 by `attngen build tests/render/others.yaml`.
+// Rendered by `attngen build tests/render/others.yaml`, schedule hopper_indexed.
 //
 // Each query has a list of keys, which all its heads share. A block has 64 heads of one query, or two blocks of a cluster have
 // 128 of them, and goes through its list, 64 keys at a time. Four warps gather their rows, once for S and for O, since V is the

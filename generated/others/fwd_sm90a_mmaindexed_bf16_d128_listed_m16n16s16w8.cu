@@ -1,7 +1,7 @@
 // fwd_sm90a_mmaindexed_bf16_d128_listed_m16n16s16w8
 //
 // Attention forward, variant listed: mask `True`.
-// Rendered from templates/cuda/decode/kernel.cu.j2 by `attngen build tests/render/others.yaml`.
+// Rendered by `attngen build tests/render/others.yaml`, schedule mma_indexed.
 //
 // Few query rows against many keys: memory binds, not the products. The rows of a KV head, those of all query heads of its
 // group, are cut into row blocks of 16, one for each of `row_warps` warps. These warps go through the same keys, 16 at a

@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_bf16_d128_bounded_m192n80s2c3_bounded
 //
 // Attention forward, variant bounded: mask `q_pos >= kv`, score `30.0 * tanh(s / 30.0)`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build tests/render/others.yaml`.
+// Rendered by `attngen build tests/render/others.yaml`, schedule hopper_forward.
 //
 // A block of 4 warpgroups. The last one produces: one warp schedules work tiles, and two load Q, and K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys

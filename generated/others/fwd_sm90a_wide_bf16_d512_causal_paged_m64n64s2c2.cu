@@ -1,7 +1,7 @@
 // fwd_sm90a_wide_bf16_d512_causal_paged_m64n64s2c2
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/wide/kernel.cu.j2 by `attngen build tests/render/others.yaml`.
+// Rendered by `attngen build tests/render/others.yaml`, schedule hopper_wide.
 //
 // A block has 64 rows, a row being a head of a query, those of one query side by side. One warpgroup, the scorer, computes S = Q K^T
 // and P of each tile of 64 keys, with some of Q in registers. Two consumers hold half of the columns of O each. P goes to them through

@@ -1,7 +1,7 @@
 """bwd_sm80_ptr_fp32_d16_full_m16n64s2w4_m64n16s2w4_unaligned
 
 Attention backward, variant full: mask `True`.
-Rendered from templates/triton/backward.py.j2 by `attngen build specs/portable.yaml`.
+Rendered by `attngen build specs/portable.yaml`, schedule triton_backward.
 
 P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D) score', dV = P^T dO, dQ = dS K and
 dK = dS^T Q, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4).

@@ -1,7 +1,7 @@
 """fwd_sm80_ptr_fp16_d48_causal_m64n32s2w4_unaligned
 
 Attention forward, variant causal: mask `q_pos >= kv`.
-Rendered from templates/triton/forward.py.j2 by `attngen build specs/portable.yaml`.
+Rendered by `attngen build specs/portable.yaml`, schedule triton_forward.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """fwd_sm90a_ptr_bf16_d80_causal_varlen_m64n16s2w4_unaligned
 
 Attention forward, variant causal: mask `q_pos >= kv`.
-Rendered from templates/triton/forward.py.j2 by `attngen build specs/portable.yaml`.
+Rendered by `attngen build specs/portable.yaml`, schedule triton_forward.
 """
 
 import triton

@@ -1,7 +1,7 @@
 // append_sm90a_fp16_kv_fp8_e4m3
 //
 // New keys and values go into a cache in 8 bits; keys and queries are rotated on the way.
-// Rendered from templates/cuda/append/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Rendered by `attngen build specs/serving.yaml`, schedule append.
 //
 // One new token has a row of each KV head for the cache of K and one for that of V, and a row of each query head that is
 // rotated. A thread has 16 bytes of one row: 2^lane_bits threads have a row, and a block as many rows as fit.

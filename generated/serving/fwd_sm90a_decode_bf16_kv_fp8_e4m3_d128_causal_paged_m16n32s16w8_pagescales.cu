@@ -1,7 +1,7 @@
 // fwd_sm90a_decode_bf16_kv_fp8_e4m3_d128_causal_paged_m16n32s16w8_pagescales
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/decode/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Rendered by `attngen build specs/serving.yaml`, schedule hopper_decode.
 //
 // Few query rows against many keys: memory binds, not the products. The rows of a KV head, those of all query heads of its
 // group, are cut into row blocks of 16, one for each of `row_warps` warps. These warps go through the same keys, 32 at a

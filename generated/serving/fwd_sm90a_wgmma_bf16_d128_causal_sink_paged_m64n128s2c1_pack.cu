@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_bf16_d128_causal_sink_paged_m64n128s2c1_pack
 //
 // Attention forward, variant causal_sink: mask `q_pos >= kv`, sink `sinks[h]`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Rendered by `attngen build specs/serving.yaml`, schedule hopper_forward.
 //
 // A block of 2 warpgroups. The last one produces: one warp schedules work tiles, and three load Q, K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys

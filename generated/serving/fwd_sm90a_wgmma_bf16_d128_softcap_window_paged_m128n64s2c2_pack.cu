@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_bf16_d128_softcap_window_paged_m128n64s2c2_pack
 //
 // Attention forward, variant softcap_window: mask `0 <= q_pos - kv and q_pos - kv < window`, score `cap * tanh(s / cap)`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Rendered by `attngen build specs/serving.yaml`, schedule hopper_forward.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules work tiles, and three load Q, K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys

@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_bf16_d64_tree_paged_m128n64s2c2
 //
 // Attention forward, variant tree: mask `kv < seqlen_k - seqlen_q or tree[b, q, kv - seqlen_k + seqlen_q]`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Rendered by `attngen build specs/serving.yaml`, schedule hopper_forward.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules work tiles, and three load Q, K and V,
 // by TMA. The others consume: each computes O of 64 query rows, S = Q K^T, P = exp2(S), O += P V, tile by tile of keys

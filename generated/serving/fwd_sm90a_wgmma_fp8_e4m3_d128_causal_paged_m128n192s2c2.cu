@@ -1,7 +1,7 @@
 // fwd_sm90a_wgmma_fp8_e4m3_d128_causal_paged_m128n192s2c2
 //
 // Attention forward, variant causal: mask `q_pos >= kv`.
-// Rendered from templates/cuda/forward/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Rendered by `attngen build specs/serving.yaml`, schedule hopper_fp8.
 //
 // A block of 3 warpgroups. The last one produces: one warp schedules work tiles and loads Q, one loads K
 // and V, by TMA, and two transpose V, since products of 8 bits take keys along the rows alone.

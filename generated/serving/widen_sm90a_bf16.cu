@@ -1,7 +1,7 @@
 // widen_sm90a_bf16
 //
 // Used keys and values of a cache in 8 bits in bf16, times their scales.
-// Rendered from templates/cuda/widen/kernel.cu.j2 by `attngen build specs/serving.yaml`.
+// Rendered by `attngen build specs/serving.yaml`, schedule widen.
 //
 // A block has the keys or the values of 32 tokens of a sequence, of all heads; a thread eight numbers of a row at a time.
 // The output is (batch, seqlen_k, kv_heads, head_dim); rows beyond the used ones stay as they are.

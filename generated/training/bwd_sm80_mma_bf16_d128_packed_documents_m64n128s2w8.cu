@@ -1,7 +1,7 @@
 // bwd_sm80_mma_bf16_d128_packed_documents_m64n128s2w8
 //
 // Attention backward, variant packed_documents: mask `q_pos >= kv and doc[b, q_pos] == doc[b, kv]`.
-// Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered by `attngen build specs/training.yaml`, schedule mma_backward.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels run

@@ -1,7 +1,7 @@
 // bwd_sm80_mma_bf16_d64_sliding_window_sink_m64n64s1w4
 //
 // Attention backward, variant sliding_window_sink: mask `0 <= q_pos - kv and q_pos - kv < window`, sink `sinks[h]`.
-// Rendered from templates/cuda/mma_backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered by `attngen build specs/training.yaml`, schedule mma_backward.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels run

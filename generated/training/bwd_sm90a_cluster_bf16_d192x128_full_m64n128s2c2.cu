@@ -1,7 +1,7 @@
 // bwd_sm90a_cluster_bf16_d192x128_full_m64n128s2c2
 //
 // Attention backward, variant full: mask `True`.
-// Rendered from templates/cuda/cluster/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered by `attngen build specs/training.yaml`, schedule hopper_cluster.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Three kernels run

@@ -1,7 +1,7 @@
 // bwd_sm90a_wgmma_bf16_d64_causal_dropout_m128n128s2c2_nooverlap
 //
 // Attention backward, variant causal_dropout: mask `q_pos >= kv`, dropout.
-// Rendered from templates/cuda/backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered by `attngen build specs/training.yaml`, schedule hopper_backward.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Two kernels run

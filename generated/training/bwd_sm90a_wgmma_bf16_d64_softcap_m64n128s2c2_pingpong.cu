@@ -1,7 +1,7 @@
 // bwd_sm90a_wgmma_bf16_d64_softcap_m64n128s2c2_pingpong
 //
 // Attention backward, variant softcap: mask `q_pos >= kv`, score `cap * tanh(s / cap)`.
-// Rendered from templates/cuda/backward/kernel.cu.j2 by `attngen build specs/training.yaml`.
+// Rendered by `attngen build specs/training.yaml`, schedule hopper_backward.
 //
 // P = exp2(logit - LSE) and dP = dO V^T are recomputed, tile by tile; dS = P (dP - D), dV = P^T dO, dK = dS^T Q
 // and dQ = dS K, the latter two times the scale (Dao et al. 2022, "FlashAttention", algorithm 4). Two kernels run
