@@ -16,6 +16,7 @@ import torch
 import attngen
 from attngen.errors import InternalError
 from attngen.lab.verify.gpu import try_pinned
+from attngen.lab.verify.interpreter import reason_against
 from attngen.operations import ATTENTION, OPERATIONS, Operation, operation_of
 from attngen.packaging.sizes import _BYTES
 from attngen.packaging.vendor import ROOTS, runtime_files
@@ -148,7 +149,7 @@ def _text(path: str) -> str:
 
 def test_an_unknown_direction_is_an_error() -> None:
     """It is nowhere taken for attention."""
-    unknown = SimpleNamespace(direction="gather", backend="cuda", loads="pointer")
+    unknown = SimpleNamespace(direction="gather")
     for ask in (
         lambda: operation_of("gather"),
         lambda: catalogue.schedules("gather"),
@@ -156,3 +157,5 @@ def test_an_unknown_direction_is_an_error() -> None:
     ):
         with pytest.raises(InternalError, match="has kernels of direction 'gather'; known: append, quantize, widen"):
             ask()
+    interpreted = SimpleNamespace(direction="gather", backend="triton", dtype_name="fp16")
+    assert reason_against(interpreted) == "the interpreter runs attention, no gather"
