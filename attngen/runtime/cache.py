@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 
 Value = TypeVar("Value")
 
+#: Forward calls that are kept prepared, and as many backward calls; each takes a few kilobytes of host memory.
+PREPARED_CALLS = 2048
+
 
 class RecentCache(dict[Hashable, Value | None]):
     """At most ``limit`` entries, among them the ``limit`` / 2 that were used last; ``cache[key]`` is None if absent.

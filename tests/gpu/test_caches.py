@@ -13,10 +13,11 @@ from torch import Tensor
 
 import attngen
 from attngen.runtime.autograd import training
+from attngen.runtime.cache import PREPARED_CALLS
 from attngen.runtime.device import counters, tensormap
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch import chain as launch
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import only_package
@@ -98,7 +99,7 @@ def test_memory_that_the_allocator_hands_out_again() -> None:
 
 
 def test_caches_are_bounded() -> None:
-    dispatch._PREPARED.clear()
+    kernel_call.PREPARED.clear()
     tensormap._ENCODED.clear()
     launch._DESCRIBED.clear()
     rows = torch.randn(1, 5000, 2, 64, device="cuda").bfloat16()
@@ -107,11 +108,11 @@ def test_caches_are_bounded() -> None:
         forward([rows[:, start : start + 7]] * 3)
     for seqlen in range(1, 2300):  # other shapes
         forward([rows[:, :seqlen]] * 3)
-    assert len(dispatch._PREPARED) <= dispatch.PREPARED_CALLS
+    assert len(kernel_call.PREPARED) <= PREPARED_CALLS
     assert len(tensormap._ENCODED) <= tensormap.MAX_ENCODED
     assert len(launch._DESCRIBED) <= launch.MAX_DESCRIBED
     assert same(forward([rows[:, :7]] * 3), first)
-    assert len(training._PREPARED) <= dispatch.PREPARED_CALLS
+    assert len(training._PREPARED) <= PREPARED_CALLS
 
 
 def word_at(address: int) -> int:
@@ -206,7 +207,7 @@ def test_many_threads(own_streams: bool) -> None:
         for number, tensors in enumerate(inputs)
     ]
     torch.cuda.synchronize()
-    dispatch._PREPARED.clear()
+    kernel_call.PREPARED.clear()
     training._PREPARED.clear()
     tensormap._ENCODED.clear()
     launch._DESCRIBED.clear()
@@ -245,7 +246,7 @@ def test_a_thread_for_each_of_two_gpus() -> None:
         pytest.skip("needs two GPUs")
     wanted = {seqlen: on_cpu(step(qkv(seqlen))) for seqlen in (65, 130, 300)}
     torch.cuda.synchronize()
-    dispatch._PREPARED.clear()
+    kernel_call.PREPARED.clear()
 
     def work(number: int) -> None:
         device = number % 2

@@ -16,7 +16,7 @@ from attngen.build.pipeline import Prepared, prepare
 from attngen.lab.verify.gpu import try_pinned
 from attngen.operations import WIDEN
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call
 from attngen.runtime.operations.widen import kernel as widen
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
@@ -122,7 +122,7 @@ def test_results_are_those_of_the_cache(scales: str, page_size: int | None, dtyp
         pytest.skip("no such kernel")
     given = a_call(dtype, scales, page_size)
     error = errors(ran(given), given)
-    assert any(isinstance(each, widen.WidenedCall) for each in dispatch._PREPARED.values())
+    assert any(isinstance(each, widen.WidenedCall) for each in kernel_call.PREPARED.values())
     assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3)
 
 

@@ -20,7 +20,7 @@ from attngen.plan import plan
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.flash_grid_runs import run_all, summary, unexpected
 from tests.integrations import flash_families, flash_grids
@@ -87,7 +87,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
         monkeypatch.setattr(flash_families, name, lambda *_: None)
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     registry.clear()
-    dispatch._PREPARED.clear()
+    kernel_call.PREPARED.clear()
     with drivers.use(fake), attngen.jit():
         yield asked
     registry.clear()

@@ -22,7 +22,7 @@ from attngen.integrations.shared import choice
 from attngen.integrations.shared.catalogue import variant
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.operations.attention import dispatch, kernel_choice
+from attngen.runtime.operations.attention import kernel_call, kernel_choice
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from tests.docs.blocks import DOCUMENTS, blocks
@@ -38,7 +38,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriver]
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(choice, "on_gpu", lambda tensor: True)
     registry.clear()
-    dispatch._PREPARED.clear()
+    kernel_call.PREPARED.clear()
     fake = FakeDriver()
     with drivers.use(fake):
         yield fake

@@ -17,7 +17,7 @@ from attngen.integrations.flash_mla.functions import flash_mla_with_kvcache
 from attngen.integrations.shared import catalogue, choice, constants, recalled
 from attngen.runtime.arguments import seen, torch_state
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call, recall
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, kernel
 
@@ -50,7 +50,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
         for layout in ("dense", "paged")
     ]
     registry.add(package_of_kernels(kernels, "memory"))
-    kept = dispatch._SEEN, dispatch._PREPARED, recalled._KNOWN, recalled._NOTED, constants._KEPT
+    kept = recall.SEEN, kernel_call.PREPARED, recalled._KNOWN, recalled._NOTED, constants._KEPT
     for cache in kept:
         cache.clear()
     with drivers.use(FakeDriver()):

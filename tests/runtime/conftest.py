@@ -10,7 +10,7 @@ import torch
 
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call
 from attngen.runtime.registry.lookup import registry
 from tests.runtime.support import FakeDriver
 
@@ -19,7 +19,7 @@ from tests.runtime.support import FakeDriver
 def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     registry.clear()
-    dispatch._PREPARED.clear()
+    kernel_call.PREPARED.clear()
     yield
     registry.clear()
 

@@ -20,7 +20,7 @@ import attngen
 from attngen.build.first_call import _Maker
 from attngen.errors import CallError, NoKernelError
 from attngen.packaging.vendor import runtime_files
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec, load_spec_text
@@ -89,7 +89,7 @@ def test_a_forward_and_its_backward_are_compiled_once(
     # what this process compiled stays, another process finds it in the cache
     attngen.attention(q.detach(), q.detach(), q.detach(), variant=made)
     registry.clear()
-    dispatch._PREPARED.clear()
+    kernel_call.PREPARED.clear()
     with pytest.raises(NoKernelError):
         attngen.attention(q.detach(), q.detach(), q.detach(), variant=made)
     with attngen.jit():

@@ -18,7 +18,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.chain import Chain
 from attngen.runtime.launch.ragged import RaggedCalls
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import dispatch, kernel_call, recall
 from attngen.runtime.registry import binding, order
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
@@ -34,7 +34,7 @@ def install(*variants: Any, **fields: Any) -> None:
 
 
 def kinds() -> list[Any]:
-    return list(dispatch._PREPARED.values())
+    return list(kernel_call.PREPARED.values())
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(given)
         return binding.bind_call(given)
 
-    monkeypatch.setattr(dispatch, "bind_call", bind)
+    monkeypatch.setattr(kernel_call, "bind_call", bind)
     return calls
 
 
@@ -277,7 +277,7 @@ def test_numbers_are_those_of_a_call_that_is_prepared_for_its_sizes(
             function(*tensors, **given)
             with monkeypatch.context() as patch:
                 patch.setattr(dispatch, "seen_key", lambda given: None)
-                patch.setattr(dispatch, "kind_of", lambda *of: None)
+                patch.setattr(kernel_call, "kind_of", lambda *of: None)
                 function(*tensors, **given)
         (_, ours), (_, alone) = ragged
         assert ours.numbers == alone.numbers
@@ -313,8 +313,8 @@ def test_scales_of_pages_are_not_taken_for_those_of_sequences(gpu: FakeDriver, m
 
     driver = Loading()
     of_pages = call(50)
-    dispatch._PREPARED.clear()
-    dispatch._SEEN.clear()
+    kernel_call.PREPARED.clear()
+    recall.SEEN.clear()
     of_sequences = [call(7) for _ in range(4)]
     assert of_sequences[0] != of_pages
     assert call(50) == of_pages

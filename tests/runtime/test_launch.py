@@ -15,7 +15,7 @@ from attngen.lang.declared import Scalar
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.launch import chain
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import (
     FakeDriver,
@@ -100,7 +100,7 @@ def test_scalars_change_without_preparing_again(gpu: FakeDriver) -> None:
     for window in (1, 7, 64):
         both(q, k, v, variant="window", window=window)
         assert gpu.launches[-1].values["window"] == window
-    assert len(dispatch._PREPARED) == 1
+    assert len(kernel_call.PREPARED) == 1
     assert len(gpu.loads) == 1
     with pytest.raises(CallError, match="'window' must lie within 1 "):
         attngen.attention(q, k, v, variant="window", window=0)
@@ -211,7 +211,7 @@ def test_a_name_of_a_type_of_its_own_is_known_by_what_it_says(gpu: FakeDriver) -
     q, k, v = tensors()
     for name in ["causal", "full"] * 4:  # each object is gone before the next one, which may take its address
         both(q, k, v, variant=Name(name))
-    assert len(dispatch._PREPARED) == 2
+    assert len(kernel_call.PREPARED) == 2
 
 
 def test_a_gradient_is_refused_when_it_is_asked_for(gpu: FakeDriver) -> None:
@@ -349,7 +349,7 @@ def test_tensors_that_move_between_launches_of_one_shape(gpu: FakeDriver, loads:
     for places in ((0, 0, 0), (1, 0, 0), (1, 2, 0), (0, 2, 1), (0, 0, 0), (2, 1, 2), (2, 1, 2)):
         q, k, v = (sets[place][i] for i, place in enumerate(places))
         both(q, k, v, variant="window", window=1 + sum(places), softmax_scale=0.1 * (1 + places[0]))
-    assert len(dispatch._PREPARED) == 1
+    assert len(kernel_call.PREPARED) == 1
     if loads == "descriptor":
         assert gpu.encoded == 9  # one for each tensor, however often it comes back
 

@@ -12,11 +12,12 @@ import attngen
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
+from attngen.runtime.arguments.paging import FEW_ROWS
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call
 from attngen.runtime.operations.attention.operators import operators_of
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.runtime.registry.order import BUSY_UNITS, FEW_ROWS, SPLIT_ROWS, splits_keys
+from attngen.runtime.registry.order import BUSY_UNITS, SPLIT_ROWS, splits_keys
 from tests.runtime.pages import Cache, cache, starts_of
 from tests.runtime.support import FakeDriver, bias_variant, kernel, kernel_of, manifest_of, variant, window_variant
 
@@ -188,7 +189,7 @@ def test_a_later_call_prepares_nothing_and_follows_its_tensors(gpu: FakeDriver) 
         torch.testing.assert_close(
             attngen.attention_paged(*given), attngen.attention_paged(*given, backend="reference")
         )
-    assert len(dispatch._PREPARED) == 1
+    assert len(kernel_call.PREPARED) == 1
     assert len(gpu.launches) == 3
 
 

@@ -16,7 +16,7 @@ from attngen.runtime.device import counters
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.chain import Sized
 from attngen.runtime.launch.launches import Launches
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import recall
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from tests.runtime.host_kernels import HostDriver, as_kernels
@@ -83,11 +83,11 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     registry.clear()
-    dispatch._SEEN.clear()
+    recall.SEEN.clear()
     registry.add(package_of_kernels(as_kernels([plan(one) for one in expand(load_spec_text(SPEC))]), "memory"))
     with drivers.use(Card()):
         yield seen
-    dispatch._SEEN.clear()
+    recall.SEEN.clear()
     registry.clear()
 
 

@@ -16,7 +16,7 @@ from attngen.errors import CallError
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments import seen as seen_module
 from attngen.runtime.arguments.seen import SeenTensors, seen
-from attngen.runtime.operations.attention import dispatch
+from attngen.runtime.operations.attention import kernel_call, recall
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, kernel, variant, window_variant
@@ -29,7 +29,7 @@ SLOPED = variant("sloped", score="s + slope[h] * kv", tensors=[Declared("slope",
 def keyed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Forms of the calls on kernels whose keys were built."""
     forms: list[str] = []
-    kind_of, note_others = dispatch.kind_of, dispatch.note_others
+    kind_of, note_others = kernel_call.kind_of, kernel_call.note_others
 
     def of_kind(given: Any, *others: Any) -> Any:
         forms.append(given.form)
@@ -40,16 +40,16 @@ def keyed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             forms.append(given.form)
         note_others(key, addresses, given)
 
-    monkeypatch.setattr(dispatch, "kind_of", of_kind)
-    monkeypatch.setattr(dispatch, "note_others", of_dense)
+    monkeypatch.setattr(kernel_call, "kind_of", of_kind)
+    monkeypatch.setattr(kernel_call, "note_others", of_dense)
     return forms
 
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    dispatch._SEEN.clear()
+    recall.SEEN.clear()
     yield
-    dispatch._SEEN.clear()
+    recall.SEEN.clear()
 
 
 def install(*variants: Any, **fields: Any) -> None:

@@ -17,7 +17,7 @@ from attngen.lab.verify.widened import try_widen
 from attngen.runtime.arguments import debug, torch_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.attention import dispatch, entry
+from attngen.runtime.operations.attention import dispatch, entry, kernel_call
 from attngen.runtime.operations.widen import kernel as widen
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
@@ -167,14 +167,14 @@ def test_calls_of_other_sizes(monkeypatch: pytest.MonkeyPatch, page_layout: str)
     monkeypatch.setattr(debug, "check_lengths", lambda call: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     made, looked, shapes = [], [], set()
-    run, bind = dispatch.run, dispatch.bind_call
+    run, bind = dispatch.run, kernel_call.bind_call
 
     def noted(given: Any, repeats: Any = None) -> Any:
         made.append(given)
         return run(given, repeats) if given.k.dtype != torch.bfloat16 else given.q
 
     monkeypatch.setattr(dispatch, "run", noted)
-    monkeypatch.setattr(dispatch, "bind_call", lambda given: looked.append(given) or bind(given))
+    monkeypatch.setattr(kernel_call, "bind_call", lambda given: looked.append(given) or bind(given))
     rng = random.Random(2)
     torch.manual_seed(0)
     k, v = (torch.randn(700, 16, 2, 128).to(torch.float8_e4m3fn) for _ in "kv")

@@ -30,12 +30,12 @@ BIASED = attngen.variant(
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     from attngen.runtime.arguments import torch_state
     from attngen.runtime.device import driver as drivers
-    from attngen.runtime.operations.attention import dispatch
+    from attngen.runtime.operations.attention import kernel_call
     from attngen.runtime.registry.lookup import registry
 
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path))
     registry.clear()
-    dispatch._PREPARED.clear()
+    kernel_call.PREPARED.clear()
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     with drivers.use(FakeDriver()) as fake:
         yield fake

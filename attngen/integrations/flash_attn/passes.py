@@ -26,7 +26,7 @@ from attngen.integrations.flash_attn.arguments import (
 )
 from attngen.integrations.shared.choice import Candidate, Packing, attend, with_dropout
 from attngen.integrations.shared.gradients import gradients_of, row_sums
-from attngen.runtime.operations.attention.kernel_choice import random_state
+from attngen.runtime.operations.attention.dropout_state import random_state
 
 #: flash-attn rounds the rows of the row sums of a backward pass up to this.
 ROWS = 128

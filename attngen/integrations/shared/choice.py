@@ -29,7 +29,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.attention import entry as calls
 from attngen.runtime.operations.attention import introspection
-from attngen.runtime.operations.attention.kernel_choice import random_state
+from attngen.runtime.operations.attention.dropout_state import random_state
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.lookup import registry
 

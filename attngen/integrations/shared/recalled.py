@@ -22,7 +22,7 @@ from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.arguments.torch_state import is_compiling, is_tracing, transforms_active, watching
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.launch.prepared import PreparedCall
-from attngen.runtime.operations.attention.dispatch import recognized
+from attngen.runtime.operations.attention.recall import recognized
 from attngen.runtime.registry.lookup import registry
 
 #: Most times that the tensors of a key are noted: calls that differ in more than the key says would note them each

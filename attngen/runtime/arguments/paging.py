@@ -23,6 +23,9 @@ from attngen.runtime.arguments.shapes import (
     length_of,
 )
 
+#: Rows of queries and heads of one KV head up to which keys are shared among blocks: those of an MMA of one warp.
+FEW_ROWS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Paging:

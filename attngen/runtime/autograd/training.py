@@ -22,11 +22,10 @@ from attngen.runtime.arguments.given import OTHERS, TENSORS, Given, keyed_of, ma
 from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.arguments.lengths import lengths_of
 from attngen.runtime.autograd.transforms import Recorded, gradients
-from attngen.runtime.cache import RecentCache
+from attngen.runtime.cache import PREPARED_CALLS, RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.expanded import gets_copies, with_copies
 from attngen.runtime.launch.gradients import differentiable, gradient_shapes
-from attngen.runtime.launch.prepared import PREPARED_CALLS
 from attngen.runtime.launch.prepared_backward import NOWHERE, Gradients, Places, PreparedBackward
 from attngen.runtime.reference.sinks import add_gradients
 from attngen.runtime.registry import on_demand

@@ -27,9 +27,6 @@ from attngen.runtime.launch.tile_map import MapMaker
 #: Repeatable launches of a call, one for each part; None for a part that cannot be repeated.
 Repeats = list[Repeatable | None]
 
-#: Forward calls that are kept prepared, and as many backward calls; each takes a few kilobytes of host memory.
-PREPARED_CALLS = 2048
-
 
 class PreparedCall:
     """One kernel, or none where there is nothing to compute, with all that does not change between calls."""

@@ -90,6 +90,12 @@ class TileMap:
         return self.words
 
 
+def require_map(given: Any) -> None:
+    """Raise CallError unless an argument is a ``TileMap``."""
+    if not isinstance(given, TileMap):
+        raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(given).__name__}")
+
+
 class MapMaker:
     """Makes the tile maps of one prepared call, and keeps them while the mask's tensors and scalars stay the same."""
 

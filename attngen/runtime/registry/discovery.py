@@ -13,13 +13,15 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.errors import LoadError
-from attngen.runtime.kernels.module import Kernel, read_kernel
 from attngen.runtime.registry.packages import BrokenKernelWarning, Package, package_of_kernels, reader
 from attngen.runtime.registry.presets import preset, preset_names, variant
 from attngen.runtime.registry.shipped import INDEX, read_package
+
+if TYPE_CHECKING:
+    from attngen.runtime.kernels.module import Kernel
 
 __all__ = [
     "ENTRY_POINTS", "built_packages", "builds_stamp", "installed_packages", "package_at", "package_of_folder", "preset",
@@ -52,7 +54,7 @@ def package_of_folder(path: Path) -> Package:
         # The package's own runtime, which may run in this process too, defines operators in the plain namespace.
         return replace(package, namespace=f"attngen_installed_{package.name}")
     patterns = ("manifest.json", "*/manifest.json", "*/*/manifest.json")
-    kernels = [read_kernel(manifest.parent) for pattern in patterns for manifest in sorted(path.glob(pattern))]
+    kernels = [reader(manifest.parent)() for pattern in patterns for manifest in sorted(path.glob(pattern))]
     if not kernels:
         raise LoadError(f"{path} holds no kernel (no manifest.json in it, nor up to two levels below)")
     names = sorted({kernel.package for kernel in kernels})

@@ -15,14 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
 from attngen.lang.variant import Variant
-from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry import on_demand
 from attngen.runtime.registry.packages import BrokenKernelWarning, Package, SpecChangedWarning, package_of_kernels
 from attngen.runtime.registry.shipped import own_package
+
+if TYPE_CHECKING:
+    from attngen.runtime.kernels.module import Kernel
 
 __all__ = [
     "BrokenKernelWarning", "Resolved", "Package", "Registry", "SpecChangedWarning", "load", "open_package",

@@ -9,14 +9,15 @@ from math import inf
 
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.paging import FEW_ROWS
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.heads_in_l2 import group_of, prompts_of
 from attngen.runtime.geometry.prediction import Card, predict
 from attngen.runtime.kernels.module import Kernel
 
-#: Rows of queries and heads of one KV head up to which keys are shared among blocks: those of an MMA of one warp, and
-#: those of a warpgroup where sequences times KV heads are fewer than the busy units, about half of a Hopper card.
-FEW_ROWS, SPLIT_ROWS, BUSY_UNITS = 16, 64, 64
+#: As ``FEW_ROWS``, where sequences times KV heads are fewer than the busy units, about half of a Hopper card: the rows
+#: of a warpgroup.
+SPLIT_ROWS, BUSY_UNITS = 64, 64
 
 #: Stands for the card where kernels are ordered without a call.
 ONE_BLOCK = Card(1)

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from attngen.errors import LoadError
 from attngen.files import read_regular
 from attngen.operations import HELPER_VARIANTS
-from attngen.runtime.kernels.module import Kernel, read_kernel
+
+if TYPE_CHECKING:
+    from attngen.runtime.kernels.module import Kernel
 
 
 class SpecChangedWarning(UserWarning):
@@ -108,4 +111,10 @@ def _constant(kernel: Kernel) -> Callable[[], Kernel]:
 
 def reader(folder: Path, *, sealed: bool = False) -> Callable[[], Kernel]:
     """Reader of the kernel of a folder, called when it is first asked for; see ``read_kernel``."""
-    return lambda: read_kernel(folder, sealed=sealed)
+
+    def read() -> Kernel:
+        from attngen.runtime.kernels.module import read_kernel  # calls on the CPU read none, as a rule
+
+        return read_kernel(folder, sealed=sealed)
+
+    return read

@@ -10,14 +10,16 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.errors import LoadError
 from attngen.files import read_regular
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.records import Count, MisfitError, Name, VariantName, read
-from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.packages import Package, reader
+
+if TYPE_CHECKING:
+    from attngen.runtime.kernels.module import Kernel
 
 INDEX = "package.json"
 KERNELS = "kernels"

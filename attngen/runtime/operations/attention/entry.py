@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.keys import PLAIN
+from attngen.runtime.arguments.paging import FEW_ROWS
 from attngen.runtime.arguments.torch_state import is_compiling, is_traced, watching
-from attngen.runtime.launch.prepared import Repeats
-from attngen.runtime.launch.tile_map import TileMap
-from attngen.runtime.operations.attention import mixed, quantized
+from attngen.runtime.operations.attention import later
 from attngen.runtime.operations.attention.dispatch import run
-from attngen.runtime.registry.order import FEW_ROWS
+
+if TYPE_CHECKING:
+    from attngen.runtime.launch.prepared import Repeats
+    from attngen.runtime.launch.tile_map import TileMap
 
 #: Looked up once: every call asks. Whether autocast is on is asked for any device.
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -95,7 +97,7 @@ def attention(
     if _any_autocast():
         q, k, v = _as_autocast(q, k, v)
     if quantize is not None:
-        return quantized.attend(
+        return later.quantized.attend(
             attention, quantize, q, k, v, variant=variant, softmax_scale=softmax_scale, seqused_k=seqused_k,
             return_lse=return_lse, layout=layout, backend=backend, package=package, tile_map=tile_map,
             deterministic=deterministic, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
@@ -168,7 +170,7 @@ def attention_varlen(
 def _by_operator(given: Given) -> Any:
     """Run a call that is traced, that a dispatch mode has to see whole, or whose tensors are arrays."""
     if arrays.is_array(given.q):
-        return arrays.serve_given(partial(mixed.attend_ragged, run_or_trace), given)
+        return arrays.serve_given(partial(later.mixed.attend_ragged, run_or_trace), given)
     traced = is_traced(given.q)
     if not traced and not watching():  # such as a nested tensor, which is refused
         return run(given)
@@ -273,12 +275,12 @@ def attention_paged(
         num_splits, split_size, None, 0, 0, 0,
     ))  # fmt: skip
     if num_decodes is not None:
-        return mixed.attend(run_or_trace, num_decodes, given, whole=True)
+        return later.mixed.attend(run_or_trace, num_decodes, given, whole=True)
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
         return _by_operator(given)
     if max_seqlen_q is None or cu_seqlens_q is None or (type(max_seqlen_q) is int and max_seqlen_q <= FEW_ROWS):
         return run(given)
-    return mixed.attend_ragged(run, given)
+    return later.mixed.attend_ragged(run, given)
 
 
 def run_or_trace(given: Given, repeats: Repeats | None = None) -> Any:

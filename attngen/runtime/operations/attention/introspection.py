@@ -23,6 +23,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.expanded import are_one_head, request_without_expanded, what_is_copied, with_one_head
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.launch.tile_map import TileMap, kept_map, where_from
+from attngen.runtime.operations.attention.dropout_state import with_random_state
 from attngen.runtime.operations.attention.explanation import Explanation
 from attngen.runtime.operations.attention.kernel_choice import (
     backward_of,
@@ -30,7 +31,6 @@ from attngen.runtime.operations.attention.kernel_choice import (
     kernel_for,
     request_of,
     tensor_names,
-    with_random_state,
 )
 from attngen.runtime.operations.widen.kernel import route_of
 from attngen.runtime.registry import on_demand

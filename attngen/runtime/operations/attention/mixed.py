@@ -27,6 +27,7 @@ from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.kinds import has_kinds
+from attngen.runtime.arguments.paging import FEW_ROWS
 from attngen.runtime.arguments.shapes import length_of
 from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.cache import RecentCache
@@ -36,7 +37,6 @@ from attngen.runtime.operations.attention import pairs
 from attngen.runtime.operations.attention.beside import SideStream, heads_axis, left_to_prompts
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import registry
-from attngen.runtime.registry.order import FEW_ROWS
 from attngen.runtime.registry.select import against_device
 
 #: Sequences of a batch among which kernels find those that they attend for: 32 bits of 32 lanes.

@@ -28,7 +28,7 @@ from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.autograd import training
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
 from attngen.runtime.operations.attention import at_trace, dispatch, flops, paged_operators
-from attngen.runtime.operations.attention.kernel_choice import random_state, with_random_state
+from attngen.runtime.operations.attention.dropout_state import random_state, with_random_state
 from attngen.runtime.operations.attention.paged_operators import INTO
 from attngen.runtime.operations.attention.signature import Signature, arguments_of, first_own, parameters_of
 from attngen.runtime.operations.shared.library import BUSY, LOCK, defining, namespace_of

@@ -13,15 +13,15 @@ from attngen.runtime.arguments.given import TENSORS, Given
 from attngen.runtime.arguments.kinds import INDEX_VECTORS, free_of
 from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
-from attngen.runtime.cache import RecentCache
+from attngen.runtime.cache import PREPARED_CALLS, RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
 from attngen.runtime.geometry.heads_in_l2 import prompts_of
 from attngen.runtime.launch.chain import Sized
-from attngen.runtime.launch.prepared import PREPARED_CALLS, PreparedCall
+from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.launch.ragged import KEPT_SIZES, RaggedCalls
 from attngen.runtime.operations.attention.beside import PAIRED, Division
-from attngen.runtime.operations.attention.dispatch import calls_of_kind, seen_key
+from attngen.runtime.operations.attention.recall import calls_of_kind, seen_key
 
 #: The two launches of a batch of some sizes: calls that are prepared for all sizes, and the numbers of these.
 _Ready = tuple[PreparedCall, Sized, PreparedCall, Sized]
