@@ -15,8 +15,10 @@ PACKAGE = ROOT / "attngen"
 
 #: From upper to lower. A module may import those of its own layer and of the layers above.
 LAYERS = (
-    {"errors", "dtypes", "arch", "cards", "drivers", "formats", "files", "glyphs", "operations", "records",
-     "resources"},
+    {
+        "errors", "dtypes", "arch", "cards", "drivers", "formats", "files", "cache_root", "glyphs", "operations",
+        "records", "resources",
+    },
     {"lang"},
     {"manifest"},
     {"schema"},
@@ -185,6 +187,35 @@ def test_importing_attngen_imports_nothing_else() -> None:
 def test_the_modules_of_a_call_hold_no_compiler() -> None:
     code = "import attngen\nfor name in attngen.__all__:\n    getattr(attngen, name)"
     assert loaded(code, *COMPILERS, "attngen.compile.triton") == []
+
+
+#: What a call on the CPU needs nothing of.
+OF_KERNELS = (
+    "attngen.compile", "attngen.store", "attngen.manifest", "attngen.runtime.device", "attngen.runtime.geometry",
+    "attngen.runtime.kernels", "attngen.runtime.launch", "attngen.runtime.operations.append",
+    "attngen.runtime.operations.index_scores", "attngen.runtime.operations.quantize",
+    "attngen.runtime.operations.shared", "attngen.runtime.operations.topk", "attngen.runtime.operations.widen",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "attngen.attention(q, q, q, variant='causal').sum().backward()",
+        "attngen.attention_varlen(q[0], q[0], q[0], starts, starts, 8, 8).sum().backward()",
+        "attngen.attention_paged(q, q, q, starts[None, :1], starts[1:])",
+    ],
+)
+def test_a_call_on_the_cpu_loads_nothing_of_kernels(call: str, tmp_path: Path) -> None:
+    """No variant is built: the definition of one that is would be read from its kernels."""
+    code = (
+        f"import os\nos.environ['ATTNGEN_CACHE'] = {str(tmp_path)!r}\n"
+        "import attngen, torch\n"
+        "q = torch.ones(1, 8, 2, 16, requires_grad=True)\n"
+        "starts = torch.tensor([0, 8], dtype=torch.int32)\n"
+        f"{call}"
+    )
+    assert loaded(code, *OF_KERNELS) == []
 
 
 def test_a_call_on_arrays_imports_no_other_library() -> None:

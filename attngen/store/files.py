@@ -7,8 +7,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from attngen.errors import DiskFullError, StoreError
-from attngen.files import FULL, cause
 from attngen.store.mark import FILE_MODE, FOLDER_MODE
 
 
@@ -38,14 +36,3 @@ def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
     for name, data in files.items():
         write_synced(path / name, data)
     sync_folder(path)
-
-
-def store_error(action: str, path: Path, error: OSError) -> StoreError:
-    """Return the StoreError that explains an OSError: what failed, why, and what the user can do."""
-    advice = "set ATTNGEN_CACHE to a folder that can be written"
-    if error.errno not in FULL:
-        return StoreError(f"cannot {action} {path}: {cause(error)}; {advice}")
-    return DiskFullError(
-        f"cannot {action} {path}: {cause(error)}; free some space ('attngen cache clear' empties the cache), or "
-        f"{advice}"
-    )

@@ -1,4 +1,4 @@
-"""The cache key: a hash of everything that a compile reads."""
+"""The cache key: a hash of everything that a compile reads. A lookup imports this for ``digest``, and no compiler."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from attngen.compile.options import nvrtc_options, triton_options
-from attngen.compile.toolchain import toolchain
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
@@ -63,6 +60,8 @@ def cache_key(
 
 def key_of(plan: Plan, source: Source) -> str:
     """Return the key of a planned and rendered kernel under the installed compiler. Imports no compiler."""
+    from attngen.compile.toolchain import toolchain
+
     return cache_key(
         plan.to_dict(),
         source.text,
@@ -73,6 +72,8 @@ def key_of(plan: Plan, source: Source) -> str:
 
 
 def _options(plan: Plan) -> Any:
+    from attngen.compile.options import nvrtc_options, triton_options
+
     if plan.backend == "cuda":
         return nvrtc_options(plan.arch.name)
     return triton_options(plan.num_warps, plan.stages, plan.max_registers, fast_math=plan.fast_math)

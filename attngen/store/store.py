@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -20,39 +19,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from attngen.cache_root import default_root, store_error
 from attngen.compile.artifact import Artifact
 from attngen.errors import StoreError
 from attngen.store.entry import DamagedEntryError, files_of, read_checksums, read_entry, read_file, verify_entry
-from attngen.store.files import store_error, sync_folder, write_folder, write_synced
+from attngen.store.files import sync_folder, write_folder, write_synced
 from attngen.store.lock import Lock
 from attngen.store.mark import FOLDER_MODE, FOLDERS, KEY, LOCK, PROBE, TEMPORARY, claim, sweep_marks
 from attngen.store.trust import distrust
 
 #: Seconds to wait for another process to build a kernel; a compile takes seconds.
 LOCK_SECONDS = 600.0
-
-
-def default_root() -> Path:
-    """Return the folder of the cache: ``ATTNGEN_CACHE``, or the place that the platform gives to caches.
-
-    Raises StoreError for a name that no folder can have: one that is too long, or below the home of an unknown user.
-    """
-    chosen = os.environ.get("ATTNGEN_CACHE")
-    if chosen:
-        try:
-            root = Path(chosen).expanduser().absolute()
-            os.lstat(root)
-        except RuntimeError:
-            raise StoreError(
-                f"ATTNGEN_CACHE is {chosen!r}, of no user; set it to a folder that can be written"
-            ) from None
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                raise store_error("use the cache", root, error) from None
-        return root
-    from platformdirs import user_cache_path
-
-    return user_cache_path("attngen", appauthor=False)
 
 
 class StoreWarning(UserWarning):

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from attngen.cache_root import default_root
 from attngen.errors import LoadError
 from attngen.runtime.registry.packages import BrokenKernelWarning, Package, package_of_kernels, reader
 from attngen.runtime.registry.presets import preset, preset_names, variant
@@ -88,35 +89,35 @@ def _package_of_build(store: Any, index: Any) -> Package:
 def built_packages() -> dict[str, Package]:
     """Return the packages that this user has built, by name; none where the part that builds is not installed.
 
+    The part that reads a cache is imported where there is a build.
+
     A cache to which others could have written is passed over with a warning.
     """
+    root = default_root()
+    if not os.path.isdir(root / "builds"):
+        return {}
     try:
         from attngen.store import Store, StoreWarning
         from attngen.store.index import read_indexes
         from attngen.store.trust import distrust
     except ImportError:
         return {}
-    store = Store()
-    if reason := distrust(store.root):
+    if reason := distrust(root):
         warnings.warn(reason, StoreWarning, stacklevel=2)
         return {}
+    store = Store(root)
     return {index.package: _package_of_build(store, index) for index in read_indexes(store)}
 
 
 def builds_stamp() -> int | None:
     """A stamp that changes whenever an index is written: each is renamed into the folder of all."""
-    try:
-        from attngen.store import default_root
-        from attngen.store.trust import distrust
-    except ImportError:
-        return None
     root = default_root()
-    if distrust(root):
-        return None  # as long as it is, there is nothing to look for again
     try:
-        return (root / "builds").stat().st_mtime_ns
-    except OSError:
+        stamp = (root / "builds").stat().st_mtime_ns
+        from attngen.store.trust import distrust
+    except (OSError, ImportError):
         return None
+    return None if distrust(root) else stamp  # as long as it is distrusted, there is nothing to look for again
 
 
 def installed_packages() -> dict[str, Package]:

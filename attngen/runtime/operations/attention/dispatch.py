@@ -16,7 +16,6 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
-from attngen.runtime.autograd import transforms
 from attngen.runtime.operations.attention import later
 from attngen.runtime.operations.attention.dropout_state import with_random_state
 from attngen.runtime.operations.attention.recall import SEEN, of_its_kind, seen_key
@@ -53,7 +52,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
     if is_tracing():
         raise CallError("torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export")
     if transforms_active():
-        return transforms.attend(given, run, later.differentiate if on_gpu and backend != "reference" else None)
+        return later.transforms.attend(given, run, later.differentiate if on_gpu and backend != "reference" else None)
     if not on_gpu or backend == "reference" or debugging.active() or not (type(k) in PLAIN and type(v) in PLAIN):
         if given.tile_map is not None:
             later.require_map(given.tile_map)
