@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import HEAD_DIMS
-from attngen.errors import CallError, NoKernelError
+from attngen.errors import CallError
 from attngen.integrations.shared import choice
+from attngen.integrations.shared.arguments import refused, tensor
 from attngen.integrations.shared.choice import NO_LIMIT, Candidate, Packing, Pages, attend
 from attngen.lang.ir import MAX_SEQLEN
 
@@ -26,22 +27,6 @@ GATHERED_KEYS = "no kernel gathers keys by index"
 
 #: A window: (left, right), or a tensor or an array of two integers.
 Window: TypeAlias = Sequence[int | None] | Tensor
-
-
-def tensor(name: str, value: Any) -> Tensor:
-    """Check that an argument is a tensor, and return it. Raises CallError."""
-    if not isinstance(value, Tensor):
-        raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
-    return value
-
-
-def contiguous_rows(**tensors: Tensor) -> list[Tensor]:
-    """The tensors with a contiguous last dimension, copied only if need be, as flash-attn does."""
-    rows = list(tensors.values())
-    for place, (name, given) in enumerate(tensors.items()):
-        if tensor(name, given).stride(-1) != 1:
-            rows[place] = given.contiguous()
-    return rows
 
 
 def sequences_of(cu_seqlens_q: Tensor) -> int:
@@ -188,34 +173,3 @@ def unpack(name: str, packed: Tensor, rank: int, parts: int) -> tuple[Tensor, ..
         form = f"({'batch, seqlen' if rank == 5 else 'total'}, {parts}, heads, head_dim)"
         raise CallError(f"{name} must have shape {form}, got {tuple(packed.shape)}")
     return packed.unbind(-3)
-
-
-def without_gradient(out: Tensor, *inputs: Tensor, reason: str) -> Tensor:
-    """Make a backward pass through ``out`` raise an error, if any input asks for a gradient."""
-    marked: Tensor = _NoGradient.apply(out, reason, *inputs)
-    return marked
-
-
-class _NoGradient(torch.autograd.Function):
-    """The first argument itself, which depends on the others and cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, reason: str, *inputs: Tensor) -> Tensor:
-        ctx.reason = reason
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise CallError(ctx.reason)
-
-
-def refused(argument: str, reason: str) -> NoKernelError:
-    """Make the error for an argument that no kernel serves."""
-    return NoKernelError(f"{argument} is not supported: {reason}")
-
-
-def refuse(reasons: Mapping[str, str], **arguments: Any) -> None:
-    """Raise NoKernelError for the first argument that is given, which no kernel serves."""
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise refused(name, reasons[name])

@@ -15,16 +15,8 @@ from torch import Tensor
 
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import CallError
-from attngen.integrations.flash_attn.arguments import (
-    Window,
-    attend_wide,
-    candidates_for,
-    contiguous_rows,
-    refused,
-    sequences_of,
-    sides_of,
-    tensor,
-)
+from attngen.integrations.flash_attn.arguments import Window, attend_wide, candidates_for, sequences_of, sides_of
+from attngen.integrations.shared.arguments import contiguous_rows, refused, tensor
 from attngen.integrations.shared.choice import Candidate, Pages
 from attngen.runtime.arguments.checked import TORCH_DTYPES
 from attngen.runtime.arguments.torch_state import is_traced

@@ -15,15 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attngen.errors import CallError
-from attngen.integrations.flash_attn.arguments import (
-    SPEC,
-    candidates_for,
-    contiguous_rows,
-    packing_of,
-    refused,
-    sequences_of,
-    tensor,
-)
+from attngen.integrations.flash_attn.arguments import SPEC, candidates_for, packing_of, sequences_of
+from attngen.integrations.shared.arguments import contiguous_rows, refused, tensor
 from attngen.integrations.shared.choice import Candidate, Packing, attend, with_dropout
 from attngen.integrations.shared.gradients import gradients_of, row_sums
 from attngen.runtime.operations.attention.dropout_state import random_state

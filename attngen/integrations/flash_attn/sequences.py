@@ -15,9 +15,10 @@ from torch import Tensor
 
 from attngen.dtypes import DESCALES
 from attngen.errors import CallError
-from attngen.integrations.flash_attn.arguments import SPEC, attend_wide, contiguous_rows, tensor
+from attngen.integrations.flash_attn.arguments import SPEC, attend_wide
 from attngen.integrations.flash_attn.cache import QUANTIZED
 from attngen.integrations.flash_attn.used_queries import UsedQueries, checked
+from attngen.integrations.shared.arguments import contiguous_rows, tensor
 from attngen.integrations.shared.choice import Candidate, Packing
 
 

@@ -12,23 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from attngen.integrations.flash_attn.arguments import (
-    SPEC,
-    Window,
-    candidates_for,
-    contiguous_rows,
-    packing_of,
-    refused,
-    sequences_of,
-    tensor,
-    unpack,
-    without_gradient,
-)
+from attngen.integrations.flash_attn.arguments import SPEC, Window, candidates_for, packing_of, sequences_of, unpack
 from attngen.integrations.flash_attn.cache import CachedCall, attend_cached
 from attngen.integrations.flash_attn.passes import _flash_attn_backward as _flash_attn_backward
 from attngen.integrations.flash_attn.passes import _flash_attn_forward as _flash_attn_forward
 from attngen.integrations.flash_attn.passes import _flash_attn_varlen_backward as _flash_attn_varlen_backward
 from attngen.integrations.flash_attn.passes import _flash_attn_varlen_forward as _flash_attn_varlen_forward
+from attngen.integrations.shared.arguments import contiguous_rows, refused, tensor, without_gradient
 from attngen.integrations.shared.choice import attend, with_dropout
 
 __all__ = [

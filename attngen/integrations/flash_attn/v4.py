@@ -15,19 +15,10 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations.flash_attn.arguments import (
-    CUTE_MASKS,
-    GATHERED_KEYS,
-    OWN_TILES,
-    Window,
-    candidates_for,
-    refuse,
-    refused,
-    tensor,
-    without_gradient,
-)
+from attngen.integrations.flash_attn.arguments import CUTE_MASKS, GATHERED_KEYS, OWN_TILES, Window, candidates_for
 from attngen.integrations.flash_attn.cache import CachedCall, attend_cached
 from attngen.integrations.flash_attn.sequences import Sequences, attend_sequences
+from attngen.integrations.shared.arguments import refuse, refused, tensor, without_gradient
 from attngen.integrations.shared.choice import Candidate
 from attngen.integrations.shared.gradients import join_sinks
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations.flash_attn.arguments import contiguous_rows, refuse, tensor
 from attngen.integrations.shared import recalled
+from attngen.integrations.shared.arguments import contiguous_rows, refuse, tensor
 from attngen.integrations.shared.catalogue import variant
 from attngen.integrations.shared.choice import Candidate, Pages, attend
 from attngen.integrations.shared.constants import Key, counted, filled

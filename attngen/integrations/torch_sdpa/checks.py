@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 from attngen.integrations.shared.choice import Candidate
+from attngen.integrations.shared.tensor_masks import candidate_of
 from attngen.lang.dropout import MAX_RATE
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.arguments.scalars import FLOAT32_MAX
@@ -17,12 +18,6 @@ from attngen.runtime.autograd.training import carries_tangent
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 MASK = 3  # the place of the tensor that may be missing
-_BIAS = {
-    torch.bfloat16: "bias_bf16",
-    torch.float16: "bias_fp16",
-    torch.float32: "bias_fp32",
-    torch.float64: "bias_fp32",  # which the reference takes for float64 inputs
-}
 
 
 def is_causal_bias(mask: Any) -> bool:
@@ -149,15 +144,7 @@ def candidate_for(q: Tensor, k: Tensor, mask: Tensor | None, causal: str | None,
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     if any(size not in (1, wanted) for size, wanted in zip(mask.shape, shape, strict=True)):
         return f"the mask of shape {given} does not broadcast to {shape}"
-    by_head = mask.shape[1] > 1 or mask.dtype != torch.bool
-    expanded = mask.expand(shape if by_head else (shape[0], 1, *shape[2:]))
-    if shape[3] > 1 and expanded.stride(3) != 1:
-        expanded = expanded.contiguous()
-    if mask.dtype != torch.bool:
-        return Candidate(_BIAS[mask.dtype], {"bias": expanded})
-    if by_head:
-        return Candidate("allowed_by_head", {"allowed": expanded})
-    return Candidate("allowed", {"allowed": expanded[:, 0]})
+    return candidate_of(mask, shape)
 
 
 def shapes_of(q: Any, k: Any, v: Any, mask: Any) -> str:

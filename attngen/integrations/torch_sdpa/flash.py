@@ -14,9 +14,10 @@ from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.flash_attn.arguments import SPEC as DENSE_SPEC
-from attngen.integrations.flash_attn.arguments import candidates_for, contiguous_rows, packing_of, sequences_of
+from attngen.integrations.flash_attn.arguments import candidates_for, packing_of, sequences_of
 from attngen.integrations.flash_attn.cache import CachedCall, attend_cached
 from attngen.integrations.flash_attn.passes import _flash_attn_backward, _flash_attn_varlen_backward
+from attngen.integrations.shared.arguments import contiguous_rows
 from attngen.integrations.shared.choice import attend
 
 #: Name of the implementation.

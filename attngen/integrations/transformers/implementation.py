@@ -25,8 +25,10 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
+from attngen.integrations.shared.arguments import contiguous_last
 from attngen.integrations.shared.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
 from attngen.integrations.shared.gradients import join_sinks
+from attngen.integrations.shared.tensor_masks import BIAS, candidate_of, full_size
 from attngen.integrations.transformers import paged as transformers_paged
 from attngen.integrations.transformers import versions as transformers_versions
 from attngen.integrations.transformers.mask_structure import Structure, StructuredMask
@@ -34,8 +36,6 @@ from attngen.integrations.transformers.masks import USED, mask
 
 NAME = "attngen"
 SPEC = "transformers"
-
-_BIAS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -141,7 +141,8 @@ def asked(
         raise NoKernelError(
             f"{type(module).__name__} selects blocks of keys, which no variant does; attn_implementation='sdpa' does"
         )
-    q, k, v = (_contiguous_rows(tensor.transpose(1, 2)) for tensor in _same_dtype(query, key, value))
+    # the last dimension of convolved keys may not be contiguous
+    q, k, v = (contiguous_last(tensor.transpose(1, 2)) for tensor in _same_dtype(query, key, value))
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     given = attention_mask
@@ -224,11 +225,6 @@ def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-def _contiguous_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor (b, s, h, d) with a contiguous last dimension, as kernels need it; convolved keys may not."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
-
 def _selected(indices: Tensor, given: Tensor | None, keys: int, *, causal: bool) -> Tensor:
     """Return a mask (b, 1, sq, keys) that also hides the keys that a query has not selected: indices (b, sq, n)."""
     batch, queries = indices.shape[:2]
@@ -299,7 +295,7 @@ def _structured(
     if bias is not None:
         if softcap is not None:
             return []
-        return [Candidate(f"span_bias_{_BIAS[bias.dtype]}", {**sides, "bias": _bias(bias, q, k)}, padding)]
+        return [Candidate(f"span_bias_{BIAS[bias.dtype]}", {**sides, "bias": full_size(bias, _shape(q, k))}, padding)]
     general = Candidate(f"span{suffix}", {**sides, **cap}, padding)
     if structure.start is not None:
         return [general]
@@ -355,10 +351,9 @@ def _padding(structure: Structure, q: Tensor, k: Tensor, packing: Packing | None
     }
 
 
-def _bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return a bias as (b, h, sq, sk), contiguous along the keys."""
-    expanded = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return expanded if expanded.stride(-1) == 1 or k.shape[1] == 1 else expanded.contiguous()
+def _shape(q: Tensor, k: Tensor) -> tuple[int, ...]:
+    """Shape of a mask of all pairs: (b, h, sq, sk)."""
+    return q.shape[0], q.shape[2], q.shape[1], k.shape[1]
 
 
 def _tensor_mask(
@@ -371,22 +366,12 @@ def _tensor_mask(
         if softcap is not None:
             raise NoKernelError("no variant has both softcap and a position bias")
         return _with_position_bias(dense, q, k, position_bias)
-    cap = {} if softcap is None else {"cap": softcap}
-    if dense.dtype != torch.bool:
-        if dense.dtype not in _BIAS:
-            raise CallError(f"the attention mask is {dense.dtype}; it must hold bools, or floats that are added")
-        prefix = "" if softcap is None else "softcap_"
-        return [Candidate(f"{prefix}bias_{_BIAS[dense.dtype]}", {**cap, "bias": _bias(dense, q, k)})]
-    suffix = "" if softcap is None else "_softcap"
-    if dense.shape[1] != 1:
-        if cap:  # the variant that adds serves bools for each head, too
-            added = torch.zeros_like(dense, dtype=q.dtype).masked_fill(~dense, -torch.inf)
-            return [Candidate(f"softcap_bias_{_BIAS[q.dtype]}", {**cap, "bias": _bias(added, q, k)})]
-        return [Candidate("allowed_by_head", {"allowed": _bias(dense, q, k)})]
-    allowed = dense.expand(q.shape[0], 1, q.shape[1], k.shape[1])[:, 0]
-    if allowed.stride(-1) != 1 and allowed.shape[-1] > 1:
-        allowed = allowed.contiguous()
-    return [Candidate(f"allowed{suffix}", {"allowed": allowed, **cap})]
+    if dense.dtype not in (torch.bool, *BIAS):
+        raise CallError(f"the attention mask is {dense.dtype}; it must hold bools, or floats that are added")
+    if dense.dtype == torch.bool and dense.shape[1] != 1 and softcap is not None:
+        # the variant that adds serves bools for each head, too
+        dense = torch.zeros_like(dense, dtype=q.dtype).masked_fill(~dense, -torch.inf)
+    return [candidate_of(dense, _shape(q, k), cap=softcap)]
 
 
 def _with_position_bias(dense: Tensor, q: Tensor, k: Tensor, position_bias: Tensor) -> list[Candidate]:
@@ -397,7 +382,7 @@ def _with_position_bias(dense: Tensor, q: Tensor, k: Tensor, position_bias: Tens
         bias = dense + position_bias
     unbounded = {"left": NO_LIMIT, "right": NO_LIMIT}
     padding = partial(_padding, Structure(), q, k, None)
-    return [Candidate(f"span_bias_{_BIAS[bias.dtype]}", {**unbounded, "bias": _bias(bias, q, k)}, padding)]
+    return [Candidate(f"span_bias_{BIAS[bias.dtype]}", {**unbounded, "bias": full_size(bias, _shape(q, k))}, padding)]
 
 
 # --- masks --------------------------------------------------------------------------------------------------

@@ -21,13 +21,11 @@ from attngen.integrations.flash_attn.arguments import (
     SPEC,
     Window,
     candidates_for,
-    contiguous_rows,
     packing_of,
-    refuse,
-    refused,
     sequences_of,
 )
 from attngen.integrations.flash_attn.cache import QUANTIZED, CachedCall, attend_cached, scales_or_ones
+from attngen.integrations.shared.arguments import contiguous_rows, refuse, refused
 from attngen.integrations.shared.choice import attend
 
 __all__ = [
