@@ -23,6 +23,7 @@ import attngen.integrations.transformers as attngen_transformers
 from attngen.commands.check import check_spec
 from attngen.integrations.flash_attn import arguments as flash_arguments
 from attngen.integrations.shared.choice import kernels_of
+from attngen.integrations.transformers import implementation
 from attngen.plan import plan
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
 from attngen.runtime.kernels.module import Kernel
@@ -61,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
 
         return attends
 
-    for module in (attngen_transformers, flash_arguments):
+    for module in (implementation, flash_arguments):
         monkeypatch.setattr(module, "attend", noting(module.attend))
     return seen
 

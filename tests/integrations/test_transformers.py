@@ -15,6 +15,7 @@ from transformers.masking_utils import create_causal_mask, create_masks_for_gene
 
 import attngen.integrations.transformers as attngen_transformers
 from attngen.errors import CallError, NoKernelError
+from attngen.integrations.transformers import implementation
 from attngen.integrations.transformers import masks as transformers_masks
 from attngen.integrations.transformers.mask_structure import StructuredMask
 from attngen.integrations.transformers.versions import cache_name
@@ -41,13 +42,13 @@ def eager(family: str) -> Any:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The variants that served the calls of a test."""
     names: list[str] = []
-    attend = attngen_transformers.attend
+    attend = implementation.attend
 
     def noting(candidates: Any, *arguments: Any, **options: Any) -> Any:
         names.append(candidates[0].variant)
         return attend(candidates, *arguments, **options)
 
-    monkeypatch.setattr(attngen_transformers, "attend", noting)
+    monkeypatch.setattr(implementation, "attend", noting)
     return names
 
 
@@ -379,8 +380,8 @@ def test_compressed_keys(tokens: int) -> None:
     """DeepSeek-V4's layers append keys, and columns of numbers to the mask; with no whole block there are none."""
     config = tiny(transformers.DeepseekV4Config)
     models = []
-    for implementation in ("eager", "attngen"):
-        config._attn_implementation = implementation
+    for name in ("eager", "attngen"):
+        config._attn_implementation = name
         torch.manual_seed(0)
         models.append(transformers.DeepseekV4ForCausalLM(config).eval())
         spread(models[-1])
@@ -486,13 +487,13 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
 def test_autocast_reaches_the_kernel_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary embeddings leave q and k in float32 where v is in autocast's dtype."""
     seen = set()
-    attend = attngen_transformers.attend
+    attend = implementation.attend
 
     def noting(candidates: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         seen.add((q.dtype, k.dtype, v.dtype))
         return attend(candidates, q, k, v, **options)
 
-    monkeypatch.setattr(attngen_transformers, "attend", noting)
+    monkeypatch.setattr(implementation, "attend", noting)
     given = batch("llama", "none")
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         actual, wanted = logits(model("llama"), given), logits(eager("llama"), given)
