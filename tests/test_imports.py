@@ -229,7 +229,7 @@ def test_a_call_on_arrays_imports_no_other_library() -> None:
 
 def test_reading_the_cache_needs_no_compiler_and_no_torch() -> None:
     code = "from attngen.store import Store\nfrom attngen.store.index import read_indexes\nread_indexes(Store())"
-    assert loaded(code, *COMPILERS, "torch", "numpy") == []
+    assert loaded(code, *COMPILERS, "attngen.compile.toolchain", "torch", "numpy") == []
 
 
 def test_help_imports_no_command() -> None:
