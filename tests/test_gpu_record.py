@@ -371,7 +371,7 @@ def test_an_installed_wheel_has_the_records_and_the_same_hashes(tmp_path: Path) 
     with ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "site")
     program = (
-        "from attngen import resources; from attngen.tools import record; import json; "
+        "from attngen import resources; from attngen.inspect import record; import json; "
         "print(json.dumps([str(resources.record_file()), record.source_hashes(), len(record.records())]))"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}

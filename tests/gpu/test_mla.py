@@ -239,7 +239,7 @@ def test_vllms_prompts() -> None:
 
 
 def test_sglangs_backend() -> None:
-    modules = (f"attngen.integrations.sglang_{name}" for name in ("backend", "mla"))
+    modules = (f"attngen.integrations.sglang.{name}" for name in ("backend", "mla"))
     engine = sglang_stub.latent(torch.empty(0).bfloat16().cuda())
     with imported_with(sglang_stub, *modules, "tests.integrations.sglang_mla_cases") as cases:
         for mode in cases.STEPS:

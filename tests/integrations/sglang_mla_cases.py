@@ -15,7 +15,7 @@ from tests.integrations.vllm_mla_cases import COLUMNS, HEADS, RANK, SCALE, atten
 
 #: Those that are imported beside the stub, or SGLang; as attributes of their package, others may be found.
 sglang_backend, sglang_mla = (
-    import_module(f"attngen.integrations.{name}") for name in ("sglang_backend", "sglang_mla")
+    import_module(f"attngen.integrations.{name}") for name in ("sglang.backend", "sglang.mla")
 )  # fmt: skip
 
 #: Queries and lengths of the requests of a step, by the name of its mode; drafts are of two tokens.

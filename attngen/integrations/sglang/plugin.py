@@ -1,7 +1,7 @@
 """The plugin of SGLang: ``--attention-backend attngen``.
 
 SGLang calls ``register`` through the entry point of ``sglang.srt.plugins`` in each of its processes. What derives from
-SGLang's classes is in ``sglang_backend``, and for latent attention in ``sglang_mla``, imported when a backend is made.
+SGLang's classes is in ``backend``, and for latent attention in ``mla``, imported when a backend is made.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The plugin of vLLM: ``--attention-backend ATTNGEN``, and ``ATTNGEN_MLA`` for models with latent attention.
 
 vLLM calls ``register`` through the entry point of ``vllm.general_plugins`` in each of its processes. What derives from
-vLLM's classes is in ``vllm_backend`` and ``vllm_mla``, which vLLM imports when a backend is chosen.
+vLLM's classes is in ``backend`` and ``mla``, which vLLM imports when a backend is chosen.
 """
 
 from __future__ import annotations

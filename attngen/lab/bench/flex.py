@@ -159,7 +159,7 @@ def first_calls(variants: Sequence[str]) -> str:
 
 def _warm() -> None:
     """Import and start both compilers on something else, so that the first variant is as the others."""
-    for module in ("plan", "render", "tools.build.pipeline"):
+    for module in ("plan", "render", "build.pipeline"):
         import_module(f"attngen.{module}")
     x = torch.ones(64, device="cuda", requires_grad=True, dtype=torch.float32)
     torch.compile(lambda x: x.sin().sum())(x).backward()
