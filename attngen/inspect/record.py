@@ -17,7 +17,8 @@ from attngen.files import read_regular
 
 #: Sources that decide the machine code of a kernel and its launches, below the folder of ``resources``.
 SOURCES = (
-    "templates", "attngen/lang", "attngen/plan", "attngen/render", "attngen/compile", "attngen/runtime",
+    "templates", "attngen/lang", "attngen/plan", "attngen/render", "attngen/parts", "attngen/families",
+    "attngen/compile", "attngen/runtime",
 )  # fmt: skip
 
 #: Outcomes of a test. A kernel that the compiler compiles wrongly is refused; nothing is known of the others.

@@ -14,9 +14,9 @@ from attngen.build import pipeline as build_module
 from attngen.commands import doctor
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.runtime.registry.lookup import registry
+from tests.build.test_build import SPEC
 from tests.commands.test_build import attngen
 from tests.runtime.support import manifest_of, variant, write_kernel
-from tests.tools.test_build import SPEC
 
 LONG = "k" * 300
 

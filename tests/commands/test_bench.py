@@ -19,7 +19,7 @@ from attngen.lab.bench.grid import GridReport, GridResult, GridRow, GridSuite
 from attngen.lab.bench.ladder import RUNGS
 from attngen.lab.bench.runner import Observer, Options
 from attngen.lab.commands import bench as command
-from tests.tools.bench_support import SCHEMA, backward_report, report, result, without_libraries
+from tests.lab.bench_support import SCHEMA, backward_report, report, result, without_libraries
 
 SPEC = """
 schema: 1

@@ -20,7 +20,7 @@ from attngen.commands import doctor
 from attngen.commands.output import Progress
 from attngen.compile import toolchain
 from attngen.store import Store
-from tests.tools.test_build import SPEC
+from tests.build.test_build import SPEC
 
 ROOT = Path(__file__).parents[2]
 RESOURCES = {"registers", "spills", "shared_memory", "cubin_bytes", "compile_seconds"}

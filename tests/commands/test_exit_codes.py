@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from attngen.build import pipeline as build_module
+from tests.build.test_build import SPEC
 from tests.commands.test_build import attngen
-from tests.tools.test_build import SPEC
 
 #: Two entries: a kernel that can be built, and one that cannot be planned, in line 5.
 HALF = """\

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from attngen import cli
 from attngen.glyphs import ERRORS, printable
+from tests.build.test_build import SPEC
 from tests.forked import ROOT
-from tests.tools.test_build import SPEC
 
 RED, BOLD = "\x1b[31m", "\x1b[1m"
 VARIABLES = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")

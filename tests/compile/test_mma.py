@@ -11,8 +11,8 @@ from attngen.families.mma_forward.structure import MmaForward
 from attngen.plan import Plan
 from attngen.plan.allowances import MMA_BACKWARD_SPILLS, MMA_SPILLS
 from attngen.render import render
+from tests.families.decode.test_mma_decode import planned as split
 from tests.plan.specs import planned
-from tests.plan.test_mma_decode import planned as split
 
 BACKWARD = {"passes": "backward", "backward": None}
 KERNELS = (

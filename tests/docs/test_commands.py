@@ -39,7 +39,7 @@ NOT_OURS = {
     "python -m tests.gpu.record": "tests/test_gpu_record.py runs it",
     "vllm serve": "an engine",
     "python -m sglang.launch_server": "an engine",
-    "python -m tests.integrations.engine_contracts": "downloads the engines",
+    "python -m tests.integrations.engines.engine_contracts": "downloads the engines",
     "ATTNGEN_JIT=1 vllm serve": "an engine",
     "ATTNGEN_JIT=1 ATTNGEN_MASK=": "an engine",
     "PYTHONPATH=. ATTNGEN_": "an engine",

@@ -18,7 +18,7 @@ from tests.render.generated import HASHES
 FOLDERS = ("attngen", "tests", "templates", "specs", "docs", "generated")
 ENDINGS = ("py", "j2", "cuh", "yaml", "json", "md")
 
-#: A generated table of transformers' names, which ``tests/integrations/test_model_sweep.py`` checks.
+#: A generated table of transformers' names, which ``tests/integrations/transformers/test_model_sweep.py`` checks.
 PAGE = ROOT / "docs" / "models.md"
 
 #: Names that are none of ours, or that only a reader's own project has.

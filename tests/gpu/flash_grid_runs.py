@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.integrations.flash_families import run
-from tests.integrations.flash_grids import GRIDS, Case, Outcome, draw
+from tests.integrations.flash_attn.flash_families import run
+from tests.integrations.flash_attn.flash_grids import GRIDS, Case, Outcome, draw
 
 #: Seconds after which a case counts as stuck: it may compile a forward and a backward beside many others.
 PATIENCE = 240

@@ -21,7 +21,7 @@ from attngen.schema import KernelSpec, load_spec, spec_hash
 from attngen.store.index import Index, IndexEntry, write_index
 from attngen.store.store import Store
 from tests.gpu.family import for_this_gpu
-from tests.integrations import families
+from tests.integrations.transformers import families
 from tests.sampling import exhaustive
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2

@@ -27,8 +27,8 @@ from attngen.runtime.operations.append.arguments import Append, check
 from attngen.runtime.operations.append.kernel import PreparedAppend
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.gpu.family import arch_here, compiled_kernels
-from tests.runtime.appended import BATCH, DTYPES, PLACES, UNSUITED, a_call, bits, both, on_gpu
 from tests.runtime.host_kernels import APPENDED, prepared
+from tests.runtime.operations.append.appended import BATCH, DTYPES, PLACES, UNSUITED, a_call, bits, both, on_gpu
 
 TRIALS = 300
 

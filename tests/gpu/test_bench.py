@@ -15,8 +15,8 @@ from attngen.arch import arch_of
 from attngen.lab.bench.ladder import RUNGS
 from attngen.lab.bench.masks.report import FLEX
 from attngen.runtime.registry.lookup import registry
-from tests.tools.bench_support import SCHEMA
-from tests.tools.test_bench_serving import SCHEMA as SERVING
+from tests.lab.bench_support import SCHEMA
+from tests.lab.test_bench_serving import SCHEMA as SERVING
 
 pytestmark = pytest.mark.alone
 

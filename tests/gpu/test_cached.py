@@ -14,7 +14,7 @@ import torch
 from attngen.errors import NoKernelError
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import indexed
-from tests.integrations.cached import Cached, checked, draw
+from tests.integrations.flash_attn.cached import Cached, checked, draw
 
 
 def made(seed: int) -> Cached:

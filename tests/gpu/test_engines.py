@@ -14,10 +14,11 @@ import torch
 
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import indexed
-from tests.integrations import sglang_stub, vllm_stub
-from tests.integrations.stubs import imported_with
-from tests.integrations.test_sglang import NAMES as SGLANG_CASES
-from tests.integrations.test_vllm import NAMES
+from tests.integrations.engines.stubs import imported_with
+from tests.integrations.sglang import sglang_stub
+from tests.integrations.sglang.test_sglang import NAMES as SGLANG_CASES
+from tests.integrations.vllm import vllm_stub
+from tests.integrations.vllm.test_vllm import NAMES
 
 #: Cases of SGLang, but for those with a pool of windows, and in graphs, whose stubs are on the CPU.
 SGLANG_NAMES = [name for name in SGLANG_CASES if "graph" not in name and "pool" not in name]
@@ -34,7 +35,7 @@ def _built() -> None:
 
 @pytest.fixture(scope="module")
 def cases() -> Iterator[Any]:
-    with imported_with(vllm_stub, "attngen.integrations.vllm.backend", "tests.integrations.vllm_cases") as module:
+    with imported_with(vllm_stub, "attngen.integrations.vllm.backend", "tests.integrations.vllm.vllm_cases") as module:
         yield module
 
 
@@ -199,7 +200,9 @@ class Pool(sglang_stub.Pool):
 
 @pytest.mark.parametrize("name", SGLANG_NAMES)
 def test_sglang(name: str) -> None:
-    with imported_with(sglang_stub, "attngen.integrations.sglang.backend", "tests.integrations.sglang_cases") as cases:
+    with imported_with(
+        sglang_stub, "attngen.integrations.sglang.backend", "tests.integrations.sglang.sglang_cases"
+    ) as cases:
         engine = cases.Engine(
             Pool, None, sglang_stub.layer, sglang_stub.ForwardMode, sglang_stub.AttentionType, "cuda"
         )  # fmt: skip

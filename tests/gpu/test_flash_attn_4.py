@@ -12,7 +12,7 @@ import torch
 import attngen
 from attngen.integrations.flash_attn.v4 import flash_attn_func, flash_attn_varlen_func
 from attngen.runtime.registry.lookup import registry
-from tests.integrations.test_flash_attn_4 import wanted_with_sink
+from tests.integrations.flash_attn.test_flash_attn_4 import wanted_with_sink
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.flash_grid_runs import run_all, unexpected
-from tests.integrations.flash_grids import draw
+from tests.integrations.flash_attn.flash_grids import draw
 
 
 def _check(count: int, seed: int, processes: int, folder: Path, *, longest: int = 2**30) -> None:

@@ -16,8 +16,8 @@ from attngen.integrations.flex import attention as ours
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
 from attngen.schema.writing import spec_text
-from tests.integrations.flex_mods import BATCH, HEADS, LENGTH, MODS
-from tests.integrations.test_flex_attention import dense
+from tests.integrations.flex.flex_mods import BATCH, HEADS, LENGTH, MODS
+from tests.integrations.flex.test_flex_attention import dense
 from tests.sampling import some
 
 DIM = 64

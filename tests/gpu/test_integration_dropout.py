@@ -22,13 +22,14 @@ from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import same
 from tests.gpu.packages import BATCH, HEADS, KV_HEADS, flash_options, larger, no_worse, only_package, qkv
 from tests.gpu.test_integration_gradients import dense_sdpa, leaves, near, no_worse_gradients
-from tests.integrations import families, oracles
+from tests.integrations import oracles
 from tests.integrations.drops import factors, next_dense_factors, next_factors
-from tests.integrations.families import batch, gradients, logits
+from tests.integrations.flash_attn.test_flash_attn import OPTIONS as FLASH_OPTIONS
 from tests.integrations.test_dropout import train
-from tests.integrations.test_flash_attn import OPTIONS as FLASH_OPTIONS
-from tests.integrations.test_sdpa import OPTIONS as SDPA_OPTIONS
-from tests.integrations.test_sdpa import described
+from tests.integrations.torch_sdpa.test_sdpa import OPTIONS as SDPA_OPTIONS
+from tests.integrations.torch_sdpa.test_sdpa import described
+from tests.integrations.transformers import families
+from tests.integrations.transformers.families import batch, gradients, logits
 
 #: Its factor is 2, which has no rounding error in bf16.
 RATE = 0.5

@@ -32,10 +32,10 @@ from tests.gpu.packages import (
     qkv,
 )
 from tests.integrations import oracles
-from tests.integrations.families import MAKERS, batch, gradients, logits
-from tests.integrations.test_flash_attn import OPTIONS as FLASH_OPTIONS
-from tests.integrations.test_sdpa import OPTIONS as SDPA_OPTIONS
-from tests.integrations.test_sdpa import described
+from tests.integrations.flash_attn.test_flash_attn import OPTIONS as FLASH_OPTIONS
+from tests.integrations.torch_sdpa.test_sdpa import OPTIONS as SDPA_OPTIONS
+from tests.integrations.torch_sdpa.test_sdpa import described
+from tests.integrations.transformers.families import MAKERS, batch, gradients, logits
 
 
 def leaves(rows: int, keys: int, dim: int, dtype: torch.dtype, **options: Any) -> list[Tensor]:

@@ -21,9 +21,10 @@ from attngen.integrations.transformers import implementation as attngen_transfor
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.packages import BATCH, HEADS, KV_HEADS, exact, model, no_worse, only_package
 from tests.gpu.test_integration_gradients import dense_sdpa, leaves, no_worse_gradients
-from tests.integrations import families, oracles
-from tests.integrations.families import batch, logits
-from tests.integrations.test_flash_passes import merged
+from tests.integrations import oracles
+from tests.integrations.flash_attn.test_flash_passes import merged
+from tests.integrations.transformers import families
+from tests.integrations.transformers.families import batch, logits
 from tests.sampling import sampled
 
 DIMS = [(80, 80), (96, 96), (112, 112), (256, 256), (192, 128)]

@@ -36,12 +36,13 @@ from tests.gpu.packages import (
     only_package,
     qkv,
 )
-from tests.integrations import families, oracles
-from tests.integrations import test_diffusers as test_of_diffusers
-from tests.integrations.families import DECODERS, MAKERS, PADDINGS, batch, logits
-from tests.integrations.test_flash_attn import OPTIONS as FLASH_OPTIONS
-from tests.integrations.test_sdpa import OPTIONS as SDPA_OPTIONS
-from tests.integrations.test_sdpa import described
+from tests.integrations import oracles
+from tests.integrations.diffusers import test_diffusers as test_of_diffusers
+from tests.integrations.flash_attn.test_flash_attn import OPTIONS as FLASH_OPTIONS
+from tests.integrations.torch_sdpa.test_sdpa import OPTIONS as SDPA_OPTIONS
+from tests.integrations.torch_sdpa.test_sdpa import described
+from tests.integrations.transformers import families
+from tests.integrations.transformers.families import DECODERS, MAKERS, PADDINGS, batch, logits
 
 DTYPES = [torch.bfloat16, torch.float16]
 

@@ -16,8 +16,9 @@ from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec
 from tests.gpu.family import compiled_kernels, in_graph, known
 from tests.gpu.test_decode import close, on_gpu, own_of
-from tests.integrations import sglang_stub, vllm_mla_cases, vllm_stub
-from tests.integrations.stubs import imported_with
+from tests.integrations.engines.stubs import imported_with
+from tests.integrations.sglang import sglang_stub
+from tests.integrations.vllm import vllm_mla_cases, vllm_stub
 from tests.runtime.pages import cache as pages_of
 from tests.runtime.pages import starts_of
 
@@ -241,7 +242,7 @@ def test_vllms_prompts() -> None:
 def test_sglangs_backend() -> None:
     modules = (f"attngen.integrations.sglang.{name}" for name in ("backend", "mla"))
     engine = sglang_stub.latent(torch.empty(0).bfloat16().cuda())
-    with imported_with(sglang_stub, *modules, "tests.integrations.sglang_mla_cases") as cases:
+    with imported_with(sglang_stub, *modules, "tests.integrations.sglang.sglang_mla_cases") as cases:
         for mode in cases.STEPS:
             for page_size in (1, 16):
                 cases.check_absorbed(engine, mode, page_size)

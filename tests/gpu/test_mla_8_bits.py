@@ -18,7 +18,7 @@ from attngen.schema import load_spec
 from tests.gpu.family import compiled_kernels, known
 from tests.gpu.test_decode import on_gpu
 from tests.gpu.test_indexed import lists
-from tests.integrations import vllm_mla_cases
+from tests.integrations.vllm import vllm_mla_cases
 from tests.runtime.latent_caches import FORMS, ROTARY, empty_cache, latent_cache
 
 PACKAGE = "mla_8_bits_tests"

@@ -10,7 +10,7 @@ import torch
 from attngen.build.pipeline import build
 from attngen.runtime.registry.lookup import registry
 from tests.commands.test_build import attngen
-from tests.integrations import families
+from tests.integrations.transformers import families
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])

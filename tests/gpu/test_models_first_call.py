@@ -14,7 +14,7 @@ import attngen
 from attngen.integrations.transformers.versions import cache_name
 from attngen.runtime.registry.lookup import registry
 
-families = pytest.importorskip("tests.integrations.families")
+families = pytest.importorskip("tests.integrations.transformers.families")
 
 
 @pytest.fixture(autouse=True)

@@ -29,10 +29,18 @@ from attngen.runtime.operations.quantize.call import Quantized
 from attngen.runtime.operations.quantize.sizes import PreparedQuantize
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.gpu.family import arch_here, compiled_kernels
-from tests.runtime import quantized
-from tests.runtime import quantized_by_sample as by_sample
 from tests.runtime.host_kernels import prepared_quantizers
-from tests.runtime.quantized import DTYPES, HEAD_DIMS, POSITIONS, ROUNDED, a_call, in_torch, less_their_mean
+from tests.runtime.operations.quantize import quantized
+from tests.runtime.operations.quantize import quantized_by_sample as by_sample
+from tests.runtime.operations.quantize.quantized import (
+    DTYPES,
+    HEAD_DIMS,
+    POSITIONS,
+    ROUNDED,
+    a_call,
+    in_torch,
+    less_their_mean,
+)
 
 TRIALS = 200
 

@@ -7,8 +7,8 @@ import torch
 
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import indexed
-from tests.integrations import families
-from tests.integrations.serving import NEW, PROMPTS, plain, prompts, serve
+from tests.integrations.transformers import families
+from tests.integrations.transformers.serving import NEW, PROMPTS, plain, prompts, serve
 
 #: Allowed distance of the largest logit from that of the chosen token: rounding to bf16, through all layers.
 CLOSE = 0.25

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from attngen.integrations.flash_attn import v2 as flash_attn
 from attngen.integrations.flash_attn import v3 as flash_attn_3
+from tests.integrations.flash_attn.test_flash_attn import BATCH, HEADS, near, qkv
 from tests.integrations.oracles import flash_attention
-from tests.integrations.test_flash_attn import BATCH, HEADS, near, qkv
 
 
 class InOperator:

@@ -15,14 +15,15 @@ from torch.utils.checkpoint import checkpoint
 import attngen.integrations.transformers as attngen_transformers
 from attngen.integrations import sdpa
 from attngen.integrations.flash_attn import v2 as flash_attn
-from tests.integrations import families, oracles
+from tests.integrations import oracles
 from tests.integrations.drops import factors, next_dense_factors, next_factors
-from tests.integrations.families import MAKERS, batch, gradients, logits
-from tests.integrations.test_flash_attn import BATCH, DIM, HEADS, KV_HEADS, near, options_of, qkv
-from tests.integrations.test_flash_attn import OPTIONS as FLASH_OPTIONS
-from tests.integrations.test_sdpa import OPTIONS as SDPA_OPTIONS
-from tests.integrations.test_sdpa import described
-from tests.integrations.test_sdpa import qkv as heads_first
+from tests.integrations.flash_attn.test_flash_attn import BATCH, DIM, HEADS, KV_HEADS, near, options_of, qkv
+from tests.integrations.flash_attn.test_flash_attn import OPTIONS as FLASH_OPTIONS
+from tests.integrations.torch_sdpa.test_sdpa import OPTIONS as SDPA_OPTIONS
+from tests.integrations.torch_sdpa.test_sdpa import described
+from tests.integrations.torch_sdpa.test_sdpa import qkv as heads_first
+from tests.integrations.transformers import families
+from tests.integrations.transformers.families import MAKERS, batch, gradients, logits
 
 RATE = 0.25
 

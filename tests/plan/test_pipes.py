@@ -19,14 +19,14 @@ from attngen.plan.catalogue import named
 from attngen.plan.pipes import Event, Pipes, Ring, Signal
 from attngen.render import render
 from attngen.resources import root, templates_dir
+from tests.families.hopper_backward.backward_protocol import Backward
+from tests.families.hopper_backward.backward_protocol import Case as BackwardCase
+from tests.families.hopper_backward.backward_protocol import Rules as BackwardRules
+from tests.families.hopper_backward.cluster_protocol import Case as ClusterCase
+from tests.families.hopper_backward.cluster_protocol import Cluster
+from tests.families.hopper_backward.cluster_protocol import Rules as ClusterRules
+from tests.families.hopper_forward.forward_protocol import Case, Forward, Rules
 from tests.plan import declared
-from tests.plan.backward_protocol import Backward
-from tests.plan.backward_protocol import Case as BackwardCase
-from tests.plan.backward_protocol import Rules as BackwardRules
-from tests.plan.cluster_protocol import Case as ClusterCase
-from tests.plan.cluster_protocol import Cluster
-from tests.plan.cluster_protocol import Rules as ClusterRules
-from tests.plan.forward_protocol import Case, Forward, Rules
 from tests.plan.simulation import ProtocolError
 from tests.plan.specs import planned
 

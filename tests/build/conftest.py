@@ -1,0 +1,7 @@
+"""Fixtures of calls, for kernels that calls have compiled: those of ``tests/runtime``."""
+
+from __future__ import annotations
+
+from tests.runtime.conftest import gpu
+
+__all__ = ["gpu"]

@@ -1,0 +1,194 @@
+"""The search for the fastest choices, all of it but the GPU: candidates, times, the journal and the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from attngen import cli
+from attngen.build.pipeline import BuiltKernel, Failure, Prepared
+from attngen.errors import CallError, CompileError, LoadError
+from attngen.lab.bench.cases import BenchCase
+from attngen.lab.bench.grid import GridResult, GridRow
+from attngen.lab.bench.kernels import Team
+from attngen.lab.bench.runner import Bench
+from attngen.lab.bench.timing import Timing
+from attngen.lab.tune import run as tool
+from attngen.lab.tune import search
+from attngen.lab.tune.run import Options, TuneReport, tune
+from attngen.lab.verify.gpu import Gpu
+from attngen.plan import plan
+from attngen.schema import expand, load_spec
+from attngen.schema.tuned import load_tuned
+from tests.lab.bench_support import FakeMonitor
+
+SPEC = """
+schema: 1
+package: mine
+arch: [sm90a]
+kernels:
+  - {variant: [full, causal], head_dim: 128, layout: [dense, varlen]}
+  - {variant: causal, head_dim: 128, dtype: fp16, tile: {n: 64}}
+  - {variant: causal, head_dim: 64, backend: triton, passes: [forward, backward]}
+"""
+
+#: Milliseconds of a kernel in a case, by its plan.
+Speed = Callable[[Prepared, BenchCase], float]
+
+
+@pytest.fixture
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A GPU on which kernels take the time that ``speed`` says; those that it gives none are wrong.
+
+    Kernels with ``refused`` in their names do not compile. ``seen`` counts the measurements.
+    """
+    card: dict[str, Any] = {"speed": lambda kernel, case: 1.0, "refused": "-", "seen": 0}
+
+    def compile_kernels(prepared: Sequence[Prepared], **_: Any) -> tuple[dict[str, BuiltKernel], tuple[Failure, ...]]:
+        wrong = [kernel.plan.name for kernel in prepared if card["refused"] in kernel.plan.name]
+        names = [kernel.plan.name for kernel in prepared if kernel.plan.name not in wrong]
+        failures = tuple(Failure(name, CompileError(f"{name}: no")) for name in wrong)
+        return {name: BuiltKernel(name, name, "built", {}) for name in names}, failures
+
+    def measure(
+        bench: Bench, team: Team, case: BenchCase, kernels: Mapping[str, Any], errors: Any, **_: Any
+    ) -> GridRow:
+        card["seen"] += 1
+        times = {label: card["speed"](kernel, case) for label, kernel in team.members.items()}
+        results = [
+            GridResult(label, label, "measured" if t else "failed", timing=Timing((t,), 0.0, True) if t else None)
+            for label, t in times.items()
+        ]
+        return GridRow(case=case, results=tuple(results))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(Gpu, "current", lambda: Gpu(torch.device("cpu"), 90, "a stand-in"))
+    monkeypatch.setattr(Gpu, "answers", lambda self: True)
+    monkeypatch.setattr(search, "measure", measure)
+    for name, value in {
+        "compile_kernels": compile_kernels,
+        "read_kernel": lambda folder: folder.name,
+        "gpu_facts": lambda gpu: {"l2_bytes": 1},
+        "Monitor": FakeMonitor,
+    }.items():
+        monkeypatch.setattr(tool, name, value)
+    return card
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(SPEC)
+    return path
+
+
+def searched(spec: Path, **options: Any) -> TuneReport:
+    return tune(spec, spec.with_name("card.yaml"), Options(**options), lambda row, done, total: None)
+
+
+def narrow_is_faster(kernel: Prepared, case: BenchCase) -> float:
+    plan = kernel.plan
+    return 1.0 + abs(plan.tile_n - 96) / 100 + (plan.stages == 3) / 10 + case.seqlen / 1e6
+
+
+def test_the_fastest_of_all_is_chosen_and_built(spec: Path, card: dict[str, Any]) -> None:
+    card["speed"] = narrow_is_faster
+    report = searched(spec, variants=("full",))
+    (row,) = report.rows
+    assert row["kernel"] == "full forward, dense, bf16, head_dim 128, cuda, sm90a"
+    assert row["choice"]["tile"] == {"n": 96}
+    assert row["choice"]["pipeline"] == {"stages": 2}
+    assert row["speedup"] > 1.2
+    assert row["candidates"] > 20
+    assert list(report.left_out.values()) == ["only dense calls are measured"]
+    tuned, kernel = load_tuned(spec.with_name("card.yaml")), expand(load_spec(spec))[0]
+    applied = tuned.applied(kernel)
+    assert applied is not None
+    assert plan(applied).tile_n == 96
+    assert not spec.with_name("card.yaml.journal").exists()
+
+
+def test_the_plans_own_choice_stays_where_nothing_is_faster(spec: Path, card: dict[str, Any]) -> None:
+    own = plan(expand(load_spec(spec))[0]).name
+    card["speed"] = lambda kernel, case: 1.0 if kernel.plan.name == own else 0.995
+    (row,) = searched(spec, variants=("full",)).rows
+    assert row["choice"] == {}
+    assert load_tuned(spec.with_name("card.yaml")).choices == {}
+
+
+def test_wrong_and_refused_candidates_are_not_chosen(spec: Path, card: dict[str, Any]) -> None:
+    card["refused"] = "n64s"
+    card["speed"] = lambda kernel, case: 0.0 if kernel.plan.tile_n == 80 else 1.0 + kernel.plan.tile_n / 1000
+    (row,) = searched(spec, variants=("full",)).rows
+    assert row["refused"] > 0
+    assert row["choice"]["tile"] == {"n": 32}
+
+
+def test_launches_of_a_backward_kernel_are_chosen_one_after_the_other(spec: Path, card: dict[str, Any]) -> None:
+    def speed(kernel: Prepared, case: BenchCase) -> float:
+        given = kernel.spec.backward
+        if given is None or kernel.plan.direction == "forward":
+            return 1.0
+        return 1.0 - 0.2 * (given.dkdv.tile_m == 32) - 0.2 * (given.dq.tile_n == 128)
+
+    card["speed"] = speed
+    (row,) = searched(spec, directions=("backward",)).rows
+    assert row["choice"]["backward"]["dkdv"]["tile"]["m"] == 32
+    assert row["choice"]["backward"]["dq"]["tile"]["n"] == 128
+    assert row["speedup"] == pytest.approx(1 / 0.6, abs=1e-3)
+
+
+def test_a_search_that_was_cut_goes_on(spec: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 1.0, 700.0, 700.0, 700.0])
+    monkeypatch.setattr(tool.time, "monotonic", lambda: next(moments, 700.0))
+    first = searched(spec, directions=("forward",))
+    assert len(first.rows) == 1
+    assert len(first.left) == 2
+    monkeypatch.undo()
+
+
+def test_a_journal_is_taken_up_and_guarded(spec: Path, card: dict[str, Any]) -> None:
+    cut = searched(spec, directions=("forward",), seconds=1e-9)
+    assert len(cut.rows) == 0
+    journal = spec.with_name("card.yaml.journal")
+    assert journal.exists()
+    (row,) = searched(spec, variants=("full",)).rows  # done, so that its journal is gone
+    assert not journal.exists()
+    searched(spec, directions=("forward",), seconds=1e-9)
+    with journal.open("a") as stream:
+        stream.write(f'{{"of": "{row["of"]}", "kernel": "kept", "choice": {{}}, "speedup": 1.0, "problem": ""}}\n{{"of')
+    card["seen"] = 0
+    rows = searched(spec, variants=("full",)).rows
+    assert [one["kernel"] for one in rows] == ["kept"]
+    assert card["seen"] == 0
+    searched(spec, directions=("forward",), seconds=1e-9)
+    spec.write_text(SPEC.replace("head_dim: 128, layout", "head_dim: 96, layout"))
+    with pytest.raises(CallError, match="journal of another search: spec_hash was .* --restart begins again"):
+        searched(spec)
+    assert len(searched(spec, variants=("full",), restart=True).rows) == 1
+
+
+def test_the_command(spec: Path, card: dict[str, Any]) -> None:
+    card["speed"] = narrow_is_faster
+    out = spec.with_name("mine.tuned.yaml")
+    command = ["tune", str(spec), "--variant", "full", "--out", str(out)]
+    result = CliRunner().invoke(cli.group, command)
+    assert result.exit_code == 0, result.output
+    assert f"{out}: 1 choice for a stand-in, of 1 kernel searched" in result.output
+    assert "tile n 96" in result.output
+    planned = CliRunner().invoke(cli.group, ["tune", str(spec), "--dry-run"])
+    assert planned.exit_code == 0, planned.output
+    assert "causal backward, dense, bf16, head_dim 64, triton, sm90a" in planned.output
+    assert CliRunner().invoke(cli.group, ["build", str(spec), "--render-only", "--tuned", str(out)]).exit_code == 2
+
+
+def test_without_a_gpu_it_is_said(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LoadError, match="needs an NVIDIA GPU"):
+        searched(spec)
