@@ -27,7 +27,10 @@ from attngen.plan.allowances import (
 from attngen.resources import root
 from attngen.schema import expand, load_spec_text
 
-PLAN = Path(attngen.__file__).parent / "plan"
+#: Where plans are made.
+MODULES = sorted(
+    path for part in ("plan", "parts", "families") for path in (Path(attngen.__file__).parent / part).rglob("*.py")
+)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_rows_of_the_table_are_refused_and_nothing_beside_them(row: LeftToOthers
 
 def test_decisions_by_hand_stand_in_the_table_alone() -> None:
     """No module of the plan allows a kernel what costs speed, or sets a number of spills, by itself."""
-    for path in PLAN.rglob("*.py"):
+    for path in MODULES:
         if path.name == "allowances.py":
             continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
