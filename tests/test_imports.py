@@ -125,6 +125,39 @@ def cycles(imported: dict[str, set[str]]) -> list[set[str]]:
     return sorted((set(group) for group in groups if group), key=sorted)
 
 
+#: Rooms that stand beside each other, and those of them that import others. No more should: what two of them need
+#: belongs to ``attngen/parts`` or to their ``shared``.
+BESIDE = {
+    "families": {
+        "latent": {"decode"},
+        "latent_backward": {"latent"},
+        "mma_forward": {"hopper_forward"},
+        "wide": {"decode", "latent"},
+    },
+    "runtime/operations": {"quantize": {"append"}, "attention": {"append", "quantize", "widen"}},
+    "integrations": {
+        "diffusers": {"torch_sdpa"},
+        "sglang": {"engines"},
+        "torch_sdpa": {"flash_attn", "transformers"},
+        "transformers": {"flash_attn"},
+        "vllm": {"engines", "flash_attn"},
+    },
+}
+
+
+@pytest.mark.parametrize("folder", BESIDE)
+def test_rooms_import_no_others_but_those_listed(folder: str) -> None:
+    rooms = {path.parent.name for path in (PACKAGE / folder).glob("*/__init__.py")}
+    place = ["attngen", *folder.split("/")]
+    found: dict[str, set[str]] = {}
+    for room in rooms:
+        for path in (PACKAGE / folder / room).rglob("*.py"):
+            for _, parts in imported_names(path):
+                if parts[: len(place)] == place and parts[len(place)] in rooms - {room, "shared"}:
+                    found.setdefault(room, set()).add(parts[len(place)])
+    assert found == BESIDE[folder]
+
+
 def test_modules_import_in_one_direction() -> None:
     assert cycles(graph(PACKAGE, "attngen")) == []
 
