@@ -50,9 +50,9 @@ def render(plan: Plan) -> Source:
 
 @cache
 def headers() -> Mapping[str, str]:
-    """Return the text of every header that CUDA sources include, by its name."""
-    folder = resources.templates_dir() / "cuda" / "include"
-    return {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.cuh"))}
+    """The text of every header that CUDA sources include, by its name: those of a family alone lie in its folder."""
+    paths = (resources.templates_dir() / "cuda").rglob("*.cuh")
+    return {path.name: path.read_text("utf-8") for path in sorted(paths, key=lambda path: path.name)}
 
 
 def _tidy_cuda(text: str) -> str:

@@ -16,11 +16,12 @@ from attngen.lang.ir import Op, Type
 from attngen.lang.printing import canonical
 from attngen.lang.simplify import integer, make
 from attngen.plan import plan
+from attngen.plan.catalogue import named
 from attngen.render import render
 from attngen.render.cuda_math import element_bindings
 from attngen.render.expressions import CUDA, corner_bindings
 from attngen.render.source import headers
-from attngen.resources import root
+from attngen.resources import root, templates_dir
 from attngen.schema import KernelSpec
 from attngen.schema.names import check_symbol
 from tests.plan.specs import kernel_spec, planned
@@ -97,6 +98,21 @@ def test_every_include_is_carried(spec: str) -> None:
     for text in headers().values():
         assert set(re.findall(r'#include "([^"]*)"', text)) <= set(headers())
         assert not re.search(r"#include *<", text), "a header of the toolkit, which a build may lack"
+
+
+@both
+def test_headers_in_a_familys_folder_are_included_by_it_alone(spec: str) -> None:
+    places = [path.relative_to(templates_dir() / "cuda") for path in (templates_dir() / "cuda").rglob("*.cuh")]
+    homes = {place.name: place.parts[0] for place in places}
+    assert len(homes) == len(places), "two headers of one name"
+    for kernel, source in rendered(spec):
+        family = named(kernel.schedule).template.split("/")[1]
+        todo, seen = [source.text], set[str]()
+        while todo:
+            new = set(re.findall(r'#include "([^"]*)"', todo.pop())) - seen
+            seen |= new
+            todo += [source.headers[name] for name in new]
+        assert {homes[name] for name in seen} <= {"include", family}, kernel.name
 
 
 def test_rendering_again_gives_the_same_bytes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from attngen.families.triton.backward import has_window, results_of, through_descriptor
+from attngen.families.triton.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, gradients
 from attngen.families.triton.forward_view import (
     begins,
     column_offsets,
@@ -16,7 +17,6 @@ from attngen.families.triton.forward_view import (
 from attngen.lang.statements import Code, Statement, leaf, lines, needed, reads
 from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Columns, Launch, Plan
-from attngen.render.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, gradients
 from attngen.render.expressions import TRITON, in_product
 from attngen.render.header import command, summary
 from attngen.render.triton_math import Ranges, map_lines, ranges, words

@@ -172,8 +172,8 @@ class SplitNumbers:
 
 
 def _stay_whole(units: int, tiles: int, workers: int) -> bool:
-    """Whether workers share units of equally many tiles without cutting any, as latent/indexed/_share.cu.j2 has it: then
-    a launch that merges finds nothing, which takes 3 us. Cut ones are merged faster by that launch than in place."""
+    """Whether workers share units of equally many tiles without cutting any, as latent/indexed/_share.cu.j2 has it:
+    then a launch that merges finds nothing, which takes 3 us. Cut ones are merged faster by it than in place."""
     share = units * tiles // workers
     if share > _WHOLE_TILES:
         return False
