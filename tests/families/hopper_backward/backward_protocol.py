@@ -244,7 +244,7 @@ def consumer(s: Backward, c: int, w: int) -> Role:
         step = s.steps[q.stage]
 
     def exponentiate(own: object) -> Role:
-        """``shared/_exponentiate.cu.j2``."""
+        """``_exponentiate.cu.j2``."""
         if biases is not None and (own not in (END_OF_TILE, END_OF_ALL) or not rules.biases_of_steps):
             yield biases.full()
             biases.expect(own)
