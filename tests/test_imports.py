@@ -149,13 +149,13 @@ BESIDE = {
 def test_rooms_import_no_others_but_those_listed(folder: str) -> None:
     rooms = {path.parent.name for path in (PACKAGE / folder).glob("*/__init__.py")}
     place = ["attngen", *folder.split("/")]
-    found: dict[str, set[str]] = {}
+    others: dict[str, set[str]] = {}
     for room in rooms:
         for path in (PACKAGE / folder / room).rglob("*.py"):
             for _, parts in imported_names(path):
                 if parts[: len(place)] == place and parts[len(place)] in rooms - {room, "shared"}:
-                    found.setdefault(room, set()).add(parts[len(place)])
-    assert found == BESIDE[folder]
+                    others.setdefault(room, set()).add(parts[len(place)])
+    assert others == BESIDE[folder]
 
 
 def test_modules_import_in_one_direction() -> None:

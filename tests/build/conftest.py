@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.runtime.conftest import gpu
+from tests.runtime.conftest import _isolated, gpu
 
-__all__ = ["gpu"]
+__all__ = ["_isolated", "gpu"]

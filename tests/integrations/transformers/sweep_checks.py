@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
-import attngen.integrations.transformers as attngen_transformers
+import attngen.integrations.transformers.implementation as attngen_transformers
 from attngen.errors import CallError, NoKernelError
 from tests.integrations.transformers import tiny_configs
 from tests.integrations.transformers.sweep_inputs import (

@@ -14,7 +14,7 @@ import pytest
 import transformers
 from torch import Tensor
 
-import attngen.integrations.transformers as attngen_transformers
+import attngen.integrations.transformers.implementation as attngen_transformers
 from tests.integrations.transformers.model_sweep import PAGE, page, sweep
 from tests.integrations.transformers.sweep_checks import Result, check, classes
 
