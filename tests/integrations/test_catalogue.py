@@ -15,7 +15,7 @@ from attngen.integrations.shared import catalogue
 from attngen.lang.check import with_dropout
 from attngen.schema import expand, load_spec, preset_names
 
-INTEGRATIONS = Path(catalogue.__file__).parent
+INTEGRATIONS = Path(catalogue.__file__).parents[1]
 #: Variants as builds write them.
 BUILT = integration_variants.variants()
 
@@ -41,12 +41,15 @@ def test_every_declared_variant_has_kernels(path: Path) -> None:
 def test_every_variant_that_code_names_exists() -> None:
     names = set(json.loads(catalogue.FILE.read_text()))
     assert set(preset_names()) < names
-    for path in INTEGRATIONS.glob("*.py"):
+    named = []
+    for path in INTEGRATIONS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Candidate":
                 first = node.args[0]
                 if isinstance(first, ast.Constant):
                     assert first.value in names, f"{path.name}:{node.lineno}"
+                    named.append(first.value)
+    assert named
 
 
 def test_variants_with_dropout_are_siblings_of_those_without() -> None:
