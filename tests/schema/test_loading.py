@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import os
 import textwrap
+from dataclasses import fields
+from inspect import signature
+from typing import Any
 
 import pytest
 
+import attngen
 from attngen.errors import SpecError
 from attngen.lang.ir import Const
-from attngen.schema import load_spec, load_spec_text
+from attngen.lang.variant import Variant, VariantText
+from attngen.schema import load_spec, load_spec_text, loading
+from attngen.schema.models import VariantModel
 
 HEAD = "schema: 1\narch: [sm90a]\n"
 IN_VARIANT = HEAD + "variants:\n  a:\n    "
@@ -262,3 +268,21 @@ def test_mistakes_in_an_include_name_that_file(tmp_path):
     write(tmp_path, base="schema: 1\nvariants:\n  a: {mask: 'q >='}\n", top="schema: 1\ninclude: base.yaml\n")
     with pytest.raises(SpecError, match=r"base\.yaml:3: mask: "):
         load_spec(tmp_path / "top.yaml")
+
+
+def test_every_field_of_a_variant_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spec could say one that is not without any effect."""
+    handed: set[str] = set()
+    compiled = loading.compile_variant
+
+    def noted(name: str, **given: Any) -> Variant:
+        handed.update(given)
+        return compiled(name, **given)
+
+    monkeypatch.setattr(loading, "compile_variant", noted)
+    load(IN_VARIANT + "mask: true")
+    wanted = VariantModel.model_fields.keys() - {"description", "softmax", "softmax_scale"}  # these are of kernels
+    assert wanted <= handed
+    assert wanted <= signature(attngen.variant).parameters.keys()
+    assert wanted <= {field.name for field in fields(Variant)}
+    assert wanted <= {field.name for field in fields(VariantText)}
