@@ -1,2 +1,2 @@
 """Loading cubins and calling them. Packages, from lower to upper: device, arguments, kernels, geometry, reference,
-registry, launch, autograd, helpers, calls; each imports those before it."""
+registry, launch, autograd, operations, exported; each imports those before it."""
