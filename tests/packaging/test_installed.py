@@ -289,10 +289,16 @@ def test_the_stubs_name_what_there_is(site: Path) -> None:
     own = {"window", "allowed", "step", "loud"}  # of the variants
     with on_path(site, "attngen_small") as (package,):
         assert {node.name for node in functions} | {"errors", "Quantized", "TileMap"} == set(package.__all__)
+        stated: dict[str, set[str]] = {}
         for node in functions:
             taken = inspect.signature(getattr(package, node.name)).parameters
-            arguments = [*node.args.args, *node.args.kwonlyargs]
-            assert {argument.arg for argument in arguments} - own <= set(taken), node.name
+            arguments = {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+            assert arguments - own <= set(taken), node.name
+            stated.setdefault(node.name, set()).update(arguments)
+        for name, arguments in stated.items():
+            taken = inspect.signature(getattr(package, name)).parameters
+            named = {each.name for each in taken.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+            assert named - {"package"} <= arguments, name  # which is the package itself
         for node in stub.body:
             if isinstance(node, ast.ImportFrom) and node.level:  # what mypy skips below
                 module = importlib.import_module(f".{node.module}", "attngen_small")
