@@ -25,15 +25,13 @@ from attngen.plan import catalogue
 from attngen.resources import root
 from attngen.schema import models
 from attngen.schema.presets import preset
+from tests import test_public_names as public_names
 
 PACKAGE = Path(attngen.__file__).parent
 FOLDERS = PACKAGE / "runtime/operations"
 
-#: The public names of ``attngen``: none goes, and a new one is on purpose.
-PUBLIC = [
-    "append_kv", "attention", "attention_paged", "attention_varlen", "debug", "define_operators", "errors", "explain",
-    "index_scores", "integrations", "jit", "load", "merge", "parallel", "quantize", "tile_map", "topk", "variant",
-]  # fmt: skip
+#: The public names of ``attngen``.
+PUBLIC = public_names.PUBLIC["attngen"].split()
 
 #: Those of a package, which are not its calls.
 BESIDE_CALLS = {"Quantized", "TileMap", "debug", "errors", "variants"}
