@@ -148,20 +148,38 @@ def test_tests_that_ran_out_of_memory_run_again(tmp_path: Path) -> None:
 
 
 def test_of_several_cards_one_is_for_the_tests_that_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of that card begin when these have ended, workers of others at once."""
     text = """
         import os
+        import time
+        from pathlib import Path
         import pytest
+
+        HERE = Path(__file__).parent
 
         @pytest.mark.alone
         def test_alone():
-            assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+            while not (HERE / "card 0").exists():
+                time.sleep(0.1)
+            (HERE / "alone").touch()
 
-        def test_beside_others():
-            assert os.environ["ATTNGEN_TEST_CARDS"] == "3"
+        @pytest.mark.parametrize("number", range(8))
+        def test_beside_others(number):
+            card = os.environ["CUDA_VISIBLE_DEVICES"][0]
+            (HERE / f"card {card}").touch()
+            assert card == "0" or (HERE / "alone").exists()
+            while not (HERE / "card 1").exists():
+                time.sleep(0.1)
     """
-    monkeypatch.setattr(record, "cards", lambda: 4)
-    suite, said = run([suite_in(tmp_path / "suite", text)], workers=1, limit=None, folder=tmp_path, prebuild=False)
-    assert sorted(names(suite.tests, "passed")) == ["test_alone", "test_beside_others"]
+    path = suite_in(tmp_path / "suite", text)
+    (tmp_path / "suite/conftest.py").write_text(
+        "import torch\ntorch.cuda.device_count = lambda: 2\n\nfrom tests.gpu.conftest import pytest_runtest_protocol\n"
+    )
+    monkeypatch.setattr(record, "cards", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    suite, said = run([path], workers=2, limit=200, folder=tmp_path, prebuild=False)
+    assert len(names(suite.tests, "passed")) == 9, (tmp_path / "tests").read_text()
     assert len(said) == 2
 
 

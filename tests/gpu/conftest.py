@@ -1,7 +1,8 @@
 """GPU tests: all of them are skipped, with the reason, where there is no GPU that kernels can be built for.
 
-Several workers may share a card. Where there are several cards, workers begin with one after the other, of the first
-ATTNGEN_TEST_CARDS if that is set, and see the others behind it. A test after which the CUDA context is lost ends its
+Several workers may share a card. Where there are several cards, workers begin with one after the other, and see the
+others behind it; those of the last card wait until the file that ATTNGEN_TEST_ALONE names is there, if it is set: tests
+that need a card for themselves have ended. A test after which the CUDA context is lost ends its
 worker, and counts as failed; pytest-xdist starts another worker for the rest.
 """
 
@@ -55,10 +56,13 @@ def _first_card() -> None:
     """Give this worker a card of its own turn as the first: before CUDA is initialized, which reads the order once."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw").removeprefix("gw")
     cards = torch.cuda.device_count() if worker and "CUDA_VISIBLE_DEVICES" not in os.environ else 1
-    if cards > 1:
-        first = int(worker) % int(os.environ.get("ATTNGEN_TEST_CARDS", cards))
-        order = (first, *(card for card in range(cards) if card != first))
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+    if cards <= 1:
+        return
+    first = int(worker) % cards
+    order = (first, *(card for card in range(cards) if card != first))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
+    if first != cards - 1:
+        os.environ.pop("ATTNGEN_TEST_ALONE", None)  # of the last card alone
 
 
 _first_card()
@@ -144,7 +148,10 @@ def parts_of(item: pytest.Item) -> tuple[str, ...]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Wait for the kernels that a test calls, before its time counts."""
+    """Wait for the card, and for the kernels that a test calls, before its time counts."""
+    alone_ended = os.environ.get("ATTNGEN_TEST_ALONE")
+    while alone_ended is not None and not Path(alone_ended).exists():
+        time.sleep(0.2)
     folder = os.environ.get("ATTNGEN_TEST_READY")
     if folder is not None:
         wait_for(Path(folder), parts_of(item))

@@ -5,10 +5,11 @@
 
 The first writes ``record.json``, the second quotes it in docs/limits.md. All cores compile what the tests call; tests
 that need a card for themselves run meanwhile, in one process, and then all others, in one process for each core. Of
-several cards, the last one is for the former alone, and the latter begin at once, each test when the kernels that it
-calls are compiled. A test that loses the CUDA context, crashes or hangs ends its process and fails alone. A test that
-found the card's memory taken by others runs again in the end. What has not ended when the limit is reached is named as
-not run. ``--log`` keeps what was printed, errors and times; a run of some files needs ``--out``.
+several cards, the last one is for the former alone until they have ended, and the latter begin at once on the other
+cards, each test when the kernels that it calls are compiled. A test that loses the CUDA context, crashes or hangs ends
+its process and fails alone. A test that found the card's memory taken by others runs again in the end. What has not
+ended when the limit is reached is named as not run. ``--log`` keeps what was printed, errors and times; a run of some
+files needs ``--out``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -50,9 +52,9 @@ _ALONE_SHARE, _ALONE_LONGER = 0.45, 20.0
 #: Command in front of all but these, which measure times and take long one after the other.
 _BEHIND = ("nice", "-n", "5")
 
-#: Of the limit, what is kept for those of them that did not end, at most so many seconds, and how many of the rest are
-#: begun again.
-_REST_SHARE, _REST_SECONDS, _REST_TESTS = 0.08, 45.0, 100
+#: Of the limit, what is kept for those of them that did not end, at most so many seconds; how many of the rest are
+#: begun again, and how many a process takes.
+_REST_SHARE, _REST_SECONDS, _REST_TESTS, _REST_EACH = 0.08, 40.0, 100, 8
 
 #: Topics of the files of tests.
 FAMILIES = {
@@ -233,20 +235,22 @@ def run(
         first = Program.start(command, folder / "prebuilt", begun + 0.8 * (deadline - begun))
     early = deadline - kept if own_card else min(deadline, begun + _ALONE_SHARE * (deadline - begun))
     command = pytest_command(paths, "alone and not exhaustive", 1)
-    alone = Program.start(command, folder / "alone", early, **cores, **own_card)
+    alone, alone_ended = Program.start(command, folder / "alone", early, **cores, **own_card), folder / "alone-ended"
 
     def start_others() -> Program:
         suite.read(events)
         before_rest = deadline - (kept if suite.not_ended() or own_card else 0)
         command = [*_BEHIND, *pytest_command(paths, "not alone and not exhaustive", workers)]
-        shared_cards = {"ATTNGEN_TEST_CARDS": str(cards() - 1)} if own_card else {}
+        shared_cards = {"ATTNGEN_TEST_ALONE": str(alone_ended)} if own_card else {}
         gates = {"ATTNGEN_TEST_READY": str(ready)} if prebuild else {}
         return Program.start(command, folder / "tests", before_rest, **cores, **shared_cards, **gates)
 
-    others = None
+    others = alone_code = None
     if own_card:
         alone.wait_for(events)  # which has been written when tests are collected: the others find them compiled
         others = start_others()
+        alone_code = ThreadPoolExecutor(1).submit(alone.wait)
+        alone_code.add_done_callback(lambda _: alone_ended.touch())
     if first is not None:
         first.wait_for(ready / NEARLY)
         (ready / NEARLY).touch()  # whatever became of it
@@ -259,12 +263,13 @@ def run(
     if first is not None:
         say("kernels are compiled", first.wait())
     say("all other tests", others.wait())
-    if own_card:
-        say("tests that need a card for themselves", alone.wait())
+    if alone_code is not None:
+        say("tests that need a card for themselves", alone_code.result())
     suite.read(events)
     rest = [*suite.short_of_memory(), *suite.not_ended()]
     if rest and deadline - time.monotonic() > kept / 4:
-        command = pytest_command(rest[:_REST_TESTS], "not exhaustive", 1)
+        again = rest[:_REST_TESTS]
+        command = pytest_command(again, "not exhaustive", min(workers, -(-len(again) // _REST_EACH)))
         say("what was left", Program.start(command, folder / "rest", deadline, **cores).wait())
         suite.read(events)
     return suite, said

@@ -94,10 +94,10 @@ def on_path(site: Path, *names: str) -> Iterator[list[ModuleType]]:
 def run(program: str, *sites: Path, alone: bool = True, options: Sequence[str] = ()) -> str:
     """Run a program in a fresh process that finds these folders, and return what it prints.
 
-    ``alone``: it finds nothing of attngen, and no module of ``BLOCKED``.
+    ``alone``: it finds nothing of attngen, and no module of ``BLOCKED``; else it finds what this process finds.
     """
     text = WITHOUT_ANYTHING + program if alone else program
-    places = sites if alone else (*sites, ROOT)
+    places = sites if alone else (*sites, ROOT, *filter(None, [os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, places)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *options, "-c", text]
     if alone and not options:  # torch takes two seconds to import, and what compiles programs four
