@@ -56,12 +56,14 @@ _VARYING = _ROWS | _KEYS | {"s", PRODUCT.name}
 class Logit:
     """``value * multiplier`` is the logit in units of log2; the multiplier is the same for a whole tile of rows.
 
-    ``natural`` is the logit as it was written; its comparisons switch at the same numbers as the score's.
+    ``natural`` is the logit as it was written; its comparisons switch at the same numbers as the score's. ``falls``:
+    the value may be below ``LEAST_LOGIT``, and the kernel bounds the logits of a tile together.
     """
 
     value: Expr
     multiplier: Expr
     natural: Expr
+    falls: bool = False
 
 
 def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool, heads: Heads = "single") -> Logit:
@@ -91,11 +93,14 @@ def fold_logit(score: Expr | None, ranges: dict[str, Range], *, fast_math: bool,
     return Logit(grouped, LOG2E, scaled)
 
 
-def fold_variant(variant: Variant, *, fast_math: bool, heads: Heads = "single", by_position: bool = False) -> Logit:
+def fold_variant(
+    variant: Variant, *, fast_math: bool, heads: Heads = "single", by_position: bool = False, by_tile: bool = False
+) -> Logit:
     """Return the form of a variant's score that a kernel evaluates; ``by_position`` as in ``score_by_position``.
 
     A logit is at least ``LEAST_LOGIT`` where the score may add the least value of a dtype, by which float masks hide
-    keys. It then stays in natural units, in which that is finite. The bound takes part in no derivative.
+    keys. It then stays in natural units, in which that is finite. The bound takes part in no derivative. ``by_tile``:
+    the kernel can bound all logits of a tile itself, where that makes a difference.
     """
     score = score_by_position(variant) if by_position else variant.score
     may_fall = _MayFall(variant)
@@ -103,6 +108,8 @@ def fold_variant(variant: Variant, *, fast_math: bool, heads: Heads = "single", 
         return fold_logit(score, variant.ranges, fast_math=fast_math, heads=heads)
     natural = _with_products(score)
     value = _rewrite_values(natural, _regroup) if fast_math else natural
+    if by_tile and not (isinstance(value, Op) and value.op == "select"):  # of which an arm may fall, and others not
+        return Logit(value, LOG2E, natural, falls=True)
     return Logit(_bounded(value, may_fall), LOG2E, natural)
 
 

@@ -152,6 +152,11 @@ class Structure(StructureFields):
         return False
 
     @property
+    def bounds_tiles(self) -> bool:
+        """Whether consumers can bound the logits of a tile below together, once they are there and if a row asks."""
+        return False
+
+    @property
     def takes_powers(self) -> bool:
         """Whether P is a polynomial of what bounds the score, in tiles without a mask."""
         return False

@@ -88,6 +88,7 @@ class Logits:
     multiplier: Code
     drops_products: bool
     cap_scale: Code | None  # of a soft-capped score: what leads to the argument of tanh
+    falls: bool  # logits may be below ``LEAST_LOGIT``, and a tile has to be bounded
     tables: tuple[SharedTable, ...]  # of which consumers hold copies
 
 
@@ -112,7 +113,9 @@ class Sink:
 def logits(plan: Plan) -> Logits:
     """Return the lines of the logits."""
     variant = plan.variant
-    folded = fold_variant(variant, fast_math=plan.fast_math, heads=plan.box_heads, by_position=True)
+    folded = fold_variant(
+        variant, fast_math=plan.fast_math, heads=plan.box_heads, by_position=True, by_tile=plan.structure.bounds_tiles
+    )
     of_key, of_distance = score_values(plan), distance_score_values(plan)
 
     of_tile = [*of_key, *of_distance]
@@ -177,7 +180,9 @@ def logits(plan: Plan) -> Logits:
         multiplier = leaf("scale_log2e")
     capped = None if scale is None else scored.results[2]
     drops, seen = _drops_products(folded.value), _visible(plan) if plan.mask_words else None
-    return Logits(tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped, shared_tables)
+    return Logits(
+        tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped, folded.falls, shared_tables
+    )
 
 
 def held_entries(

@@ -60,6 +60,11 @@ class HopperForward(Structure):
         return self.sharing > 1
 
     @property
+    def bounds_tiles(self) -> bool:
+        """See ``Structure``; exponentials may follow the score in both branches of the mask, too early for that."""
+        return not self.fused and self.softmax != "bounded"
+
+    @property
     def takes_powers(self) -> bool:
         """See ``Structure``."""
         return bool(self.terms)

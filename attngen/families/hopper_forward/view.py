@@ -11,6 +11,7 @@ from attngen.families.hopper_forward.files import Parts, parts_of
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import place_bits
+from attngen.lang.folding import LEAST_LOGIT
 from attngen.lang.statements import Code, Statement, leaf, reads
 from attngen.parts.boxes import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.parts.regions import SWIZZLES, RegionView, classifier_lines
@@ -88,6 +89,7 @@ class CudaView:
     drops_products: bool  # elements are numbered, but their products not read
     multiplier: Code
     cap_scale: Code | None
+    least_logit: float | None  # to which a tile is bounded below
     positions: str | None  # the tensor that says where rows lie, by which random numbers are drawn
     sink: Sink | None
     classifier: ClassifierView | None
@@ -166,6 +168,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         drops_products=code.drops_products,
         multiplier=leaf("multiplier") if plan.scale_block > 0 and plan.variant.score is None else code.multiplier,
         cap_scale=code.cap_scale,
+        least_logit=float(LEAST_LOGIT.value) if code.falls else None,
         sink=sink(plan, work_lines),
         positions=positions_name(plan),
         classifier=_classifier(plan) if plan.has_launch("classify") else None,
