@@ -180,9 +180,7 @@ def logits(plan: Plan) -> Logits:
         multiplier = leaf("scale_log2e")
     capped = None if scale is None else scored.results[2]
     drops, seen = _drops_products(folded.value), _visible(plan) if plan.mask_words else None
-    return Logits(
-        tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped, folded.falls, shared_tables
-    )
+    return Logits(tuple(statements), steps[0], steps[1], seen, multiplier, drops, capped, folded.falls, shared_tables)
 
 
 def held_entries(
