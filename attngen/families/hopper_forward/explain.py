@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from attngen.families.hopper_forward.kinds import kind_of_plan
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.parts.explained.base import ScheduleExplanation
 from attngen.parts.explained.floor import floor_dict
@@ -122,24 +123,13 @@ class HopperExplanation(ScheduleExplanation):
         else:
             first = "tiles of keys"
         yield "order", f"{first} from the last that is seen{end_aligned} to the first"
-        reductions = "exponentials make" if structure.softmax == "bounded" else "maximum and exponentials make"
-        yield "first tile", f"{turn}QK(0){passed}, wait; {reductions} P(0)"
+        kind = kind_of_plan(self.plan)
+        yield "first tile", f"{turn}QK(0){passed}, wait; {kind.first_tile} P(0)"
         if structure.overlap:
             yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
         else:
             yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
-        softmax = _SOFTMAX[self.plan.softmax].format(
-            above=structure.recompute_above,
-            growth=structure.recompute_growth.rstrip("f"),
-            fixed_max=structure.fixed_max.rstrip("f"),
-        )
-        if structure.terms:
-            softmax += f"; in tiles without a mask P(j) is a polynomial of degree {len(structure.terms) - 1}"
-        if structure.lane_sum_log2 and self.plan.softmax == "first_max":
-            softmax += "; from a new maximum after a partial first tile"
-            if structure.recompute_below:
-                softmax += f" that left a lane a sum below {structure.recompute_below.rstrip('f')}"
-        yield "softmax", softmax
+        yield "softmax", kind.explain(structure)
         yield "masks", _masks(self.plan)
         if structure.skips:
             held = f"up to {self.plan.stages - 1} while it holds V of the last that it saw"
@@ -176,15 +166,6 @@ class HopperExplanation(ScheduleExplanation):
 def explain(plan: Plan, pipes: Pipes | None) -> HopperExplanation:
     """Return the explanation of a plan."""
     return HopperExplanation(plan, pipes, floor(plan))
-
-
-_SOFTMAX = {
-    "first_max": "P(j) from the old row max; recomputed from a new one if a lane's sum exceeds {above} or grows "
-    "{growth} times",
-    "lazy": "maximum; O is rescaled only if it has grown by 2^8; exponentials make P(j)",
-    "exact_max": "maximum, O rescaled, exponentials make P(j)",
-    "bounded": "exponentials make P(j) from a constant, {fixed_max}, in place of row maxima: the score is bounded",
-}
 
 
 def _registers(plan: Plan, structure: HopperForward) -> Registers:

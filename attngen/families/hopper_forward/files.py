@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from attngen.families.hopper_forward.kinds import kind_of_plan
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.plan.model import Plan
 
@@ -36,6 +37,7 @@ def parts_of(plan: Plan, forward: HopperForward) -> Parts:
     values = (
         "values_for_transposers" if forward.transposes else "values_by_columns" if forward.v_by_columns else "values"
     )
+    kind = kind_of_plan(plan)
     return Parts(
         keys=_file(f"keys/{plan.key_access}"),
         visits=_file("visits/ranges" if plan.iteration == "ranges" else "visits/words"),
@@ -48,31 +50,10 @@ def parts_of(plan: Plan, forward: HopperForward) -> Parts:
         tiles=_file("consumer/tiles_skipped" if forward.skips else "consumer/tiles_all"),
         work=_file(f"consumer/{work}"),
         step=_file("consumer/step_overlapped" if forward.overlap else "consumer/step_in_order"),
-        logits=_file(f"logits/{_logits(forward)}"),
-        softmax=_file(f"softmax/{_softmax(plan, forward)}"),
+        logits=_file(f"logits/{kind.logits}"),
+        softmax=_file(f"softmax/{kind.file}"),
         store=_file("consumer/store_staged" if forward.staged else "consumer/store_direct"),
     )
-
-
-def _logits(forward: HopperForward) -> str:
-    """Name of the file whose lines turn products into logits."""
-    if forward.capped:
-        return "capped"
-    return "powers" if forward.takes_powers else "fused" if forward.fused else "branches"
-
-
-def _softmax(plan: Plan, forward: HopperForward) -> str:
-    """Return the kind of softmax: what probabilities are measured from, and in how many bits they are."""
-    if forward.capped and plan.softmax == "bounded":
-        return "capped_bounded"
-    if forward.takes_powers:
-        return "powers"
-    if plan.softmax != "first_max":
-        return plan.softmax
-    kind = "capped" if forward.capped else "fixed_relative" if forward.relative else "fixed"
-    if forward.lane_sum_log2:
-        return f"{kind}_8_bits"
-    return kind
 
 
 def _file(name: str) -> str:

@@ -10,9 +10,10 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
 from attngen.families.hopper_forward.candidates import ROWS, Choice, Form
+from attngen.families.hopper_forward.kinds import SOFTMAXES, kind_of_structure
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
-from attngen.families.hopper_forward.tiles import SOFTMAXES, hopper_tile
+from attngen.families.hopper_forward.tiles import hopper_tile
 from attngen.lang.biases import biases
 from attngen.lang.ir import names
 from attngen.manifest import SHARES
@@ -97,6 +98,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     tile, columns = hopper_tile(spec, arch, iteration, form), operand_widths(spec, operands)
     roles = tile.roles
     warpgroups = roles.consumers + 1
+    kind = kind_of_structure(roles, operands.p.name)
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 else "cooperative")
     planned = drafted(
         spec,
@@ -107,7 +109,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         choices=(
             *([] if usual else [roles.schedule]),
             *([] if roles.overlap else ["nooverlap"]),
-            *([] if roles.softmax == "first_max" else [roles.softmax.replace("_", "")]),
+            *([kind.label] if kind.label else []),
             *(["shared"] if roles.shares else []),
             *([] if roles.persistent or roles.shares else ["single"]),
             *([] if roles.longest_first else ["natural"]),

@@ -61,8 +61,8 @@ class HopperForward(Structure):
 
     @property
     def bounds_tiles(self) -> bool:
-        """See ``Structure``; exponentials may follow the score in both branches of the mask, too early for that."""
-        return not self.fused and self.softmax != "bounded"
+        """See ``Structure``; it takes a row max, by which a row asks for the bound."""
+        return self.softmax in ("first_max", "lazy", "exact_max")
 
     @property
     def takes_powers(self) -> bool:

@@ -23,6 +23,7 @@ from attngen.families.hopper_forward.candidates import (
     candidates,
     key_step,
 )
+from attngen.families.hopper_forward.kinds import Kind, form_of, kind_of
 from attngen.families.hopper_forward.memory import fits, memory_refusal, with_memory
 from attngen.families.hopper_forward.pipes import forward_roles
 from attngen.families.hopper_forward.registers import REGISTERS, register_refusal, registers_of, searches
@@ -38,8 +39,6 @@ from attngen.plan.operands import operands_of
 from attngen.plan.times import first_see_many_more, first_see_most, last_see_most
 from attngen.plan.traits import NO_KEY_VALUES, bands_of, computes_distance_values, key_values, may_see_all_keys
 from attngen.schema.kernel_spec import KernelSpec, Roles
-
-SOFTMAXES = ("first_max", "lazy", "exact_max", "bounded")
 
 #: Alignment, in keys, of the first key of a tile that ends with the last visible key.
 END_ALIGNMENT = 16
@@ -128,7 +127,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     )  # fmt: skip
     if is_paged(spec):
         values = NO_KEY_VALUES
-    softmax = _softmax(spec, iteration, form, candidate, widest=max(qk, v), columns=qk + v)
+    kind, softmax = _softmax(spec, iteration, form, candidate, widest=max(qk, v), columns=qk + v)
     fragments = 4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3
     draft = HopperForward(
         consumers=consumers,
@@ -162,7 +161,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         table_bytes=candidate.table_bytes,
         bias_stages=BIAS_STAGES[-1] if candidate.bias_bytes else 0,
         **softmax,
-        **_order(spec, iteration, form, candidate, consumers, softmax=softmax["softmax"], widest=max(qk, v)),
+        **_order(spec, iteration, form, candidate, consumers, kind=kind, widest=max(qk, v)),
     )
 
     for stages in (spec.stages,) if spec.stages else usual:
@@ -201,9 +200,9 @@ def _is_end_aligned(spec: KernelSpec, iteration: str, tile_n: int) -> bool:
 
 def _softmax(
     spec: KernelSpec, iteration: str, form: Form, candidate: Candidate, *, widest: int, columns: int
-) -> dict[str, Any]:
-    """Fields of ``HopperForward`` about the row max and P: how it is kept, and what a logit costs. ``widest``: columns
-    of the wider one of K and V; ``columns``: those of both."""
+) -> tuple[Kind, dict[str, Any]]:
+    """The kind of softmax, and fields of ``HopperForward`` about the row max and P: how it is kept, and what a logit
+    costs. ``widest``: columns of the wider one of K and V; ``columns``: those of both."""
     numbers, tiled = form.numbers[spec.dtype], candidate.bias_bytes
     softmax, constant = softmax_of(spec, numbers.exponents)
     end_aligned = _is_end_aligned(spec, iteration, candidate.tile_n)
@@ -220,7 +219,8 @@ def _softmax(
     # rows of a tile map begin with a partial tile, in which some see few keys
     by_count = end_aligned or (iteration == "tile_map" and not relative and widest <= _COUNTED_COLUMNS)
     remembers = numbers.lane_sum_log2 and softmax == "first_max" and end_aligned and widest <= _REMEMBERED_COLUMNS
-    return {
+    kind = kind_of(softmax, form_of(terms=terms, capped=capped, relative=relative), operands_of(spec).p.name)
+    fields = {
         "softmax": softmax,
         "fixed_max": "0.0f" if constant is None else f"{constant:.1f}f",
         "recompute_above": numbers.recompute_above,
@@ -232,9 +232,10 @@ def _softmax(
         "lane_sum_log2": numbers.lane_sum_log2,
         "terms": terms,
         "capped": capped,
-        "fused": softmax == "bounded" and not capped,
+        "fused": kind.logits in ("fused", "powers"),
         "relative": relative,
     }
+    return kind, fields
 
 
 def _order(
@@ -244,7 +245,7 @@ def _order(
     candidate: Candidate,
     consumers: int,
     *,
-    softmax: str,
+    kind: Kind,
     widest: int,
 ) -> dict[str, Any]:
     """Fields of ``HopperForward`` about the order of work tiles, and of the tiles of keys of each."""
@@ -266,7 +267,7 @@ def _order(
     # row maxima of the tile where a score by distance is largest seldom are recomputed in later ones
     nearest_first = (
         candidate.by_distance > 0
-        and softmax == "first_max"
+        and kind.softmax == "first_max"
         and computes_distance_values(spec.variant, fast_math=spec.fast_math)
         and (iteration == "tile_map" or (iteration == "ranges" and not skips and _sees_both_sides(spec)))
     )
@@ -279,7 +280,7 @@ def _order(
         "whole_first": ranges and begins_whole and _may_begin_whole(spec),
         "nearest_first": nearest_first,
         "end_alignment": END_ALIGNMENT if end_aligned else 0,
-        "cuts": (alike if form.transposes else longest and softmax != "bounded") and _can_be_cut(spec, widest),
+        "cuts": kind.cuts and (alike if form.transposes else longest) and _can_be_cut(spec, widest),
     }
 
 

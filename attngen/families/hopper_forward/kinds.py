@@ -1,0 +1,101 @@
+"""The kinds of softmax of the Hopper forward: a row for each template of ``hopper_forward/softmax``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attngen.dtypes import PROBABILITY_DTYPE
+from attngen.families.hopper_forward.structure import HopperForward
+from attngen.plan.model import Plan
+
+#: Dtypes of P.
+_HALF, _EIGHT_BITS = ("bf16", "fp16"), (PROBABILITY_DTYPE,)
+_ALL = (*_HALF, *_EIGHT_BITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of softmax: what plans and ``attngen explain`` know of it beside its template.
+
+    ``softmax`` is the value of a spec's field; ``form`` what the plan makes of it where the score permits: relative,
+    capped or powers. ``file`` is its template in ``hopper_forward/softmax``, ``logits`` the file of its
+    ``finish_logits`` in ``hopper_forward/logits``. ``label`` stands in names of kernels. ``explanation`` says how P of
+    a step is made, ``first_tile`` what makes that of the first tile. ``dtypes`` are those of P. With ``cuts``, query
+    tiles may be cut into parts, whose results are merged.
+    """
+
+    softmax: str
+    form: str
+    file: str
+    explanation: str
+    label: str = ""
+    logits: str = "branches"
+    first_tile: str = "maximum and exponentials make"
+    dtypes: tuple[str, ...] = _HALF
+    cuts: bool = True
+
+    def explain(self, forward: HopperForward) -> str:
+        """Text of how P of a step is made."""
+        below = forward.recompute_below.rstrip("f")
+        return self.explanation.format(
+            above=forward.recompute_above,
+            growth=forward.recompute_growth.rstrip("f"),
+            raised=f"{float(forward.raise_above.rstrip('f')):g}",
+            fixed_max=forward.fixed_max.rstrip("f"),
+            degree=len(forward.terms) - 1,
+            few=f" that left a lane a sum below {below}" if below else "",
+        )
+
+
+_OLD_MAX = (
+    "P(j) from the old row max; recomputed from a new one if a lane's sum exceeds {above} or grows {growth} times"
+)
+_FEW = "; from a new maximum after a partial first tile{few}"
+_CAPPED = "; in tiles without a mask tanh is a polynomial of the products while no argument is large"
+_RELATIVE = "; logits are relative to the row max, which a term of the score subtracts"
+_LAZY = "maximum; O is rescaled only if it has grown by 2^{raised}; exponentials make P(j)"
+_CONSTANT = "exponentials make P(j) from a constant, {fixed_max}, in place of row maxima: the score is bounded"
+_NO_MAX = "exponentials make"
+_POWERS = "; in tiles without a mask P(j) is a polynomial of degree {degree}"
+
+#: The template of each has these macros: ``constants``; ``declare`` and ``offset``, the state of two rows, and what
+#: logits are relative to; ``first`` and ``step``, P of the first tile and of others; ``normalize``, the factors of O in
+#: the end; ``state``, ``merge`` and ``lse``: what partial results hold, what normalizes their sum, the log-sum-exp.
+KINDS = (
+    Kind("first_max", "", "first_max", _OLD_MAX),
+    Kind("first_max", "", "first_max_8_bits", _OLD_MAX + _FEW, dtypes=_EIGHT_BITS),
+    Kind("first_max", "relative", "first_max_relative", _OLD_MAX + _RELATIVE),
+    Kind("first_max", "relative", "first_max_relative_8_bits", _OLD_MAX + _RELATIVE + _FEW, dtypes=_EIGHT_BITS),
+    Kind("first_max", "capped", "first_max_capped", _OLD_MAX + _CAPPED, logits="capped"),
+    Kind("first_max", "capped", "first_max_capped_8_bits", _OLD_MAX + _CAPPED + _FEW, "", "capped", dtypes=_EIGHT_BITS),
+    Kind("lazy", "", "lazy", _LAZY, "lazy", dtypes=_ALL),
+    Kind("exact_max", "", "exact_max", "maximum, O rescaled, exponentials make P(j)", "exactmax", dtypes=_ALL),
+    Kind("bounded", "", "bounded", _CONSTANT, "bounded", "fused", _NO_MAX, cuts=False),
+    Kind("bounded", "capped", "bounded_capped", _CONSTANT + _CAPPED, "bounded", "capped", _NO_MAX, cuts=False),
+    Kind("bounded", "powers", "bounded_powers", _CONSTANT + _POWERS, "bounded", "powers", _NO_MAX, cuts=False),
+)
+
+#: Values of a spec's ``softmax``.
+SOFTMAXES = tuple(dict.fromkeys(kind.softmax for kind in KINDS))
+
+
+def kind_of(softmax: str, form: str, p: str) -> Kind:
+    """The kind of a value of ``softmax`` in one of its forms, with P in the dtype ``p``."""
+    return next(kind for kind in KINDS if (kind.softmax, kind.form) == (softmax, form) and p in kind.dtypes)
+
+
+def form_of(*, terms: tuple[float, ...], capped: bool, relative: bool) -> str:
+    """The form of a softmax, by fields of ``HopperForward``."""
+    return "capped" if capped else "powers" if terms else "relative" if relative else ""
+
+
+def kind_of_structure(forward: HopperForward, p: str) -> Kind:
+    """The kind of softmax of a structure, with P in the dtype ``p``."""
+    form = form_of(terms=forward.terms, capped=forward.capped, relative=forward.relative)
+    return kind_of(forward.softmax, form, p)
+
+
+def kind_of_plan(plan: Plan) -> Kind:
+    """The kind of softmax of a Hopper forward."""
+    assert isinstance(plan.structure, HopperForward)
+    return kind_of_structure(plan.structure, plan.operands.p.name)
