@@ -127,6 +127,7 @@ def variant(
     dropout: bool = False,
     keys: str | None = None,
     sink_in_lse: bool = True,
+    weights: str = "softmax",
 ) -> PythonVariant:
     """Return a variant of attention, to be passed to calls as ``variant=``.
 
@@ -134,8 +135,9 @@ def variant(
     a key; ``score`` is the logit in terms of ``s``; ``sink`` is a logit of each head that has no key, and
     ``sink_in_lse=False`` leaves it out of the log-sum-exp; ``let`` names values and functions, in order; ``scalars``
     and ``tensors`` declare the arguments of a call, for example ``tensors={"window": {"dtype": "int32", "shape":
-    ["h"]}}``; ``dropout`` drops probabilities; with ``keys="index"``, queries see only the keys that the call lists in
-    ``indices``. Kernels built from a spec under the same ``name``, with the same definition, serve its calls.
+    ["h"]}}``; ``weights="sigmoid"`` takes the sigmoid of each logit in place of the softmax; ``dropout`` drops
+    probabilities; with ``keys="index"``, queries see only the keys that the call lists in ``indices``. Kernels built
+    from a spec under the same ``name``, with the same definition, serve its calls.
 
     Raises SpecError, which names the argument and marks the place in an expression. Warns about expressions that
     are legal but probably mistakes, such as a condition that is never true.
@@ -144,6 +146,7 @@ def variant(
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
         "dropout": None if dropout is False else dropout, "keys": keys,
         "sink_in_lse": None if sink_in_lse is True else sink_in_lse,
+        "weights": None if weights == "softmax" else weights,
     }  # fmt: skip
     named = {field: value for field, value in given.items() if value is not None}
     fields = {field: value for field, value in named.items() if not isinstance(value, Mapping) or value}

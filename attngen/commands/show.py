@@ -96,6 +96,7 @@ def facts(manifest: Mapping[str, Any], folder: Path) -> list[tuple[str, str]]:
         ("score", str(score)),
         *([("sink", str(variant.get("sink_text") or variant["sink"]))] if "sink" in variant else []),
         *([("keys", f"{variant['keys']}: those that the call lists")] if "keys" in variant else []),
+        *([("weights", variant["weights"])] if "weights" in variant else []),
         *([("dropout", "at the rate dropout_p of the call")] if variant.get("dropout") else []),
         ("arch", f"{manifest['arch']}, needs a driver for {driver_text(manifest['min_driver'])} or later"),
         ("tile", f"{manifest['tile_m']} x {manifest['tile_n']}, {manifest['stages']} stages, "

@@ -67,6 +67,8 @@ def _attend(
         names = {**one.names, "s": scores.float()}
         scores = evaluate(call.variant.score, names, tensors, guard=one.visible).to(one.q.dtype)
     scores = torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
+    if not call.variant.has_lse:
+        return torch.sigmoid(scores) @ one.v, _in_place_of_lse(one)
     keys = scores.shape[-1]
     scores = _with_sink(call, scores, one.names, tensors)
     if call.descales:
@@ -76,6 +78,11 @@ def _attend(
         stays = kept(call, one.index, slice(0, scores.shape[1]), keys)
         weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
     return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
+
+
+def _in_place_of_lse(one: _Sequence) -> Tensor:
+    """Stand-in (h, rows) of a log-sum-exp that weights do not have, as the reference gives it."""
+    return torch.where(one.visible.any(dim=-1), 0.0, -math.inf)
 
 
 #: The largest P becomes about this before it is rounded to 8 bits: e4m3 ends at 448.
@@ -155,6 +162,12 @@ def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int, probabilities:
     def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
         products = one.q.float() @ one.k.float().transpose(1, 2)
         scores = _fused_logits(call, one, products, call.tensors, rounded_to, draw, generator)
+        if not call.variant.has_lse:
+            weights = torch.sigmoid(scores)
+            matter = weights > _NEGLIGIBLE
+            logits.append(float(scores[matter].abs().max()) if matter.any() else 0.0)
+            rounded = weights.to(one.q.dtype).float() @ one.v.float()
+            return rounded.to(one.q.dtype), _in_place_of_lse(one)
         summed = torch.logsumexp(_with_sink(call, scores, one.names, call.tensors), dim=-1)
         matter = torch.exp(scores - torch.where(summed == -math.inf, 0.0, summed)[..., None]) > _NEGLIGIBLE
         logits.append(float(scores[matter].abs().max()) if matter.any() else 0.0)
@@ -256,9 +269,13 @@ def _fused_ds(
     with torch.enable_grad():
         products = (one.q @ one.k.transpose(1, 2)).requires_grad_()
         scores = _fused_logits(call, one, products, own, dtype, draw, generator)
+    dp = _dropped(call, one, above @ one.v.transpose(1, 2))
+    if not call.variant.has_lse:
+        p = torch.sigmoid(scores.detach())
+        return products, scores, lse, above, p, torch.zeros_like(p[..., :1]), p * (1 - p) * dp
     p = torch.where(rows_see, torch.exp(scores.detach() - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)
     delta = ((above * stored).sum(-1) - torch.where(torch.isfinite(lse), above_lse, 0.0))[..., None]
-    ds = p * (_dropped(call, one, above @ one.v.transpose(1, 2)) - delta)
+    ds = p * (dp - delta)
     return products, scores, lse, above, p, delta, ds
 
 
@@ -376,10 +393,11 @@ def plain_gradients(
 def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return out of ``scaled_dot_product_attention``'s fused kernels under a dense mask.
 
-    None where these cannot serve: with a score, a sink or dropout, for quantized tensors, in float32 (where some round
-    to TF32), off the GPU, or if none of them takes the shapes. Rows that see nothing are undefined.
+    None where these cannot serve: without a softmax, with a score, a sink or dropout, for quantized tensors, in float32
+    (where some round to TF32), off the GPU, or if none of them takes the shapes. Rows that see nothing are undefined.
     """
     own = call.variant.score is not None or call.variant.sink is not None or call.variant.dropout
+    own = own or not call.variant.has_lse
     if own or call.descales or q.dtype == torch.float32 or not q.is_cuda:
         return None
     from torch.nn.attention import SDPBackend, sdpa_kernel

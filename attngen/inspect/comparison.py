@@ -194,7 +194,7 @@ def compare(
         raise CallError("quantized tensors have no gradient to compare")
     ran, tile_m, tile_n = _who(call, given, variant, options)
     with exact_float32():
-        out, lse = _run(given, given_options, variant)
+        out, lse = _run(given, given_options, variant, lse=call.variant.has_lse)
         sampled = False
         parts: list[Part] = []
         chosen_heads = numbers("heads", heads, call.heads)
@@ -232,8 +232,8 @@ def _who(call: Call, given: Given, variant: Any, options: dict[str, Any]) -> tup
     return _Ran(f"{kernel.full_name}, tiles of {tile_m} x {kernel.tile_n}", True), tile_m, kernel.tile_n
 
 
-def _run(given: Given, options: dict[str, Any], variant: Any) -> tuple[Tensor, Tensor]:
-    """Return out and log-sum-exp of the call."""
+def _run(given: Given, options: dict[str, Any], variant: Any, *, lse: bool) -> tuple[Tensor, Tensor | None]:
+    """Return out and log-sum-exp of the call, None without ``lse``."""
     keywords = {name: value for name, value in options.items() if name != "return_lse"}
     results: Any
     with torch.no_grad():
@@ -245,20 +245,20 @@ def _run(given: Given, options: dict[str, Any], variant: Any) -> tuple[Tensor, T
             }
             results = calls.attention_paged(
                 given.q, given.k, given.v, keywords["page_table"], keywords["seqused_k"], variant=variant,
-                return_lse=True, **rest,
+                return_lse=lse, **rest,
             )  # fmt: skip
         else:
-            results = _attend((given.q, given.k, given.v), keywords, variant)
-    return results[0], results[1]
+            results = _attend((given.q, given.k, given.v), keywords, variant, lse=lse)
+    return results if lse else (results, None)
 
 
-def _attend(inputs: Sequence[Tensor], options: dict[str, Any], variant: Any) -> Any:
+def _attend(inputs: Sequence[Tensor], options: dict[str, Any], variant: Any, *, lse: bool = False) -> Any:
     """Call ``attention``, or ``attention_varlen`` where there are offsets."""
     (q, k, v), rest = inputs, dict(options)
     if rest.get("cu_seqlens_q") is None:
-        return calls.attention(q, k, v, variant=variant, return_lse=True, **rest)
+        return calls.attention(q, k, v, variant=variant, return_lse=lse, **rest)
     packing = [rest.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
-    return calls.attention_varlen(q, k, v, *packing, variant=variant, return_lse=True, **rest)
+    return calls.attention_varlen(q, k, v, *packing, variant=variant, return_lse=lse, **rest)
 
 
 def _rows(chosen: Chosen, one: OneSequence, heads: int, tile: int, device: str) -> tuple[int, ...]:
@@ -274,9 +274,9 @@ def _rows(chosen: Chosen, one: OneSequence, heads: int, tile: int, device: str) 
 
 def _compare_rows(
     call: Call, one: OneSequence, dtype: torch.dtype, rows: Sequence[int], heads: Sequence[int], out: Tensor,
-    lse: Tensor, tile: int, kernel: bool,
+    lse: Tensor | None, tile: int, kernel: bool,
 ) -> list[Part]:  # fmt: skip
-    """Errors of out and log-sum-exp of some rows of a sequence against the reference."""
+    """Errors of out and log-sum-exp, if there is one, of some rows of a sequence against the reference."""
     which = torch.tensor(heads, device=call.device, dtype=torch.int64)
     found_out, found_lse = _of_sequence(call, out, lse, one)
     errors, lse_errors = [], []
@@ -287,7 +287,8 @@ def _compare_rows(
         exact, exact_lse = _exact(call, one, where, which)
         plain = _plain(call, one, where, which, dtype) if one.k.shape[0] else exact
         errors.append(_apart(found_out[where][:, which].double(), exact).amax(-1).T)
-        lse_errors.append(_apart(found_lse[which][:, where].double(), exact_lse))
+        if found_lse is not None:
+            lse_errors.append(_apart(found_lse[which][:, where].double(), exact_lse))
         plain_error = max(plain_error, _largest(_apart(plain.double(), exact)))
         largest = max(largest, _largest(exact.abs()))
         finite = exact_lse[exact_lse.isfinite()].abs()
@@ -307,6 +308,8 @@ def _compare_rows(
         lse_allowed = torch.finfo(dtype).eps * 64 * (1 + largest_lse)
     shape = len(heads), len(rows)
     part = Part("out", one.index, tuple(heads), tuple(rows), _joined(errors, shape), allowed, tile)
+    if lse is None:
+        return [part]
     sums = replace(part, what="lse", error=_joined(lse_errors, shape), allowed=lse_allowed)
     return [part, sums]
 
@@ -328,13 +331,13 @@ def _exact(call: Call, one: OneSequence, where: Tensor, which: Tensor) -> tuple[
     return out, lse
 
 
-def _of_sequence(call: Call, out: Tensor, lse: Tensor, one: OneSequence) -> tuple[Tensor, Tensor]:
-    """Return the results of one sequence: (queries, heads, d) and (heads, queries)."""
+def _of_sequence(call: Call, out: Tensor, lse: Tensor | None, one: OneSequence) -> tuple[Tensor, Tensor | None]:
+    """Return the results of one sequence: (queries, heads, d), and (heads, queries) if there is a log-sum-exp."""
     if call.order == "thd":
         place = slice(one.q_offset, one.q_offset + one.q.shape[0])
-        return out[place], lse[:, place]
+        return out[place], None if lse is None else lse[:, place]
     own = out[one.index]
-    return own.transpose(0, 1) if call.order == "bhsd" else own, lse[one.index]
+    return own.transpose(0, 1) if call.order == "bhsd" else own, None if lse is None else lse[one.index]
 
 
 def _apart(actual: Tensor, expected: Tensor) -> Tensor:
@@ -364,7 +367,10 @@ def _plain(call: Call, one: OneSequence, where: Tensor, which: Tensor, dtype: to
 
         sink = sinks(call, torch.float32)[one.index][which].to(compute)
         s = torch.cat([s, sink[:, None, None].expand(*s.shape[:2], 1)], dim=-1)
-    weights = torch.softmax(s, dim=-1).nan_to_num(nan=0.0)[..., : one.k.shape[0]]
+    if call.variant.has_lse:
+        weights = torch.softmax(s, dim=-1).nan_to_num(nan=0.0)[..., : one.k.shape[0]]
+    else:
+        weights = torch.sigmoid(s)
     if call.variant.dropout:
         stays = kept(call, one.index, where, one.k.shape[0])[which]
         weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
@@ -391,7 +397,7 @@ def _compare_gradients(
         keywords = {**options, **own}
         if dtype is not None:
             keywords["backend"] = "reference"
-        out, _ = _attend(leaves, keywords, variant)
+        out = _attend(leaves, keywords, variant)
         return list(torch.autograd.grad(out, [*leaves, *own.values()], dout.to(out.dtype), allow_unused=True))
 
     exact, actual = differentiated(torch.float64), differentiated(None)

@@ -154,8 +154,8 @@ class PlanExplanation:
             texts["a step"] = f"{floor.block} clocks, bound by {' and '.join(floor.binding)}"
         derived = (label for label, _ in self.facts() if label.startswith("by "))
         shown = (
-            "variant", "score", *derived, "sink", "dropout", "takes", "target", "gradients", "tile", "loop", "a step",
-            "expected",
+            "variant", "score", *derived, "sink", "weights", "dropout", "takes", "target", "gradients", "tile", "loop",
+            "a step", "expected",
         )  # fmt: skip
         usual = {("score", "s"), ("takes", "nothing of its own")}
         return [(label, texts[label]) for label in shown if label in texts and (label, texts[label]) not in usual]
@@ -174,6 +174,7 @@ class PlanExplanation:
             ("mask", canonical(plan.variant.mask)),
             ("score", canonical(plan.variant.score) if plan.variant.score is not None else "s"),
             *([("sink", canonical(plan.variant.sink))] if plan.variant.sink is not None else []),
+            *([("weights", plan.variant.weights)] if not plan.variant.has_lse else []),
             *([("dropout", DROPOUT)] if plan.variant.dropout else []),
             ("takes", _takes(plan)),
             ("target", target),

@@ -23,7 +23,7 @@ from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet, locate
-from attngen.lang.variant import VISIBLE, Scalar, Tensor, Variant, VariantText
+from attngen.lang.variant import VISIBLE, WEIGHTS, Scalar, Tensor, Variant, VariantText
 from attngen.records import read
 
 #: Operators whose INT result may outgrow int32.
@@ -164,20 +164,26 @@ def compile_variant(
     written: list[Written] | None = None,
     keys: str | None = None,
     sink_in_lse: bool = True,
+    weights: str = "softmax",
     unsure: Collection[str] = (),
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
     ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink; with
     ``dropout`` the variant takes a rate and a state of random numbers besides its own arguments, and with ``keys`` the
-    tensors of ``lang.listed.KEYS``. Without ``sink_in_lse`` the log-sum-exp leaves the sink out. ``let`` maps a name to
-    a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
-    (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
-    ``written`` takes the expressions with the value of each part (see ``doubts``). Expressions that read a name of
-    ``unsure``, which a declaration that cannot be read may declare, are not checked.
+    tensors of ``lang.listed.KEYS``. Without ``sink_in_lse`` the log-sum-exp leaves the sink out. ``weights`` is one of
+    ``lang.variant.WEIGHTS``. ``let`` maps a name to a text, or ``f(x, y)`` to the text of a function; values may use
+    earlier ones. ``locate`` gives the place of a field (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …);
+    the nearest enclosing field's serves otherwise. ``written`` takes the expressions with the value of each part (see
+    ``doubts``). Expressions that read a name of ``unsure``, which a declaration that cannot be read may declare, are
+    not checked.
 
     Raises SpecError, with one error for each field that is wrong (``each``).
     """
+    if weights != "softmax":
+        _refuse_beside_weights(
+            weights, {"sink": sink is not None, "keys": keys is not None, "dropout": dropout}, locate
+        )
     if keys is not None:
         _refuse_listed(name, tensors, keys, locate, dropout=dropout)
     variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH, written, unsure)
@@ -186,6 +192,8 @@ def compile_variant(
     if not sink_in_lse:
         _refuse_sink_left_out(sink, keys, locate)
         variant = replace(variant, sink_in_lse=False)
+    if weights != "softmax":
+        variant = replace(variant, weights=weights)
     return with_listed(variant, keys, dropout=dropout)
 
 
@@ -202,11 +210,13 @@ def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
         if text.keys not in KEYS:
             raise SpecError(f"keys must be one of {', '.join(KEYS)}, got {text.keys!r}")
         tensors = tensors[: -len(KEYS[text.keys])]
+    if text.weights not in WEIGHTS:
+        raise SpecError(f"weights must be one of {', '.join(WEIGHTS)}, got {text.weights!r}")
     expressions = (text.mask, text.score, text.sink)
     variant = _compile(text.name, *expressions, scalars, tensors, text.let, None, _RESTORED_LENGTH)
     restored = replace(
         variant, mask_text=text.mask_text, score_text=text.score_text, sink_text=text.sink_text,
-        sink_in_lse=text.sink_in_lse,
+        sink_in_lse=text.sink_in_lse, weights=text.weights,
     )  # fmt: skip
     return with_listed(restored, text.keys, dropout=text.dropout)
 
@@ -233,6 +243,22 @@ def _refuse_listed(
             field = f"tensors.{tensor.name}"
             raise SpecError(
                 f"variant '{name}' has 'keys: {keys}', which declares {tensor.name!r} itself; leave it out",
+                location=locate(places, field),
+                field=field,
+            )
+
+
+def _refuse_beside_weights(weights: str, others: Mapping[str, bool], places: Mapping[str, Location] | None) -> None:
+    """Raise SpecError for a field that says something about a softmax, where there is none."""
+    reasons = {
+        "sink": "a sink joins the sum of a row, and these weights have none",
+        "keys": "no kernel over listed keys has these weights",
+        "dropout": "dropout is of the probabilities of a softmax",
+    }
+    for field, given in others.items():
+        if given:
+            raise SpecError(
+                f"{reasons[field]}; leave out '{field}' or 'weights: {weights}'",
                 location=locate(places, field),
                 field=field,
             )

@@ -8,8 +8,10 @@ from attngen.lang.variant import Variant
 
 def shifts_with_logits(variant: Variant) -> bool:
     """Whether a number added to all logits of a row leaves the output as it is: the score is ``s``, or ``s`` and what
-    does not depend on it, and no sink takes part in the softmax."""
-    return variant.sink is None and (variant.score is None or _adds_to_s(variant.score))
+    does not depend on it, and the weights are those of a softmax in which no sink takes part."""
+    return (
+        variant.weights == "softmax" and variant.sink is None and (variant.score is None or _adds_to_s(variant.score))
+    )
 
 
 def _adds_to_s(score: Expr) -> bool:

@@ -15,6 +15,9 @@ from attngen.records import VariantName
 
 __all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "Tensor", "Variant", "VariantText"]
 
+#: How logits become the weights of values: relative to all of a row, or each for itself, 1 / (1 + exp(-logit)).
+WEIGHTS = ("softmax", "sigmoid")
+
 #: The mask that hides nothing.
 VISIBLE: Expr = Const(True, Type.BOOL)
 
@@ -36,6 +39,7 @@ class VariantText:
     dropout: bool = False
     keys: str | None = None
     sink_in_lse: bool = True
+    weights: str = "softmax"
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Variant:
 
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``. ``sink``
     is FLOAT over batch and head: a logit that every row has besides those of its keys, without a value; None for none.
-    The log-sum-exp includes it, unless ``sink_in_lse`` is false.
+    The log-sum-exp includes it, unless ``sink_in_lse`` is false. ``weights`` is one of ``WEIGHTS``.
     With ``dropout``, probabilities are dropped at the rate and with the random numbers that the last scalar and the
     last tensor give (``lang.dropout``). ``keys`` names the tensors by which calls list the keys of each query
     (``lang.listed``), which come last but for that of dropout; None: the mask alone decides. Constant scalars are
@@ -65,11 +69,17 @@ class Variant:
     dropout: bool = False
     keys: str | None = None
     sink_in_lse: bool = True
+    weights: str = "softmax"
 
     @property
     def masked(self) -> bool:
         """Whether the mask hides anything at all."""
         return self.mask != VISIBLE
+
+    @property
+    def has_lse(self) -> bool:
+        """Whether a row has a log-sum-exp: its weights are those of a softmax."""
+        return self.weights == "softmax"
 
     @property
     def arguments(self) -> tuple[Scalar, ...]:
@@ -95,7 +105,8 @@ class Variant:
         """
         scalars = tuple(sorted(self.scalars, key=lambda s: s.name))
         tensors = tuple(sorted(self.tensors, key=lambda t: t.name))
-        return self.mask, self.score, self.sink, scalars, tensors, self.dropout, self.keys, self.sink_in_lse
+        own = self.dropout, self.keys, self.sink_in_lse, self.weights
+        return self.mask, self.score, self.sink, scalars, tensors, *own
 
     def differences(self, other: Variant) -> list[tuple[str, str, str]]:
         """Each field in which two definitions differ, with the text of both variants."""
@@ -115,6 +126,7 @@ class Variant:
         summaries["dropout"] = str(self.dropout).lower()
         summaries["keys"] = self.keys or "all"
         summaries["sink_in_lse"] = str(self.sink_in_lse).lower()
+        summaries["weights"] = self.weights
         summaries |= {f"scalars.{scalar.name}": scalar.summary() for scalar in self.scalars}
         return summaries | {f"tensors.{tensor.name}": tensor.summary() for tensor in self.tensors}
 
@@ -168,6 +180,7 @@ class Variant:
             **({"dropout": True} if self.dropout else {}),
             **({} if self.keys is None else {"keys": self.keys}),
             **({} if self.sink_in_lse else {"sink_in_lse": False}),
+            **({} if self.weights == "softmax" else {"weights": self.weights}),
         }
 
 

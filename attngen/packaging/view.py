@@ -46,6 +46,8 @@ class VariantView:
             parts.append(f"score `{canonical(variant.score)}`")
         if variant.sink is not None:
             parts.append(f"sink `{canonical(variant.sink)}`")
+        if not variant.has_lse:
+            parts.append(f"weights {variant.weights}")
         if variant.keys is not None:
             parts.append("keys by `indices`")
         if variant.dropout:

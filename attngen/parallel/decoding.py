@@ -105,6 +105,10 @@ def _problem(q: Any, k: Any, v: Any, position: Any, begin: Any, stated: Variant,
         return f"keys end at {begin + k.shape[1]}, after the last query, which is at {position + q.shape[1] - 1}"
     if stated.dropout:
         return f"{stated.name} has dropout, which decode does not take"
+    if not stated.has_lse:
+        return (
+            f"{stated.name} has weights: {stated.weights}, and no log-sum-exp by which the results of ranks are merged"
+        )
     if not stated.sink_in_lse:
         return f"{stated.name} leaves its sink out of the log-sum-exp, by which the results of ranks are merged"
     try:

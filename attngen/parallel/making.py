@@ -209,6 +209,11 @@ def _layer(
     visited, of_documents = counted
     if variant.dropout:
         _check_dropout(variant, sharding, method, offsets)
+    if not variant.has_lse:
+        raise CallError(
+            f"{variant.name} has weights: {variant.weights}, and no log-sum-exp by which the results of ranks are "
+            "merged"
+        )
     if not variant.sink_in_lse:
         raise CallError(
             f"{variant.name} leaves its sink out of the log-sum-exp, by which the results of ranks are merged"

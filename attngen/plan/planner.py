@@ -214,6 +214,11 @@ def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
             f"variant '{spec.variant.name}' reads '{used}', the place of keys in a packed tensor, which keys in pages "
             "do not have; allowed: dense, varlen",
         )
+    if spec.variant.weights not in schedule.weights:
+        raise refuse(
+            spec, "variant", f"{schedule.backend} {'split-KV ' * spec.split_kv}{spec.direction} kernels of schedule "
+            f"{schedule.name} do not have 'weights: {spec.variant.weights}'; allowed: {', '.join(schedule.weights)}"
+        )  # fmt: skip
     if spec.layout not in schedule.layouts:
         form = f"{schedule.backend} {'split-KV ' * spec.split_kv}{spec.direction} kernels"
         raise refuse(spec, "layout", f"{form} do not take '{spec.layout}'; allowed: {', '.join(schedule.layouts)}")

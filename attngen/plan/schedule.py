@@ -22,10 +22,10 @@ class Schedule:
     other choices, which are compiled one after the other if ptxas refuses the first plan (it spills, or serializes
     MMAs). ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
     ``keep_promises`` raises PlanError where results are less exact than another backend's; a spec must name the backend
-    to accept that. ``layouts`` are those that it has kernels for; ``v_of_key``: v is the first columns of k, so that it
-    serves only specs that say so; ``listed_keys``: calls list the keys of each query, so that it serves only variants
-    with ``keys``; ``split_kv``: blocks split the keys of a sequence, so that it serves only specs that ask for this;
-    ``split_tiles``: blocks can also split the keys of a tile of queries.
+    to accept that. ``layouts`` and ``weights`` are those that it has kernels for; ``v_of_key``: v is the first columns
+    of k, so that it serves only specs that say so; ``listed_keys``: calls list the keys of each query, so that it
+    serves only variants with ``keys``; ``split_kv``: blocks split the keys of a sequence, so that it serves only specs
+    that ask for this; ``split_tiles``: blocks can also split the keys of a tile of queries.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns the pipes
@@ -47,6 +47,7 @@ class Schedule:
     templates: Path | None = None
     pipes: Callable[[Plan], Pipes] | None = None
     layouts: tuple[str, ...] = ("dense", "varlen")
+    weights: tuple[str, ...] = ("softmax",)
     v_of_key: bool = False
     listed_keys: bool = False
     split_kv: bool = False

@@ -17,6 +17,8 @@ def summary(plan: Plan) -> str:
         parts.append(f"score `{canonical(variant.score)}`")
     if variant.sink is not None:
         parts.append(f"sink `{canonical(variant.sink)}`")
+    if variant.weights != "softmax":
+        parts.append(f"weights {variant.weights}")
     if variant.dropout:
         parts.append("dropout")
     return f"Attention {plan.direction}, variant {variant.name}: {', '.join(parts)}."

@@ -431,6 +431,7 @@ def _compile(
         score=model.score,
         sink=model.sink,
         sink_in_lse=model.sink_in_lse,
+        weights=model.weights,
         dropout=model.dropout,
         keys=model.keys,
         scalars=tuple(_scalar(key, scalar) for key, scalar in model.scalars.items() if not _is_learned(scalar)),

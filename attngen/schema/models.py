@@ -23,6 +23,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from attngen.formats import SCHEMA
 from attngen.lang.listed import KEYS
+from attngen.lang.variant import WEIGHTS
 from attngen.schema.fields import (
     Alignment,
     ArchName,
@@ -56,6 +57,7 @@ Softmax = Annotated[
 ]
 ValuesOf = Annotated[str, Choice(("key",))]
 Keys = Annotated[str, Choice(tuple(KEYS))]
+Weights = Annotated[str, Choice(WEIGHTS)]
 Layout = Annotated[str, Choice(("dense", "varlen", "paged"))]
 Pass = Annotated[str, Choice(("forward", "backward", "index_scores"))]
 Backend = Annotated[str, Choice(("triton", "cuda"))]
@@ -164,6 +166,10 @@ class VariantModel(Model):
     let: dict[LetName, Expression] = Field(default={}, description="named intermediate values and functions, in order")
     scalars: dict[SymbolName, ScalarModel] = {}
     tensors: dict[SymbolName, TensorModel] = {}
+    weights: Weights = Field(
+        default="softmax",
+        description="how logits become the weights of values; `sigmoid`: each by itself, without a sum over the row",
+    )
     softmax: Softmax | None = None
     softmax_scale: Annotated[float, Field(gt=0)] | None = None
     dropout: bool = Field(default=False, description="drop probabilities, at the rate `dropout_p` of the call")

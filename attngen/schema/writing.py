@@ -58,6 +58,8 @@ def declaration(variant: Variant) -> dict[str, Any]:
         fields["sink"] = canonical(variant.sink)
     if not variant.sink_in_lse:
         fields["sink_in_lse"] = False
+    if variant.weights != "softmax":
+        fields["weights"] = variant.weights
     added = (RNG_STATE, *(KEYS[variant.keys] if variant.keys else ()))
     own = [s for s in variant.scalars if s != DROPOUT_P], [t for t in variant.tensors if t not in added]
     if own[0]:

@@ -58,6 +58,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "tensor dtype": lambda x: attngen.variant(score="s + z[b]", tensors={"z": {"dtype": x, "shape": ["b"]}}),
     "keys": lambda x: attngen.variant(keys=x),
     "dropout": lambda x: attngen.variant(dropout=x),
+    "weights": lambda x: attngen.variant(weights=x),
     "sink_in_lse": lambda x: attngen.variant(sink="1.0", sink_in_lse=x),
     "plan method": lambda x: parallel.plan("causal", 512, 2, method=x),
     "simulate method": lambda x: parallel.simulate("causal", 2, tokens=512, method=x),

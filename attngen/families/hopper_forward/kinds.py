@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from attngen.dtypes import PROBABILITY_DTYPE
 from attngen.families.hopper_forward.structure import HopperForward
+from attngen.lang.variant import WEIGHTS
 from attngen.plan.model import Plan
 
 #: Dtypes of P.
@@ -17,11 +18,12 @@ _ALL = (*_HALF, *_EIGHT_BITS)
 class Kind:
     """A kind of softmax: what plans and ``attngen explain`` know of it beside its template.
 
-    ``softmax`` is the value of a spec's field; ``form`` what the plan makes of it where the score permits: relative,
-    capped or powers. ``file`` is its template in ``hopper_forward/softmax``, ``logits`` the file of its
-    ``finish_logits`` in ``hopper_forward/logits``. ``label`` stands in names of kernels. ``explanation`` says how P of
-    a step is made, ``first_tile`` what makes that of the first tile. ``dtypes`` are those of P. With ``cuts``, query
-    tiles may be cut into parts, whose results are merged.
+    ``softmax`` is the value of a spec's field, or weights that are no softmax; ``form`` what the plan makes of it where
+    the score permits: relative, capped or powers. ``file`` is its template in ``hopper_forward/softmax``, ``logits``
+    the file of its ``finish_logits`` in ``hopper_forward/logits``. ``label`` stands in names of kernels.
+    ``explanation`` says how P of a step is made, ``first_tile`` what makes that of the first tile. ``dtypes`` are those
+    of P. With ``cuts``, query tiles may be cut into parts, whose results are merged. ``has_lse``: rows have a
+    log-sum-exp, and blocks may share their keys; without it a kernel has no such argument.
     """
 
     softmax: str
@@ -33,6 +35,7 @@ class Kind:
     first_tile: str = "maximum and exponentials make"
     dtypes: tuple[str, ...] = _HALF
     cuts: bool = True
+    has_lse: bool = True
 
     def explain(self, forward: HopperForward) -> str:
         """Text of how P of a step is made."""
@@ -60,7 +63,8 @@ _POWERS = "; in tiles without a mask P(j) is a polynomial of degree {degree}"
 
 #: The template of each has these macros: ``constants``; ``declare`` and ``offset``, the state of two rows, and what
 #: logits are relative to; ``first`` and ``step``, P of the first tile and of others; ``normalize``, the factors of O in
-#: the end; ``state``, ``merge`` and ``lse``: what partial results hold, what normalizes their sum, the log-sum-exp.
+#: the end; and with a log-sum-exp ``lse``, ``state`` and ``merge``: itself, what partial results hold, what normalizes
+#: their sum.
 KINDS = (
     Kind("first_max", "", "first_max", _OLD_MAX),
     Kind("first_max", "", "first_max_8_bits", _OLD_MAX + _FEW, dtypes=_EIGHT_BITS),
@@ -73,10 +77,22 @@ KINDS = (
     Kind("bounded", "", "bounded", _CONSTANT, "bounded", "fused", _NO_MAX, cuts=False),
     Kind("bounded", "capped", "bounded_capped", _CONSTANT + _CAPPED, "bounded", "capped", _NO_MAX, cuts=False),
     Kind("bounded", "powers", "bounded_powers", _CONSTANT + _POWERS, "bounded", "powers", _NO_MAX, cuts=False),
+    Kind(
+        "sigmoid",
+        "",
+        "sigmoid",
+        "P(j) is the sigmoid of each logit",
+        "",
+        "branches",
+        "sigmoids make",
+        _HALF,
+        False,
+        False,
+    ),
 )
 
 #: Values of a spec's ``softmax``.
-SOFTMAXES = tuple(dict.fromkeys(kind.softmax for kind in KINDS))
+SOFTMAXES = tuple(dict.fromkeys(kind.softmax for kind in KINDS if kind.softmax not in WEIGHTS))
 
 
 def kind_of(softmax: str, form: str, p: str) -> Kind:

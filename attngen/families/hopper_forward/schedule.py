@@ -16,6 +16,7 @@ from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import hopper_tile
 from attngen.lang.biases import biases
 from attngen.lang.ir import names
+from attngen.lang.variant import WEIGHTS
 from attngen.manifest import SHARES
 from attngen.parts.boxes import operand_widths, widest_box
 from attngen.parts.probabilities import PROBABILITIES, Probabilities
@@ -198,7 +199,7 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n), v_map, *staged, *of_biases,
         arguments.pointer(plan, "out"),
-        arguments.row_pointer("lse"), *arguments.descales(plan),
+        *([arguments.row_pointer("lse")] if plan.variant.has_lse else []), *arguments.descales(plan),
         *(arguments.partial_pointers() if roles.cuts else ()),
     )  # fmt: skip
     more_sizes = (
@@ -209,7 +210,7 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     return arguments.signature(
         plan, operands, tiles="q_tiles", strided=("out",), promised=False, counted=roles.persistent,
         max_seqlen_k=True, more_sizes=more_sizes,
-        present=("lse", "seqused_k"),
+        present=("lse", "seqused_k") if plan.variant.has_lse else ("seqused_k",),
     )  # fmt: skip
 
 
@@ -234,8 +235,20 @@ def refusal(spec: KernelSpec, numbers: Mapping[str, Probabilities]) -> PlanError
         return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
     if spec.num_warps is not None:
         return refuse(spec, "warps", "cuda kernels have roles: give producer, consumer and schedule, not a count")
+    if not spec.variant.has_lse:
+        return _without_lse(spec)
     if spec.softmax not in (None, *SOFTMAXES):
         return refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(SOFTMAXES)}")
+    return None
+
+
+def _without_lse(spec: KernelSpec) -> PlanError | None:
+    """Reason why no kernel of weights that are no softmax can serve a spec, or None."""
+    weights = f"'weights: {spec.variant.weights}'"
+    if spec.softmax is not None:
+        return refuse(spec, "softmax", f"{weights} keeps no row max; leave it out")
+    if spec.split_tiles:
+        return refuse(spec, "split_kv", f"{weights} has no log-sum-exp by which blocks merge results; allowed: false")
     return None
 
 
@@ -269,4 +282,5 @@ SCHEDULE = Schedule(
     pipes=forward_pipes_of,
     explanation="attngen.families.hopper_forward.explain:explain",
     layouts=("dense", "varlen", "paged"),
+    weights=WEIGHTS,
 )

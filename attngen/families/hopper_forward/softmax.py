@@ -23,8 +23,10 @@ def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str
 
     A spec that leaves it open gets ``bounded`` where the declarations of its variant bound the logits, and P stays
     within ``exponents`` with one constant for all rows; else ``first_max``. PlanError if it asks for ``bounded``
-    and no constant suffices.
+    and no constant suffices. Weights that are no softmax have one kind, and no choice.
     """
+    if not spec.variant.has_lse:
+        return spec.variant.weights, None
     if spec.softmax not in (None, "bounded"):
         return spec.softmax, None
     constant = constant_row_max(spec, exponents)

@@ -191,6 +191,7 @@ def _headers(plan: Plan, forward: HopperForward) -> tuple[str, ...]:
         "ring": True,
         "row_parts": forward.cuts,
         "schedule": True,
+        "sigmoid": variant.weights == "sigmoid",
         "soft_cap": forward.capped,
         "tables": forward.table_bytes > 0,
         "softmax": True,

@@ -15,7 +15,7 @@ from attngen.families.triton.rules import LABELS, alignment_of, loads_of
 from attngen.families.triton.tiles import Tile, completed, depth_sizes, family, gradient_columns, widest_block
 from attngen.lang.constant_conditions import reads_products
 from attngen.lang.ir import names
-from attngen.lang.variant import Variant
+from attngen.lang.variant import WEIGHTS, Variant
 from attngen.parts.columns import padded_width
 from attngen.plan import arguments, budget, naming
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, WIDE_BACKWARD_SPILLS, Spills, may_wait
@@ -188,14 +188,14 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         iteration=iterations[by_keys[-1]],
         main=by_keys[-1].name,
         mask_code="branch",
-        softmax="exact_max",
+        softmax="exact_max" if spec.variant.has_lse else spec.variant.weights,
         l2_bytes=L2_BYTES,
         allow=(*spec.allow, "serialized_wgmma") if _may_wait(spec.variant, rows) else spec.allow,
     )
-    launches = [_preprocess(planned)]
+    launches = [_preprocess(planned)] if spec.variant.has_lse else []
     for kind, tile in tiles.items():
         launches += _gradient(planned, kind, tile, iterations[kind])
-    return planned.with_launches(*launches, workspaces=tuple(row_workspaces()))
+    return planned.with_launches(*launches, workspaces=tuple(row_workspaces()) if spec.variant.has_lse else ())
 
 
 def _alternatives(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
@@ -404,7 +404,8 @@ def _arguments(plan: Plan, kind: _Kind) -> tuple[Argument, ...]:
                 operands.append(arguments.descriptor(plan, name, label, rows, block, window=window))
     strided = (*pointers, *kind.results)
     operands += [arguments.pointer(plan, name) for name in strided]
-    operands += [arguments.row_pointer(name) for name in ("lse_log2", *(() if kind is _DV else ("delta",)))]
+    if plan.variant.has_lse:
+        operands += [arguments.row_pointer(name) for name in ("lse_log2", *(() if kind is _DV else ("delta",)))]
     own = () if kind.by_keys else differentiable(plan)
     return arguments.signature(
         plan, operands, tiles=kind.tiles, strided=strided,
@@ -424,5 +425,6 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
+    weights=WEIGHTS,
     explanation="attngen.parts.explained.backward:BackwardExplanation",
 )

@@ -168,14 +168,24 @@ def _derivative(
     Where a derivative of the score may be infinite, such a pair is selected away: zero times infinity is not zero.
     """
     scaled = leaf(logit) if multiplier.text == "1.0" else written("{} * {}", leaf(logit), _factor(multiplier))
+    if not plan.variant.has_lse:
+        lines = [assign("p", written("1.0 / (1.0 + tl.exp2(-({})))", scaled))]
+        return _with_ds(plan, lines, written("{p} * (1.0 - {p}) * {dp}"), scored, slope, tensors)
     argument = written("{} - {}", scaled, written(form.of_row("lse_log2")))
     if not plan.fast_math:  # a probability is at most 1, however large the logit is that was rounded
         argument = written("tl.minimum({}, 0.0, propagate_nan=tl.PropagateNan.ALL)", argument)
     lines = [assign("p", written("tl.exp2({})", argument))]
+    value = written("{p} * ({dp} - {})", written(form.of_row("delta")))
+    return _with_ds(plan, lines, value, scored, slope, tensors)
+
+
+def _with_ds(
+    plan: Plan, lines: list[Statement], value: Code, scored: EmittedMany, slope: Slope, tensors: Sequence[_Tensor]
+) -> list[Statement]:
+    """The ``lines`` of the probability, and those from the derivative by a logit, ``value``, to dS."""
     varying = None if slope.varying is None else _factor(scored.results[2])
     derivatives = [slope.varying, *(derivative for _, derivative in slope.loads)]
     certain = all(is_finite(derivative) for derivative in derivatives if derivative is not None)
-    value = written("{p} * ({dp} - {})", written(form.of_row("delta")))
     if not tensors:
         value = value if varying is None else written("{} * {}", value, varying)
         return [*lines, assign("ds", value if certain else written("tl.where({p} != 0.0, {}, 0.0)", value))]

@@ -109,7 +109,7 @@ class BackwardView:
     summary: str
     searches: bool
     lists: bool
-    preprocess: Launch
+    preprocess: Launch | None  # of the log-sum-exp and D, which weights without a sum of a row do without
     preprocess_lines: tuple[str, ...]
     out_blocks: tuple[OutputBlock, ...]
     by_keys: tuple[GradientKernel, ...]
@@ -122,7 +122,7 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
     by_keys = tuple(_kernel(plan, part, BY_KEYS) for part in plan.launches if part.grid == "keys")
     dq = _kernel(plan, plan.launch("dq"), BY_QUERIES)
     classifiers = tuple(_classifier(plan, part) for part in plan.launches if part.name.startswith("classify_"))
-    preprocess = plan.launch("preprocess")
+    preprocess = plan.launch("preprocess") if plan.has_launch("preprocess") else None
     return BackwardView(
         template=template,
         command=command(plan),
@@ -130,7 +130,7 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
         searches=any(each.searches for each in (*by_keys, dq)) or any(each.searches for each in classifiers),
         lists=any(kernel.part.iteration != "ranges" for kernel in (*by_keys, dq)),
         preprocess=preprocess,
-        preprocess_lines=parameter_list(preprocess.arguments),
+        preprocess_lines=parameter_list(preprocess.arguments) if preprocess else (),
         out_blocks=_results(plan, "out", plan.columns_v, plan.head_dim_v),
         by_keys=by_keys,
         dq=dq,
@@ -329,7 +329,9 @@ def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str 
         "dout",
         first_products=product("s", "k", "q", plan.columns_qk),
         second_products=product("dp", "v", "dout", plan.columns_v) if "dk" in written else (),
-        load_rows=(
+        load_rows=()
+        if not plan.variant.has_lse
+        else (
             f"lse_log2 = tl.load(lse_rows + {rows}, {inside})",
             *([f"delta = tl.load(delta_rows + {rows}, {inside})"] if "dk" in written else []),
         ),

@@ -9,6 +9,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.families.triton.rules import LABELS, alignment_of, loads_of
 from attngen.families.triton.tiles import Tile, columns, completed, depth_sizes, family, widest_block
+from attngen.lang.variant import WEIGHTS
 from attngen.parts.columns import padded_width
 from attngen.plan import arguments, budget
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, may_wait
@@ -103,7 +104,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         iteration=iteration,
         # A branch keeps the pipeline running from tile to tile, but splits the arithmetic of a score from the softmax.
         mask_code="loop" if iteration == "ranges" and spec.variant.score is not None else "branch",
-        softmax=spec.softmax or "exact_max",
+        softmax="exact_max" if spec.variant.has_lse else spec.variant.weights,
         l2_bytes=L2_BYTES,
         allow=(*spec.allow, "serialized_wgmma") if may_wait("Triton forward kernels", traits) else spec.allow,
     )
@@ -131,10 +132,9 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
         for index, block in enumerate(blocks):
             label = f"{name}_desc{arguments.block_suffix(blocks, index)}"
             operands.append(arguments.descriptor(plan, name, label, rows, block))
-    operands += [arguments.pointer(plan, "out"), arguments.row_pointer("lse")]
-    return arguments.signature(
-        plan, operands, tiles="q_tiles", strided=(*pointers, "out"), present=("lse", "seqused_k")
-    )
+    own = ("lse",) if plan.variant.has_lse else ()
+    operands += [arguments.pointer(plan, "out"), *map(arguments.row_pointer, own)]
+    return arguments.signature(plan, operands, tiles="q_tiles", strided=(*pointers, "out"), present=(*own, "seqused_k"))
 
 
 def has_descriptor(plan: Plan, name: str) -> bool:
@@ -224,4 +224,5 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
+    weights=WEIGHTS,
 )

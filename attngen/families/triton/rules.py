@@ -16,6 +16,8 @@ def loads_of(spec: KernelSpec, arch: Arch) -> str:
     """Loads of a kernel, through descriptors if possible; PlanError for what Triton kernels do not support."""
     if spec.dtype not in PLAIN_DTYPES:
         raise refuse(spec, "dtype", f"Triton kernels take {', '.join(PLAIN_DTYPES)}, not {spec.dtype}")
+    if spec.softmax is not None and not spec.variant.has_lse:
+        raise refuse(spec, "softmax", f"'weights: {spec.variant.weights}' keeps no row max; leave it out")
     if spec.softmax not in (None, "exact_max"):
         raise refuse(spec, "softmax", f"'{spec.softmax}' does not exist in Triton kernels; allowed: exact_max")
     if spec.roles:

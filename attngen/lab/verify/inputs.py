@@ -22,6 +22,7 @@ from attngen.inspect.values import arguments_of
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, Packing
 from attngen.runtime.arguments.descales import check_descales
+from attngen.runtime.arguments.given import KEPT
 from attngen.runtime.arguments.latent_rows import cache_of, representable
 from attngen.runtime.arguments.paging import Paging, bind_paged
 from attngen.runtime.arguments.shapes import bind
@@ -72,11 +73,11 @@ class Inputs:
         if self.paging is not None:
             return bind_paged(
                 variant, self.q, self.k, self.v, self.paging, softmax_scale=None, seqused_k=self.seqused_k,
-                return_lse=True, page_layout=self.page_layout, arguments=self.arguments,
+                return_lse=KEPT, page_layout=self.page_layout, arguments=self.arguments,
             )  # fmt: skip
         return bind(
             variant, self.q, self.k, self.v, self.packing, softmax_scale=None, seqused_k=self.seqused_k,
-            return_lse=True, layout="bshd", arguments=self.arguments,
+            return_lse=KEPT, layout="bshd", arguments=self.arguments,
         )  # fmt: skip
 
 

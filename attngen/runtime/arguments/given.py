@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 
 from attngen.lang.variant import Variant
 
+#: ``return_lse`` of what keeps the log-sum-exp for a backward, or returns both whatever the caller asks for: of weights
+#: that have none it takes any tensor of its shape.
+KEPT = "kept"
+
 
 class Given(NamedTuple):
     """A call before any check. A field that its form does not have, or that the caller left out, is None.
@@ -39,7 +43,7 @@ class Given(NamedTuple):
     softmax_scale: Any = None
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
-    return_lse: bool = False
+    return_lse: bool | str = False  # or KEPT
     deterministic: bool = False
     form: str = "dense"  # dense | varlen | paged
     layout: str = "bshd"  # bshd | bhsd, varlen, or of a paged call NHD | HND

@@ -31,7 +31,7 @@ from attngen.runtime.arguments.checked import (
 )
 from attngen.runtime.arguments.declared import bind_declared
 from attngen.runtime.arguments.extra_cache import check_extra_cache, has_extra_cache
-from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.given import KEPT, Given
 from attngen.runtime.arguments.latent_rows import check_latent_rows, latent_name
 from attngen.runtime.arguments.scalars import FLOAT32_MAX
 
@@ -268,6 +268,14 @@ def length_of(name: str, value: Any) -> int:
     return number
 
 
+def require_lse(variant: Variant) -> None:
+    """Raise CallError if the weights of a variant have no log-sum-exp."""
+    if not variant.has_lse:
+        raise CallError(
+            f"{variant.name} has weights: {variant.weights}, which have no log-sum-exp; leave out return_lse"
+        )
+
+
 def finish(
     call: Call,
     *,
@@ -277,10 +285,12 @@ def finish(
     arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Call:
     """Check what all calls take: scale, lengths, used lengths and what the variant declares; resolve every extent."""
-    if not isinstance(return_lse, bool):
+    if not isinstance(return_lse, bool) and return_lse != KEPT:
         raise CallError(f"return_lse must be True or False, got {return_lse!r}")
     call.scale = default_scale(call.head_dim_qk) if softmax_scale is None else softmax_scale_of(softmax_scale)
-    call.return_lse = return_lse
+    if return_lse is True:
+        require_lse(call.variant)
+    call.return_lse = bool(return_lse)
     for name in ("seqlen_q", "seqlen_k", "total_q", "total_k"):
         if getattr(call, name) > MAX_SEQLEN:
             raise CallError(f"{name} is {getattr(call, name)}; the largest allowed is {MAX_SEQLEN}")

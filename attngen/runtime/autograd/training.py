@@ -18,7 +18,7 @@ from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, view
-from attngen.runtime.arguments.given import OTHERS, TENSORS, Given, keyed_of, make, settings_of
+from attngen.runtime.arguments.given import KEPT, OTHERS, TENSORS, Given, keyed_of, make, settings_of
 from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.arguments.lengths import lengths_of
 from attngen.runtime.autograd.transforms import Recorded, gradients
@@ -159,7 +159,7 @@ def differentiate(
     identity = tuple(key)
     prepared = _PREPARED[identity]
     if prepared is None:
-        call, resolved = bind_call(given._replace(return_lse=True, out=None))
+        call, resolved = bind_call(given._replace(return_lse=KEPT, out=None))
         call.lengths = lengths
         unordered = _unordered(call, asked, determinism)
         if call.empty:

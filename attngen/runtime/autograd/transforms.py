@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from attngen.errors import CallError
 from attngen.lang.ir import Expr, Load, Op, Type, Var
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.given import TENSORS, Given, make, settings_of, tensors_of
+from attngen.runtime.arguments.given import KEPT, TENSORS, Given, make, settings_of, tensors_of
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
 from attngen.runtime.registry.binding import find
 
@@ -55,7 +55,7 @@ class Recorded:
         """The call without its tensors, and its tensors."""
         own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in given.arguments.items() if name not in own}
-        settings = settings_of(given._replace(return_lse=True))
+        settings = settings_of(given._replace(return_lse=KEPT))
         return cls(run, differentiate, tuple(own), numbers, settings), (*tensors_of(given), *own.values())
 
     def given(self, tensors: _Tensors) -> Given:

@@ -130,4 +130,5 @@ def view_of(tensor: Tensor, call: Call) -> View:
 
 def finish(call: Call, buffers: GradientBuffers) -> None:
     """Enqueue the last step of a backward, after its kernels: the gradients of sinks, which need no keys."""
-    add_gradients(call, buffers.lse, buffers.workspaces["delta"].view(buffers.lse.shape), buffers.gradients)
+    if call.variant.sink is not None:
+        add_gradients(call, buffers.lse, buffers.workspaces["delta"].view(buffers.lse.shape), buffers.gradients)

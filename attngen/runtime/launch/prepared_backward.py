@@ -89,7 +89,8 @@ class PreparedBackward:
         self._maps = MapMaker(self._launch, kernel, call, call.device) if self._launch.maps else None
         offsets, self._floats = laid_out(sizes)
         self._shared = tuple(_FLOAT32 * offset for offset in offsets.values())
-        self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"])
+        #: Where D of each row lies, which sinks read: they alone need what else stays between the kernels.
+        self._rows = slice(offsets["delta"], offsets["delta"] + sizes["delta"]) if self._sinks else slice(0)
 
     def __call__(
         self, given: Given, lse: Tensor, dout: Tensor, addresses: list[int], into: Places = NOWHERE

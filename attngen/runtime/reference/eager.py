@@ -90,7 +90,8 @@ def reference(
 
     ``compute`` is the dtype of all arithmetic: float32 unless the inputs are float64. With float64 both results stay
     float64, which makes an oracle; otherwise out has q's dtype and lse is float32. Rows without a visible key give
-    0 and −inf, or the sink of their head if there is one; rows of no sequence give 0 and −inf. Autograd records it if
+    0 and −inf, or the sink of their head if there is one; rows of no sequence give 0 and −inf. Where weights have no
+    log-sum-exp, 0 stands for that of other rows. Autograd records it if
     gradients are enabled, also inside an operator. Raises IndexError for a load out of extent that nothing guards, and
     CallError for an element beyond the range that the variant declares, and for an input of inference mode that asks
     for a gradient.
@@ -402,7 +403,12 @@ def probabilities_of(
     smooth: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the exponentials of logits less the largest of their row, after dropout (h, rows, keys); what divides
-    them (h, rows, 1); and the log-sum-exp (h, rows)."""
+    them (h, rows, 1); and the log-sum-exp (h, rows). Of weights that have none: the weights, 1, and 0, or −inf where a
+    row sees no key."""
+    if not call.variant.has_lse:
+        weights = torch.where(visible, torch.sigmoid(torch.where(visible, scores, 0.0)), 0.0)
+        blind = torch.where(visible.any(dim=-1), 0.0, -math.inf).to(compute)
+        return weights, torch.ones_like(weights[..., :1]), blind
     sink = None
     if call.variant.sink is not None:
         of_heads = sinks(call, compute, checked=not smooth)[sequence.index]

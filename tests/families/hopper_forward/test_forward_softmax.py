@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from typing import get_args
+
 import pytest
 
 from attngen.errors import PlanError
+from attngen.families.hopper_forward.kinds import KINDS, SOFTMAXES, Kind
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.lang.folding import KEY, ONE, fold_logit, split_keys, subtract
 from attngen.lang.ir import Const, Op, Type, names, own
+from attngen.render import render
+from attngen.resources import templates_dir
+from attngen.schema.models import Softmax
 from tests.plan.specs import kernel_spec, planned
+
+TEMPLATES = templates_dir() / "cuda/hopper_forward"
+MACROS = {"constants", "declare", "offset", "first", "step", "normalize"}
+MACROS_OF_LSE = {"lse", "state", "merge"}
 
 
 def _declared(score: str, **scalar: float) -> str:
@@ -124,3 +135,57 @@ def test_the_row_max_is_subtracted_from_a_term_without_keys() -> None:
 
 def test_the_old_name_of_first_max_is_accepted() -> None:
     assert planned("causal", backend="cuda", softmax="fixed_reference").softmax == "first_max"
+
+
+def test_a_kind_is_a_template_and_a_row() -> None:
+    files = {path.name.partition(".")[0] for path in (TEMPLATES / "softmax").glob("[a-z]*.j2")}
+    assert files == {kind.file for kind in KINDS}
+    assert len({(kind.softmax, kind.form, dtype) for kind in KINDS for dtype in kind.dtypes}) == sum(
+        len(kind.dtypes) for kind in KINDS
+    )
+    assert set(SOFTMAXES) == set(get_args(Softmax)[1].allowed)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.file)
+def test_the_template_of_a_kind_has_its_macros(kind: Kind) -> None:
+    text = (TEMPLATES / f"softmax/{kind.file}.cu.j2").read_text()
+    taken = ", ".join(re.findall(r"^<% set ([\w, ]+) =", text, re.MULTILINE)).split(", ")
+    assert {*re.findall(r"<% macro (\w+)\(", text), *taken} >= MACROS | (MACROS_OF_LSE if kind.has_lse else set())
+
+
+def test_nothing_else_reads_what_a_kind_declares() -> None:
+    others = [path for path in TEMPLATES.rglob("*.j2") if path.parent.name != "softmax"]
+    assert len(others) > 40
+    assert [path.name for path in others if re.search(r"row_max|row_sum", path.read_text())] == []
+
+
+SIGMOID = "variants:\n  own: {mask: q_pos >= kv, score: 's - log(seqlen_k)', weights: sigmoid}\n"
+
+
+def test_sigmoids_keep_no_row_max_and_write_no_log_sum_exp() -> None:
+    plan = planned("own", backend="cuda", declared=SIGMOID)
+    assert plan.softmax == "sigmoid"
+    assert {argument.of for argument in plan.arguments}.isdisjoint({"lse"})
+    text = render(plan).text
+    assert text.count("take_sigmoid<Element>(s, 1.0f, p)") == 2
+    assert not re.search(r"\blse|_lse|row_max|row_sum|exponentiate", text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"backend": "cuda", "softmax": "lazy"}, "softmax: 'weights: sigmoid' keeps no row max; leave it out"),
+        ({"backend": "triton", "softmax": "exact_max"}, "softmax: 'weights: sigmoid' keeps no row max; leave it out"),
+        ({"backend": "cuda", "split_kv": "tiles"}, "split_kv: 'weights: sigmoid' has no log-sum-exp by which blocks"),
+        ({"backend": "cuda", "dtype": "fp8_e4m3"}, "hopper_fp8 do not have 'weights: sigmoid'; allowed: softmax"),
+        ({"backend": "cuda", "passes": "backward"}, "hopper_backward do not have 'weights: sigmoid'"),
+        ({"backend": "cuda", "arch": "sm80"}, "mma_forward do not have 'weights: sigmoid'"),
+        ({"backend": "cuda", "split_kv": "true"}, "split-KV forward kernels of schedule hopper_decode do not have"),
+        ({"backend": "cuda", "head_dim": 512}, "hopper_wide do not have 'weights: sigmoid'"),
+    ],
+)
+def test_what_has_no_sigmoids_says_so(fields: dict[str, object], reason: str) -> None:
+    if "passes" in fields:
+        fields = {"passes": "backward", "backward": "{backend: cuda}"}
+    with pytest.raises(PlanError, match=re.escape(reason)):
+        planned("own", declared=SIGMOID, **fields)

@@ -107,7 +107,7 @@ def run(given: Given, lookup: Any, repeats: Repeats | None, run_again: Callable[
                 raise CallError(
                     f"{name} requires a gradient, which no kernel has; detach it, or say backend='reference'"
                 )
-        call.return_lse = with_lse
+        call.return_lse = bool(with_lse)
         prepared = _prepare(call, resolved, addresses, given, run_again, learns=learns)
         of_kind: RaggedCalls | bool = False
         if kind is not None and resize(call.without_tensors(), given):

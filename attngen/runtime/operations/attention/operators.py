@@ -25,6 +25,7 @@ from attngen.runtime.arguments.dropout import check_rate
 from attngen.runtime.arguments.given import Given, tensors_of
 from attngen.runtime.arguments.latent_rows import value_columns
 from attngen.runtime.arguments.paging import in_rows
+from attngen.runtime.arguments.shapes import require_lse
 from attngen.runtime.autograd import training
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
 from attngen.runtime.operations.attention import at_trace, dispatch, flops, paged_operators
@@ -297,12 +298,17 @@ def define_named(namespace: str, operator: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _resolve(variant: str, package: str | None, given: tuple[str, ...]) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
-    """Return namespace and name of the operator, and its own arguments with their defaults. Raises CallError.
+def _resolve(
+    variant: str, package: str | None, given: tuple[str, ...], lse: bool
+) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
+    """Return namespace and name of the operator, and its own arguments with their defaults; with ``lse`` the
+    log-sum-exp is asked for. Raises CallError.
 
     Runs at trace time on plain values, and the trace takes the result as a constant.
     """
     namespace, name, signature = operators_of(variant, package)
+    if lse:
+        require_lse(registry.find(variant, package).variant)
     tensors = [(tensor, None) for tensor in signature.tensors]
     takes = (*tensors, *zip(signature.scalars, signature.defaults, strict=True))
     names = [argument for argument, _ in takes]
@@ -323,7 +329,7 @@ def _resolved(given: Given) -> tuple[Any, str, list[Any]]:
     variant = getattr(given.variant, "handle", given.variant)  # what attngen.variant made: a trace takes plain text
     if not isinstance(variant, str):
         raise CallError("a traced call must name its variant; a Variant as a value works in eager calls only")
-    namespace, name, takes = _resolve(variant, given.package, tuple(arguments))
+    namespace, name, takes = _resolve(variant, given.package, tuple(arguments), given.return_lse is True)
     names = [argument for argument, _ in takes]
     if DROPOUT_P.name in arguments and DROPOUT_P.name not in names:
         check_rate(variant, arguments[DROPOUT_P.name])

@@ -8,7 +8,7 @@ from typing import Any
 
 from attngen.dtypes import DESCALES, SCALAR_TYPES
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.given import KEPT, Given
 from attngen.runtime.launch.tile_map import TileMap
 
 #: Parameters of operators of each form before the variant's own arguments, and after them, in torch's schema language.
@@ -83,7 +83,7 @@ class Signature:
         fields = dict(zip(_BEFORE[form] + _AFTER[form], (*arguments[:start], *arguments[end:]), strict=False))
         words = fields.pop("tile_map", None)
         tile_map = None if words is None else TileMap.of_words(words)
-        return Given(**fields, arguments=own, tile_map=tile_map, variant=variant, return_lse=True, form=form)
+        return Given(**fields, arguments=own, tile_map=tile_map, variant=variant, return_lse=KEPT, form=form)
 
 
 def first_own(form: str) -> int:

@@ -120,6 +120,8 @@ def _check_variant(variant: Variant) -> None:
     if variant.score is not None or variant.sink is not None or variant.dropout:
         part = "score" if variant.score is not None else "sink" if variant.sink is not None else "dropout"
         raise CallError(f"{variant.name}: index scores take a mask alone, but it has a {part}")
+    if not variant.has_lse:
+        raise CallError(f"{variant.name}: index scores take a mask alone, but it has weights: {variant.weights}")
     if variant.keys is not None:
         raise CallError(f"{variant.name}: index scores choose keys, but its calls list them")
     if used := sorted(names(variant.mask) & set(_WITHOUT_MEANING)):
