@@ -94,6 +94,18 @@ def test_kernels_keep_their_speed_and_their_parameters(variant: str, head_dim: i
     check_parameters(plan, artifact)  # here, so that no other worker compiles the kernel for it
 
 
+def test_sigmoids_take_the_place_of_a_softmax() -> None:
+    declared = "variants:\n  own: {mask: q_pos >= kv, score: 's - log(seqlen_k)', weights: sigmoid}\n"
+    plan = planned("own", backend="cuda", declared=declared)
+    artifact = compile_source(plan, render(plan))
+    resources = artifact.manifest["resources"]
+    assert resources["spills"] == 0
+    assert resources["serialized_wgmma"] is False
+    assert resources["wgmma"] == plan.launch("forward").products
+    assert "lse_ptr" not in [argument.name for argument in plan.arguments]
+    check_parameters(plan, artifact)
+
+
 def check_parameters(plan: Plan, artifact: Artifact) -> None:
     """The parameters of a manifest are those of its cubin, each where the compiler put it."""
     parts = [

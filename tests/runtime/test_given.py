@@ -12,7 +12,7 @@ from torch import Tensor
 
 import attngen
 from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
-from attngen.runtime.arguments.given import OTHERS, PLACES, TENSORS, Given, keyed_of, settings_of, tensors_of
+from attngen.runtime.arguments.given import KEPT, OTHERS, PLACES, TENSORS, Given, keyed_of, settings_of, tensors_of
 from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.operations.attention import entry as calls
 from attngen.runtime.operations.attention.operators import Signature
@@ -92,7 +92,7 @@ def test_a_key_lacks_no_setting_but_those_that_each_call_looks_at(form: str, mon
 @every_form
 def test_an_operator_is_told_all_that_a_call_says(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, given = said(form, monkeypatch, tile_map=None) if form != "paged" else said(form, monkeypatch)
-    given = given._replace(out=None, return_lse=True, package=None, arguments={"table": (1,), "limit": 2, "gain": 3.0})
+    given = given._replace(out=None, return_lse=KEPT, package=None, arguments={"table": (1,), "limit": 2, "gain": 3.0})
     parts = [part.split()[1].partition("=")[0] for part in (*LEADING[form], *TRAILING[form])]
     assert {*parts, *OF_OPERATORS} >= set(keywords(form))
     signature = Signature(("table",), ("limit", "gain"), (None, None), ())
