@@ -129,7 +129,8 @@ def floor(plan: Plan) -> Floor:
         consumers=plan.structure.consumers,
         qk=Product(plan.tile_n, width_qk // given.q.mma_k, given.q.mma_k),
         pv=Product(width_v, plan.tile_n // given.p.mma_k, given.p.mma_k),
-        exponentials=ROWS * plan.tile_n,
+        # a sigmoid takes a reciprocal beside its exponential
+        exponentials=ROWS * plan.tile_n * (1 if plan.variant.has_lse else 2),
         shared_reads=ROWS * width_qk * given.q.bytes + k + v,
         loaded=plan.tile_n * key,
         tile=plan.tile_m * query,

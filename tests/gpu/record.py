@@ -70,7 +70,7 @@ FAMILIES = {
     "packed heads": ("packed_heads",),
     "index scores": ("index_scores",),
     "several GPUs": ("parallel", "rows_by_tiles", "sharded"),
-    "dropout and sinks": ("dropout", "sinks"),
+    "dropout and sinks": ("dropout", "sinks", "weights"),
     "integrations": (
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
         "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4",

@@ -58,6 +58,7 @@ _CAPPED = "; in tiles without a mask tanh is a polynomial of the products while 
 _RELATIVE = "; logits are relative to the row max, which a term of the score subtracts"
 _LAZY = "maximum; O is rescaled only if it has grown by 2^{raised}; exponentials make P(j)"
 _CONSTANT = "exponentials make P(j) from a constant, {fixed_max}, in place of row maxima: the score is bounded"
+_SIGMOID = "P(j) is the sigmoid of each logit, whatever others are"
 _NO_MAX = "exponentials make"
 _POWERS = "; in tiles without a mask P(j) is a polynomial of degree {degree}"
 
@@ -77,18 +78,7 @@ KINDS = (
     Kind("bounded", "", "bounded", _CONSTANT, "bounded", "fused", _NO_MAX, cuts=False),
     Kind("bounded", "capped", "bounded_capped", _CONSTANT + _CAPPED, "bounded", "capped", _NO_MAX, cuts=False),
     Kind("bounded", "powers", "bounded_powers", _CONSTANT + _POWERS, "bounded", "powers", _NO_MAX, cuts=False),
-    Kind(
-        "sigmoid",
-        "",
-        "sigmoid",
-        "P(j) is the sigmoid of each logit",
-        "",
-        "branches",
-        "sigmoids make",
-        _HALF,
-        False,
-        False,
-    ),
+    Kind("sigmoid", "", "sigmoid", _SIGMOID, first_tile="sigmoids make", cuts=False, has_lse=False),
 )
 
 #: Values of a spec's ``softmax``.

@@ -10,7 +10,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
 from attngen.families.hopper_forward.candidates import ROWS, Choice, Form
-from attngen.families.hopper_forward.kinds import SOFTMAXES, kind_of_structure
+from attngen.families.hopper_forward.kinds import SOFTMAXES, Kind, kind_of_structure
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import hopper_tile
@@ -147,7 +147,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     )
     return forward_launches(
         planned,
-        _arguments(planned, roles),
+        _arguments(planned, roles, kind),
         lambda: arguments.classifier_signature(planned, "q_tiles", max_seqlen_k=True),
         grid=SHARES if roles.shares else "queries",
         cluster=roles.sharing,
@@ -181,7 +181,7 @@ def _scale_label(block: int) -> str:
     return "tokenscales" if block == 1 else f"scale{block}"
 
 
-def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
+def _arguments(plan: Plan, roles: HopperForward, kind: Kind) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
     staged = [boxes("out", ROWS, packed=plan.pack_gqa)] if roles.boxes_out else []
@@ -199,7 +199,7 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n), v_map, *staged, *of_biases,
         arguments.pointer(plan, "out"),
-        *([arguments.row_pointer("lse")] if plan.variant.has_lse else []), *arguments.descales(plan),
+        *([arguments.row_pointer("lse")] if kind.has_lse else []), *arguments.descales(plan),
         *(arguments.partial_pointers() if roles.cuts else ()),
     )  # fmt: skip
     more_sizes = (
@@ -210,7 +210,7 @@ def _arguments(plan: Plan, roles: HopperForward) -> tuple[Argument, ...]:
     return arguments.signature(
         plan, operands, tiles="q_tiles", strided=("out",), promised=False, counted=roles.persistent,
         max_seqlen_k=True, more_sizes=more_sizes,
-        present=("lse", "seqused_k") if plan.variant.has_lse else ("seqused_k",),
+        present=("lse", "seqused_k") if kind.has_lse else ("seqused_k",),
     )  # fmt: skip
 
 
