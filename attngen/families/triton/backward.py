@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.arch import Arch
-from attngen.families.triton.rules import LABELS, alignment_of, loads_of
+from attngen.families.triton.rules import LABELS, TRITON, alignment_of, loads_of
 from attngen.families.triton.tiles import Tile, completed, depth_sizes, family, gradient_columns, widest_block
 from attngen.lang.constant_conditions import reads_products
 from attngen.lang.ir import names
@@ -25,6 +25,7 @@ from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.operands import Operands, kept_bytes, operands_of
 from attngen.plan.own_gradients import differentiable, differentiable_of
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.served import ANY
 from attngen.plan.symbols import gradient_pointer
 from attngen.plan.traits import gathers, is_light
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
@@ -425,4 +426,5 @@ SCHEDULE = Schedule(
     alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
     explanation="attngen.parts.explained.backward:BackwardExplanation",
+    serves=TRITON | {"backward": ANY},
 )

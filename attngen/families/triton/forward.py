@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from attngen.arch import Arch
-from attngen.families.triton.rules import LABELS, alignment_of, loads_of
+from attngen.families.triton.rules import LABELS, TRITON_FORWARD, alignment_of, loads_of
 from attngen.families.triton.tiles import Tile, columns, completed, depth_sizes, family, widest_block
 from attngen.parts.columns import padded_width
 from attngen.plan import arguments, budget
@@ -224,4 +224,5 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
+    serves=TRITON_FORWARD,
 )

@@ -26,6 +26,10 @@ _GRADIENTS = 2
 _ELEMENTS = 2**25
 
 
+#: Features of variants that oracles compute.
+SERVES = ("mask", "score", "sink", "dropout")
+
+
 class Oracle:
     """The first head of the first sequence and the last head of the last one, computed in float64."""
 
@@ -115,6 +119,7 @@ def _query_rows(call: Call) -> Iterator[slice]:
 
 def _out(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: int, rows: slice) -> Tensor:
     """The output of some query rows of a head, (rows, head_dim), in the dtype of the inputs."""
+    call.variant.require(SERVES, "the oracle of benchmarks")
     names: dict[str, Any] = names_of(call, b, rows, call.seqlen_q, call.seqlen_k, b * call.seqlen_q, b * call.seqlen_k)
     hk = h // (call.heads // call.kv_heads)
     names |= {"h": torch.tensor(h, device=keys.device), "hk": torch.tensor(hk, device=keys.device)}
