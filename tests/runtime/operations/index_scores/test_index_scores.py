@@ -112,7 +112,7 @@ def test_selected_keys_are_visible_ones() -> None:
         ({"k": torch.randn(2, 11, 1, 16)}, "k must have 3 dimensions (batch x seqlen_k x head_dim)"),
         ({"k": torch.randn(2, 11, 16).bfloat16()}, "dtype"),
         ({"k_scale": torch.randn(2, 10)}, "k_scale must be torch.float32 of shape (2, 11) on cpu"),
-        ({"variant": "softcap", "cap": 3.0}, "softcap: index scores take a mask alone, but it has a score"),
+        ({"variant": "softcap", "cap": 3.0}, "softcap: index_scores, which takes a mask alone, does not serve 'score'"),
         ({"window": 3}, "causal: unknown argument 'window'"),
         ({"page_table": torch.zeros(2, 3).int()}, "seqused_k is needed"),
     ],
@@ -155,7 +155,7 @@ def test_an_entry_of_a_spec_brings_kernels_and_the_selection(tmp_path: Any) -> N
     [
         ("variant: causal, head_dim: 96, dtype: bf16", "index scores take 64 or 128"),
         ("variant: causal, head_dim: 128, dtype: fp32", "index scores take bf16, fp16, fp8_e4m3, not fp32"),
-        ("variant: softcap, head_dim: 128, dtype: bf16", "index scores take a mask alone, but 'softcap' has a score"),
+        ("variant: softcap, head_dim: 128, dtype: bf16", "variant.score: index scores take a mask alone; found cap"),
         ("variant: causal, head_dim: 128, dtype: bf16, layout: varlen", "allowed: dense, paged"),
         ("variant: causal, head_dim: 128, dtype: bf16, tile: {m: 64, n: 64}", "is for the forward"),
     ],
