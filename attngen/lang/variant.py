@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from attngen.errors import CallError
@@ -55,7 +55,6 @@ class Settings:
         return {name: value for name, value in self.settings.items() if value != defaults[name]}
 
 
-@cache
 def _settings_of(owner: type[Settings]) -> tuple[Field[Any], ...]:
     others = _NO_FEATURES | _EXPRESSIONS
     return tuple(one for one in fields(owner) if one.name not in others)

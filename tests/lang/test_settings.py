@@ -1,4 +1,4 @@
-"""Settings of variants: one declaration, which specs, JSON and Python follow, and which each consumer serves or refuses."""
+"""Settings of variants: one declaration, which specs, JSON and Python follow; each consumer serves or refuses them."""
 
 from __future__ import annotations
 

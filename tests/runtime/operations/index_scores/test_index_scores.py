@@ -154,7 +154,7 @@ def test_an_entry_of_a_spec_brings_kernels_and_the_selection(tmp_path: Any) -> N
     ("entry", "message"),
     [
         ("variant: causal, head_dim: 96, dtype: bf16", "index scores take 64 or 128"),
-        ("variant: causal, head_dim: 128, dtype: fp32", "index scores take bf16, fp16, fp8_e4m3, not fp32"),
+        ("variant: causal, head_dim: 128, dtype: fp32", "index scores take bf16, fp16, fp8_e4m3; found fp32"),
         ("variant: softcap, head_dim: 128, dtype: bf16", "variant.score: index scores take a mask alone; found cap"),
         ("variant: causal, head_dim: 128, dtype: bf16, layout: varlen", "allowed: dense, paged"),
         ("variant: causal, head_dim: 128, dtype: bf16, tile: {m: 64, n: 64}", "is for the forward"),
