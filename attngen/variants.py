@@ -5,6 +5,7 @@ The checks are those of a spec, by the same models, which are imported when the 
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from copy import deepcopy
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError
 from attngen.lang.constant_conditions import fold_conditions
-from attngen.lang.variant import Variant
+from attngen.lang.variant import Settings, Variant
 from attngen.runtime.registry.lookup import registry
 
 if TYPE_CHECKING:
@@ -144,10 +145,10 @@ def variant(
     """
     given = {
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
-        "dropout": None if dropout is False else dropout, "keys": keys,
-        "sink_in_lse": None if sink_in_lse is True else sink_in_lse,
-        "weights": None if weights == "softmax" else weights,
     }  # fmt: skip
+    settings = {"dropout": dropout, "keys": keys, "sink_in_lse": sink_in_lse, "weights": weights}
+    defaults = {one.name: one.default for one in dataclasses.fields(Settings)}
+    given |= {setting: value for setting, value in settings.items() if value is not defaults[setting]}
     named = {field: value for field, value in given.items() if value is not None}
     fields = {field: value for field, value in named.items() if not isinstance(value, Mapping) or value}
     made = _made(name, fields)

@@ -23,6 +23,9 @@ from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
 from attngen.runtime.reference.eager import lengths, names_of
 
+#: Features of variants that it computes.
+SERVES = ("mask", "score", "sink", "dropout", "weights")
+
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
@@ -434,6 +437,7 @@ def _over_sequences(
 
 def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, _Sequence]]:
     """Yield the sequences that have queries, and keys or a sink, cut to their used keys."""
+    call.variant.require(SERVES, "the baseline in plain torch")
     groups = call.heads // call.kv_heads
     for b, (rows, keys, q_offset, k_offset) in enumerate(lengths(call)):
         if not rows or (not keys and call.variant.sink is None):

@@ -10,7 +10,7 @@ import ast
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from attngen.errors import Gathered, Location, SpecError
@@ -23,7 +23,7 @@ from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet, locate
-from attngen.lang.variant import VISIBLE, WEIGHTS, Scalar, Tensor, Variant, VariantText
+from attngen.lang.variant import VISIBLE, WEIGHTS, Scalar, Settings, Tensor, Variant, VariantText
 from attngen.records import read
 
 #: Operators whose INT result may outgrow int32.
@@ -160,41 +160,35 @@ def compile_variant(
     let: Mapping[str, Any] | None = None,
     locate: Mapping[str, Location] | None = None,
     sink: str | float | None = None,
-    dropout: bool = False,
     written: list[Written] | None = None,
-    keys: str | None = None,
-    sink_in_lse: bool = True,
-    weights: str = "softmax",
     unsure: Collection[str] = (),
+    **settings: Any,
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
-    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink; with
-    ``dropout`` the variant takes a rate and a state of random numbers besides its own arguments, and with ``keys`` the
-    tensors of ``lang.listed.KEYS``. Without ``sink_in_lse`` the log-sum-exp leaves the sink out. ``weights`` is one of
-    ``lang.variant.WEIGHTS``. ``let`` maps a name to a text, or ``f(x, y)`` to the text of a function; values may use
-    earlier ones. ``locate`` gives the place of a field (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …);
-    the nearest enclosing field's serves otherwise. ``written`` takes the expressions with the value of each part (see
-    ``doubts``). Expressions that read a name of ``unsure``, which a declaration that cannot be read may declare, are
-    not checked.
+    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink.
+    ``settings`` are those of ``Settings``: with ``dropout`` the variant takes a rate and a state of random numbers
+    besides its own arguments, and with ``keys`` the tensors of ``lang.listed.KEYS``. ``let`` maps a name to
+    a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
+    (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
+    ``written`` takes the expressions with the value of each part (see ``doubts``). Expressions that read a name of
+    ``unsure``, which a declaration that cannot be read may declare, are not checked.
 
     Raises SpecError, with one error for each field that is wrong (``each``).
     """
-    if weights != "softmax":
-        _refuse_beside_weights(
-            weights, {"sink": sink is not None, "keys": keys is not None, "dropout": dropout}, locate
-        )
+    said = Settings(**settings)
+    keys = said.keys
+    if said.weights != "softmax":
+        others = {"sink": sink is not None, "keys": keys is not None, "dropout": said.dropout}
+        _refuse_beside_weights(said.weights, others, locate)
     if keys is not None:
-        _refuse_listed(name, tensors, keys, locate, dropout=dropout)
+        _refuse_listed(name, tensors, keys, locate, dropout=said.dropout)
     variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH, written, unsure)
     if keys is not None and LISTS[keys].extra:
         _refuse_positions(variant, keys, locate)
-    if not sink_in_lse:
+    if not said.sink_in_lse:
         _refuse_sink_left_out(sink, keys, locate)
-        variant = replace(variant, sink_in_lse=False)
-    if weights != "softmax":
-        variant = replace(variant, weights=weights)
-    return with_listed(variant, keys, dropout=dropout)
+    return with_listed(replace(variant, **said.settings), keys, dropout=said.dropout)
 
 
 def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
@@ -202,7 +196,12 @@ def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
 
     Expressions are parsed and checked again, so that a damaged manifest raises SpecError.
     """
-    text = data if isinstance(data, VariantText) else read(VariantText, data)
+    if isinstance(data, VariantText):
+        text = data
+    else:
+        if unknown := sorted(data.keys() - {one.name for one in fields(VariantText)}):
+            raise SpecError(f"a variant has '{unknown[0]}', which this version of attngen does not know")
+        text = read(VariantText, data)
     scalars, tensors = text.scalars, text.tensors
     if text.dropout:
         scalars, tensors = scalars[:-1], tensors[:-1]
@@ -215,8 +214,7 @@ def restore_variant(data: VariantText | Mapping[str, Any]) -> Variant:
     expressions = (text.mask, text.score, text.sink)
     variant = _compile(text.name, *expressions, scalars, tensors, text.let, None, _RESTORED_LENGTH)
     restored = replace(
-        variant, mask_text=text.mask_text, score_text=text.score_text, sink_text=text.sink_text,
-        sink_in_lse=text.sink_in_lse, weights=text.weights,
+        variant, mask_text=text.mask_text, score_text=text.score_text, sink_text=text.sink_text, **text.settings,
     )  # fmt: skip
     return with_listed(restored, text.keys, dropout=text.dropout)
 

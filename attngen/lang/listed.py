@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attngen.lang.variant import Tensor
+from attngen.lang.declared import Tensor
 
 #: Keys of each query, by their positions in its sequence, and the number of entries of each row that count.
 INDICES = Tensor("indices", "int32", ("b", "seqlen_q", "topk"))

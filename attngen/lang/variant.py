@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from attngen.errors import CallError
 from attngen.lang.declared import Bound, Monotone, Scalar, Tensor
 from attngen.lang.ir import Const, Expr, Type, names, tensors
+from attngen.lang.listed import KEYS
 from attngen.lang.ranges import Range, declared_ranges
 from attngen.records import VariantName
 
-__all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "Tensor", "Variant", "VariantText"]
+__all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "Settings", "Tensor", "Variant", "VariantText"]
+
+#: Fields of a variant that name and declare what others read, and its expressions; all others are settings.
+_NO_FEATURES = frozenset(("name", "scalars", "tensors", "let", "mask_text", "score_text", "sink_text"))
+_EXPRESSIONS = frozenset(("mask", "score", "sink"))
 
 #: How logits become the weights of values: relative to all of a row, or each for itself, 1 / (1 + exp(-logit)).
 WEIGHTS = ("softmax", "sigmoid")
@@ -22,8 +28,48 @@ WEIGHTS = ("softmax", "sigmoid")
 VISIBLE: Expr = Const(True, Type.BOOL)
 
 
+def _setting(default: Any, description: str, **more: Any) -> Any:
+    return field(default=default, metadata={"description": description, **more})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a variant says beside its expressions and what these read: one declaration of each.
+
+    Specs, JSON, definitions and comparisons of variants follow. ``choices`` are the allowed texts, and ``unset`` is the
+    word for None. A setting that nobody serves is refused by all (``Variant.features``).
+    """
+
+    dropout: bool = _setting(False, "drop probabilities, at the rate `dropout_p` of the call")
+    keys: str | None = _setting(
+        None, "`index`: each query sees only keys that `indices` of the call lists", choices=tuple(KEYS), unset="all"
+    )
+    sink_in_lse: bool = _setting(True, "whether the log-sum-exp includes the sink")
+    weights: str = _setting(
+        "softmax",
+        "how logits become the weights of values; `sigmoid`: each by itself, without a sum over the row",
+        choices=WEIGHTS,
+    )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The value of each setting."""
+        return {one.name: getattr(self, one.name) for one in _settings_of(type(self))}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings whose value is not the default."""
+        defaults = {one.name: one.default for one in _settings_of(type(self))}
+        return {name: value for name, value in self.settings.items() if value != defaults[name]}
+
+
+def _settings_of(owner: type[Settings]) -> tuple[Field[Any], ...]:
+    others = _NO_FEATURES | _EXPRESSIONS
+    return tuple(one for one in fields(owner) if one.name not in others)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VariantText:
+class VariantText(Settings):
     """The JSON form of a variant: its expressions are texts of the language."""
 
     name: VariantName
@@ -36,14 +82,10 @@ class VariantText:
     score_text: str | None
     sink: str | None = None
     sink_text: str | None = None
-    dropout: bool = False
-    keys: str | None = None
-    sink_in_lse: bool = True
-    weights: str = "softmax"
 
 
 @dataclass(frozen=True)
-class Variant:
+class Variant(Settings):
     """A mask, a score and a sink over declared scalars and tensors.
 
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``. ``sink``
@@ -66,10 +108,22 @@ class Variant:
     let: tuple[tuple[str, Expr], ...] = ()
     sink: Expr | None = None
     sink_text: str | None = None
-    dropout: bool = False
-    keys: str | None = None
-    sink_in_lse: bool = True
-    weights: str = "softmax"
+
+    def features(self) -> Iterator[tuple[str, Any, Any]]:
+        """Each field that decides what kernels compute, with its value and its default: those of ``_NO_FEATURES`` only
+        declare or name something."""
+        for one in fields(self):
+            if one.name not in _NO_FEATURES:
+                yield one.name, getattr(self, one.name), one.default
+
+    @cached_property
+    def _features(self) -> frozenset[str]:
+        return frozenset(name for name, value, default in self.features() if value != default)
+
+    def require(self, served: Collection[str], who: str) -> None:
+        """Raise CallError if this variant has a feature that is not among those that ``who`` has ``served``."""
+        if beyond := sorted(self._features - frozenset(served)):
+            raise CallError(f"{self.name}: {who} does not serve '{beyond[0]}'")
 
     @property
     def masked(self) -> bool:
@@ -105,8 +159,7 @@ class Variant:
         """
         scalars = tuple(sorted(self.scalars, key=lambda s: s.name))
         tensors = tuple(sorted(self.tensors, key=lambda t: t.name))
-        own = self.dropout, self.keys, self.sink_in_lse, self.weights
-        return self.mask, self.score, self.sink, scalars, tensors, *own
+        return self.mask, self.score, self.sink, scalars, tensors, *self.settings.values()
 
     def differences(self, other: Variant) -> list[tuple[str, str, str]]:
         """Each field in which two definitions differ, with the text of both variants."""
@@ -123,10 +176,10 @@ class Variant:
         summaries = {"mask": canonical(self.mask)}
         summaries["score"] = "s" if self.score is None else canonical(self.score)
         summaries["sink"] = "none" if self.sink is None else canonical(self.sink)
-        summaries["dropout"] = str(self.dropout).lower()
-        summaries["keys"] = self.keys or "all"
-        summaries["sink_in_lse"] = str(self.sink_in_lse).lower()
-        summaries["weights"] = self.weights
+        for setting in _settings_of(type(self)):
+            value = getattr(self, setting.name)
+            shown = str(value).lower() if isinstance(value, bool) else str(value)
+            summaries[setting.name] = setting.metadata.get("unset", "none") if value is None else shown
         summaries |= {f"scalars.{scalar.name}": scalar.summary() for scalar in self.scalars}
         return summaries | {f"tensors.{tensor.name}": tensor.summary() for tensor in self.tensors}
 
@@ -177,10 +230,7 @@ class Variant:
             "mask_text": self.mask_text,
             "score_text": self.score_text,
             **({} if self.sink is None else {"sink": canonical(self.sink), "sink_text": self.sink_text}),
-            **({"dropout": True} if self.dropout else {}),
-            **({} if self.keys is None else {"keys": self.keys}),
-            **({} if self.sink_in_lse else {"sink_in_lse": False}),
-            **({} if self.weights == "softmax" else {"weights": self.weights}),
+            **self.given,
         }
 
 

@@ -27,6 +27,9 @@ from attngen.runtime.operations.attention.entry import attention
 from attngen.runtime.operations.merge.call import merge
 from attngen.runtime.registry.binding import find
 
+#: Features of variants that ranks compute.
+SERVES = ("mask", "score", "sink")
+
 _agreed: set[Any] = set()
 
 
@@ -103,15 +106,8 @@ def _problem(q: Any, k: Any, v: Any, position: Any, begin: Any, stated: Variant,
             return f"{name} must be a number of 0 or more, got {number!r}"
     if begin + k.shape[1] > position + q.shape[1]:
         return f"keys end at {begin + k.shape[1]}, after the last query, which is at {position + q.shape[1] - 1}"
-    if stated.dropout:
-        return f"{stated.name} has dropout, which decode does not take"
-    if not stated.has_lse:
-        return (
-            f"{stated.name} has weights: {stated.weights}, and no log-sum-exp by which the results of ranks are merged"
-        )
-    if not stated.sink_in_lse:
-        return f"{stated.name} leaves its sink out of the log-sum-exp, by which the results of ranks are merged"
     try:
+        stated.require(SERVES, "decode, which merges the results of ranks by their log-sum-exp,")
         refuse_unknown({stated.name: stated}, values)
     except CallError as error:
         return str(error)

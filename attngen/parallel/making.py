@@ -33,6 +33,9 @@ from attngen.parallel.visits import Visits, runs_of_tiles, visits
 from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
 
+#: Features of variants that ranks compute.
+SERVES = ("mask", "score", "sink", "dropout")
+
 #: Ways by which keys reach the rows that see them.
 METHODS = ("auto", "gather", "exchange", "heads")
 
@@ -209,15 +212,7 @@ def _layer(
     visited, of_documents = counted
     if variant.dropout:
         _check_dropout(variant, sharding, method, offsets)
-    if not variant.has_lse:
-        raise CallError(
-            f"{variant.name} has weights: {variant.weights}, and no log-sum-exp by which the results of ranks are "
-            "merged"
-        )
-    if not variant.sink_in_lse:
-        raise CallError(
-            f"{variant.name} leaves its sink out of the log-sum-exp, by which the results of ranks are merged"
-        )
+    variant.require(SERVES, "a plan, which merges the results of ranks by their log-sum-exp,")
     if method == "heads" and not heads_are_alike(variant):
         raise CallError(
             f"method heads: {variant.name} reads the number of a head, or of all of them, other than to index tensors "

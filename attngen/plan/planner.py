@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from attngen.arch import ARCHES, Arch
 from attngen.dtypes import (
@@ -19,13 +20,13 @@ from attngen.dtypes import (
 )
 from attngen.errors import PlanError
 from attngen.lang.constant_conditions import fold_conditions
-from attngen.lang.listed import LISTS
 from attngen.operations import APPEND, HELPERS
-from attngen.plan.catalogue import backends, candidates
+from attngen.plan.catalogue import backends, candidates, schedules
 from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import unserved
 from attngen.schema.kernel_spec import KernelSpec
 
 
@@ -37,13 +38,6 @@ def plan(spec: KernelSpec) -> Plan:
     kv_dtype = spec.kv_dtype or spec.dtype
     quantized = spec.dtype in QUANTIZED_DTYPES
     beside = QUANTIZED_DTYPES if quantized else CACHE_DTYPES if spec.dtype in BESIDE_CACHES else ()
-    if spec.variant.keys is not None and LISTS[spec.variant.keys].extra:
-        _check_two_caches(spec)
-    if not spec.variant.sink_in_lse and not (spec.v_of_key and spec.direction == "forward"):
-        raise refuse(
-            spec, "variant", f"only forward kernels with 'v: key' leave a sink out of the log-sum-exp, as "
-            f"'{spec.variant.name}' does; allowed: sink_in_lse: true"
-        )  # fmt: skip
     if spec.kv_dtype in LATENT_ROWS:
         _check_latent_rows(spec)
     elif spec.kv_dtype is not None and kv_dtype not in beside:
@@ -112,15 +106,6 @@ def _check_latent_rows(spec: KernelSpec) -> None:
         raise refuse(spec, "layout", f"scales of {name} follow the rows of each page; allowed: paged")
 
 
-def _check_two_caches(spec: KernelSpec) -> None:
-    """Raise PlanError for a kernel that cannot read a second cache."""
-    if not (spec.v_of_key and spec.direction == "forward"):
-        raise refuse(
-            spec, "variant", f"only forward kernels with 'v: key' read two caches, as 'keys: {spec.variant.keys}' has "
-            "them; allowed: keys: counted_index, with a call for each cache"
-        )  # fmt: skip
-
-
 def _fastest(spec: KernelSpec, arch: Arch) -> Plan:
     """Return the plan of the fastest backend that can do all that a spec asks for, and why it is that one."""
     offered = backends(arch, spec.direction) or backends(None, spec.direction)
@@ -145,7 +130,7 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
         raise _without_schedule(spec, arch)
     for schedule in schedules:
         try:
-            _check_layout(spec, schedule)
+            _check(spec, schedule)
             if not named:
                 schedule.keep_promises(spec)
             return schedule.plan(spec, arch)
@@ -156,30 +141,62 @@ def _of_backend(spec: KernelSpec, arch: Arch, *, named: bool = True) -> Plan:
 
 
 def _without_schedule(spec: KernelSpec, arch: Arch) -> PlanError:
-    """The error for a kernel that no schedule of a spec's backend has on an arch: it names the field that asks for its
-    form, and the backends that have it there."""
-    backend, instead = str(spec.backend), tuple[str, ...]()
-    if spec.variant.keys is not None:
-        field, form = "variant", f" with 'keys: {spec.variant.keys}'"
-    elif spec.v_of_key:
-        field, form = "v", " with 'v: key'"
-    elif is_beyond_256(spec) and not spec.split_tiles:
-        field, form, instead = "head_dim", f" of head dims beyond {HEAD_DIMS[-1]}", (f"head_dim {HEAD_DIMS[-1]}",)
-    elif spec.split_tiles:
-        field, form = "split_kv", f" in {spec.dtype} whose blocks share the keys of a tile of queries"
-        instead = ("split_kv: false",)
-    elif spec.split_kv:
-        field, form, instead = "split_kv", " whose blocks share the keys of a sequence", ("split_kv: false",)
-    else:
-        field, form = "backward" if spec.direction == "backward" else "backend", ""
+    """The error for a kernel that no schedule of a spec's backend has on an arch: it names the condition that all of
+    them fail, and what the backend, or another one, takes there."""
+    backend = str(spec.backend)
+    asked = _forms(spec) if schedules(spec.direction, arch, backend) else []
+    failed = [each for each in asked if candidates(each.without, backend)] or asked
     elsewhere = any(candidates(replace(spec, arch=name), backend) for name in ARCHES)
+    instead = (each.instead for each in failed if each.instead and _takes(each.without, backend, arch))
     others = (f"backend: {other}" for other in backends(arch, spec.direction) if _takes(spec, other, arch))
     allowed = ", ".join((*instead, *others))
+    form = "".join(each.words for each in failed).replace("' with '", "' and '")
     kind = f"{spec.direction} kernel" if spec.direction in HELPERS else spec.direction
+    field = failed[-1].field if failed else "backward" if spec.direction == "backward" else "backend"
     return refuse(
-        spec, field, f"{backend} has no {kind}{form}{f' for {arch.name}' if elsewhere else ''}"
-        f"{'; allowed: ' if allowed else ''}{allowed}"
+        spec, field, f"{backend} has no {kind}{form}"
+        f"{f' for {arch.name}' if elsewhere else ''}{'; allowed: ' if allowed else ''}{allowed}"
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A condition by which schedules are chosen: its field, in words, the spec without it, and what then to write."""
+
+    field: str
+    words: str
+    without: KernelSpec
+    instead: str = ""
+
+
+def _forms(spec: KernelSpec) -> list[_Form]:
+    """The conditions of a spec by which schedules are chosen."""
+    narrow = {name: min(getattr(spec, name), HEAD_DIMS[-1]) for name in ("head_dim_qk", "head_dim_v")}
+
+    def without(**changed: Any) -> KernelSpec:
+        bare = replace(spec, **changed)
+        shares = bare.v_of_key or bare.variant.keys is not None or is_beyond_256(bare)
+        return replace(bare, split_kv=bare.direction == "forward" and shares)
+
+    forms = []
+    if spec.variant.keys is not None:
+        unlisted = without(variant=replace(spec.variant, keys=None))
+        forms.append(_Form("variant", f" with 'keys: {spec.variant.keys}'", unlisted))
+    if spec.v_of_key:
+        forms.append(_Form("v", " with 'v: key'", without(v_of_key=False, **narrow)))
+    elif is_beyond_256(spec):
+        forms.append(
+            _Form("head_dim", f" of head dims beyond {HEAD_DIMS[-1]}", without(**narrow), f"head_dim {HEAD_DIMS[-1]}")
+        )
+    elif spec.split_kv and spec.variant.keys is None:
+        forms.append(_Form("split_kv", " whose blocks share the keys of a sequence", without(), "split_kv: false"))
+    if spec.split_tiles:
+        if spec.dtype in QUANTIZED_DTYPES:
+            usual = QUANTIZED_DTYPES[spec.dtype]
+            forms.append(_Form("dtype", f" in {spec.dtype}", without(dtype=usual, kv_dtype=None), f"dtype: {usual}"))
+        words = " whose blocks share the keys of a tile of queries"
+        forms.append(_Form("split_kv", words, without(split_tiles=False), "split_kv: false"))
+    return forms
 
 
 def _takes(spec: KernelSpec, backend: str, arch: Arch) -> bool:
@@ -187,7 +204,7 @@ def _takes(spec: KernelSpec, backend: str, arch: Arch) -> bool:
     moved = replace(spec, arch=arch.name, backend=backend)
     for schedule in candidates(moved, backend):
         try:
-            _check_layout(moved, schedule)
+            _check(moved, schedule)
             schedule.plan(moved, arch)
         except PlanError:
             continue
@@ -205,8 +222,9 @@ def _beside_arches(error: PlanError, spec: KernelSpec) -> PlanError:
     return PlanError(f"{error.message}; arch {listed}", location=error.location, field=error.field)
 
 
-def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
-    """Raise PlanError for a layout that a schedule has no kernels for, or in which a variant has no meaning."""
+def _check(spec: KernelSpec, schedule: Schedule) -> None:
+    """Raise PlanError for what a schedule does not serve: a layout, or one in which a variant has no meaning, and any
+    field of the spec or of its variant."""
     if LAYOUTS[spec.layout].key_access == "paged" and (used := spec.variant.packed_keys()):
         raise refuse(
             spec,
@@ -214,14 +232,11 @@ def _check_layout(spec: KernelSpec, schedule: Schedule) -> None:
             f"variant '{spec.variant.name}' reads '{used}', the place of keys in a packed tensor, which keys in pages "
             "do not have; allowed: dense, varlen",
         )
-    if spec.variant.weights not in schedule.weights:
-        raise refuse(
-            spec, "variant", f"{schedule.backend} {'split-KV ' * spec.split_kv}{spec.direction} kernels of schedule "
-            f"{schedule.name} do not have 'weights: {spec.variant.weights}'; allowed: {', '.join(schedule.weights)}"
-        )  # fmt: skip
     if spec.layout not in schedule.layouts:
         form = f"{schedule.backend} {'split-KV ' * spec.split_kv}{spec.direction} kernels"
         raise refuse(spec, "layout", f"{form} do not take '{spec.layout}'; allowed: {', '.join(schedule.layouts)}")
+    if refused := unserved(spec, schedule.serves, schedule.name):
+        raise refused
 
 
 def _together(refusals: Sequence[PlanError], names: Sequence[str] = ()) -> PlanError:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.plan.model import Plan
 from attngen.plan.pipes import Pipes
+from attngen.plan.served import UNDECLARED, Values
 from attngen.schema.kernel_spec import KernelSpec
 
 
@@ -22,10 +23,11 @@ class Schedule:
     other choices, which are compiled one after the other if ptxas refuses the first plan (it spills, or serializes
     MMAs). ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
     ``keep_promises`` raises PlanError where results are less exact than another backend's; a spec must name the backend
-    to accept that. ``layouts`` and ``weights`` are those that it has kernels for; ``v_of_key``: v is the first columns
-    of k, so that it serves only specs that say so; ``listed_keys``: calls list the keys of each query, so that it
-    serves only variants with ``keys``; ``split_kv``: blocks split the keys of a sequence, so that it serves only specs
-    that ask for this; ``split_tiles``: blocks can also split the keys of a tile of queries.
+    to accept that. ``layouts`` are those that it has kernels for; ``v_of_key``: v is the first columns of k, so that it
+    serves only specs that say so; ``listed_keys``: calls list the keys of each query, so that it serves only variants
+    with ``keys``; ``split_kv``: blocks split the keys of a sequence, so that it serves only specs that ask for this;
+    ``split_tiles``: blocks can also split the keys of a tile of queries. ``serves`` lists the other fields of specs
+    and variants that it serves, with the values of each; the planner refuses what it does not list.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns the pipes
@@ -47,11 +49,11 @@ class Schedule:
     templates: Path | None = None
     pipes: Callable[[Plan], Pipes] | None = None
     layouts: tuple[str, ...] = ("dense", "varlen")
-    weights: tuple[str, ...] = ("softmax",)
     v_of_key: bool = False
     listed_keys: bool = False
     split_kv: bool = False
     split_tiles: bool = False
+    serves: Mapping[str, Values] = field(default_factory=lambda: UNDECLARED)
     explanation: str = "attngen.parts.explained.base:ScheduleExplanation"
 
 

@@ -254,7 +254,9 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
         tile_map=values["tile_map"],
         alignment=DTYPES[values["dtype"]].bytes if alignment == "element" else alignment,
         fast_math=values["fast_math"],
-        softmax=None if backward or left_open else values["softmax"] or declared.model.softmax,
+        softmax=None
+        if backward or values["passes"] == INDEX_SCORES or left_open
+        else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
         deterministic=values["deterministic"],
         persistent=values["persistent"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +26,7 @@ from attngen.lang.facts import Facts
 from attngen.lang.ir import Const, Type
 from attngen.lang.parser import Written
 from attngen.lang.source import locate
-from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
+from attngen.lang.variant import Monotone, Scalar, Settings, Tensor, Variant
 from attngen.schema import names, tree
 from attngen.schema.messages import field_path, spec_error, spec_errors, unknown_fields
 from attngen.schema.models import KernelModel, ScalarModel, SpecModel, TensorModel, VariantModel
@@ -430,10 +430,6 @@ def _compile(
         mask=model.mask,
         score=model.score,
         sink=model.sink,
-        sink_in_lse=model.sink_in_lse,
-        weights=model.weights,
-        dropout=model.dropout,
-        keys=model.keys,
         scalars=tuple(_scalar(key, scalar) for key, scalar in model.scalars.items() if not _is_learned(scalar)),
         tensors=(
             *(_tensor(key, tensor) for key, tensor in model.tensors.items()),
@@ -443,6 +439,7 @@ def _compile(
         locate=places,
         written=written,
         unsure=unsure,
+        **{one.name: getattr(model, one.name) for one in fields(Settings)},
     )
 
 

@@ -7,7 +7,9 @@ ends up in a user's editor through the JSON Schema is in the fields' description
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -16,14 +18,14 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     WithJsonSchema,
+    create_model,
     field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
 
 from attngen.formats import SCHEMA
-from attngen.lang.listed import KEYS
-from attngen.lang.variant import WEIGHTS
+from attngen.lang.variant import Settings
 from attngen.schema.fields import (
     Alignment,
     ArchName,
@@ -56,8 +58,6 @@ Softmax = Annotated[
     str, Choice(("exact_max", "lazy", "first_max", "bounded"), aliases=(("fixed_reference", "first_max"),))
 ]
 ValuesOf = Annotated[str, Choice(("key",))]
-Keys = Annotated[str, Choice(tuple(KEYS))]
-Weights = Annotated[str, Choice(WEIGHTS)]
 Layout = Annotated[str, Choice(("dense", "varlen", "paged"))]
 Pass = Annotated[str, Choice(("forward", "backward", "index_scores"))]
 Backend = Annotated[str, Choice(("triton", "cuda"))]
@@ -151,9 +151,7 @@ class TensorModel(Model):
     grad: bool = Field(default=False, description="the backward computes a gradient for it")
 
 
-class VariantModel(Model):
-    """A variant: which keys a query sees, how the score changes the logit, and what else joins the softmax."""
-
+class _Expressions(Model):
     description: str | None = Field(default=None, max_length=400)
     mask: MaskExpression | None = Field(
         default=None, description="true where the query sees the key; left out: everywhere"
@@ -162,20 +160,32 @@ class VariantModel(Model):
     sink: Expression | None = Field(
         default=None, description="a logit of each head that joins the softmax and has no value; left out: none"
     )
-    sink_in_lse: bool = Field(default=True, description="whether the log-sum-exp includes the sink")
     let: dict[LetName, Expression] = Field(default={}, description="named intermediate values and functions, in order")
     scalars: dict[SymbolName, ScalarModel] = {}
     tensors: dict[SymbolName, TensorModel] = {}
-    weights: Weights = Field(
-        default="softmax",
-        description="how logits become the weights of values; `sigmoid`: each by itself, without a sum over the row",
-    )
     softmax: Softmax | None = None
     softmax_scale: Annotated[float, Field(gt=0)] | None = None
-    dropout: bool = Field(default=False, description="drop probabilities, at the rate `dropout_p` of the call")
-    keys: Keys | None = Field(
-        default=None, description="`index`: each query sees only keys that `indices` of the call lists"
-    )
+
+
+def _setting(hint: Any, metadata: Mapping[str, Any], default: Any) -> tuple[Any, Any]:
+    """Type and field of a setting of variants."""
+    kind = hint
+    if "choices" in metadata:
+        kind = Annotated[str, Choice(metadata["choices"])]
+        kind = kind | None if default is None else kind
+    return kind, Field(default=default, description=metadata["description"])
+
+
+_HINTS = get_type_hints(Settings)
+_Settings = create_model(
+    "_Settings",
+    __base__=Model,
+    **{one.name: _setting(_HINTS[one.name], one.metadata, one.default) for one in fields(Settings)},
+)
+
+
+class VariantModel(_Settings, _Expressions):  # type: ignore[misc, valid-type]
+    """A variant: which keys a query sees, how the score changes the logit, and what else joins the softmax."""
 
 
 class HeadDimModel(Model):

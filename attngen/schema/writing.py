@@ -56,19 +56,13 @@ def declaration(variant: Variant) -> dict[str, Any]:
         fields["score"] = canonical(variant.score)
     if variant.sink is not None:
         fields["sink"] = canonical(variant.sink)
-    if not variant.sink_in_lse:
-        fields["sink_in_lse"] = False
-    if variant.weights != "softmax":
-        fields["weights"] = variant.weights
     added = (RNG_STATE, *(KEYS[variant.keys] if variant.keys else ()))
     own = [s for s in variant.scalars if s != DROPOUT_P], [t for t in variant.tensors if t not in added]
     if own[0]:
         fields["scalars"] = {scalar.name: _scalar(scalar) for scalar in own[0]}
     if own[1]:
         fields["tensors"] = {tensor.name: _tensor(tensor) for tensor in own[1]}
-    if variant.keys is not None:
-        fields["keys"] = variant.keys
-    return {**fields, **({"dropout": True} if variant.dropout else {})}
+    return fields | variant.given
 
 
 def _scalar(scalar: Scalar) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _of_splits(chance: random.Random, dtype: str, split_kv: bool | str) -> Field
         "pack_gqa": some(chance, 0.25, True),
         "tile": some(chance, 0.4, {"n": 16}, {"n": 64}, {"n": 128}, {"m": 64}, {"m": 64, "n": 16}),
         "pipeline": some(chance, 0.2, {"stages": 2}, {"stages": 3}),
-        "softmax": some(chance, 0.3, "exact_max", "lazy", "first_max"),
+        "softmax": some(chance, 0.3, "exact_max", *(("lazy", "first_max") if split_kv == "tiles" else ())),
     }
 
 

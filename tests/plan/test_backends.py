@@ -46,7 +46,7 @@ def test_presets_are_in_cuda_but_for_cards_with_tensor_memory(name: str) -> None
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"dtype": "fp32"}, "not fp32"),
+        ({"dtype": "fp32"}, "found fp32"),
         ({"loads": "pointer"}, "load through tensor descriptors"),
         ({"alignment": "element"}, "need alignment 16"),
         ({"warps": 8}, "have roles"),
@@ -163,7 +163,7 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"dtype": "fp32"}, "not fp32"),
+        ({"dtype": "fp32"}, "found fp32"),
         ({"loads": "pointer", "backward": "{dq: {warps: 4}}"}, "load through tensor descriptors"),
         ({"alignment": "element"}, "need alignment 16"),
         ({"fast_math": "false"}, "fused in cuda kernels"),

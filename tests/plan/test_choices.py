@@ -112,10 +112,16 @@ def test_turns_in_8_bits_last_until_products_are_done_where_these_are_short(head
             {"passes": "backward", "backward": "{backend: triton, dkdv: {tile: {m: 256, n: 256}, stages: 4}}"},
             r"backward\.dkdv: Shared memory \d+ B exceeds \d+ B on sm90a: K \d+ \+ V \d+ \+ 4 stages x \(Q",
         ),
-        ({"softmax": "lazy"}, r"test\.yaml:7: softmax: 'lazy' does not exist .* allowed: exact_max"),
+        (
+            {"softmax": "lazy"},
+            r"test\.yaml:7: softmax: .* do not exist in Triton kernels; found lazy; allowed: exact_max",
+        ),
         ({"warps": "{producer: 1, consumer: 2}"}, r"warps"),
         ({"persistent": "true"}, r"persistent"),
-        ({"pack_gqa": "true"}, r"pack_gqa: Triton kernels give each query head tiles of its own; allowed: false"),
+        (
+            {"pack_gqa": "true"},
+            r"pack_gqa: Triton kernels give each query head tiles of its own; found true; allowed: false",
+        ),
         ({"dtype": "fp8"}, r"test\.yaml:7: dtype: .*bf16, fp16, fp32"),
         ({"arch": "sm80", "loads": "descriptor"}, r"sm80 has no tensor descriptors; use loads: pointer"),
         ({"alignment": 2, "loads": "descriptor"}, r"descriptors need alignment 16, not 2"),

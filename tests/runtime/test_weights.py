@@ -97,5 +97,5 @@ def test_a_shift_of_logits_is_no_shift_of_weights() -> None:
 def test_parallel_refuses_what_has_no_log_sum_exp() -> None:
     from attngen import parallel
 
-    with pytest.raises(CallError, match="no log-sum-exp by which the results of ranks are merged"):
+    with pytest.raises(CallError, match="merges the results of ranks by their log-sum-exp, does not serve 'weights'"):
         parallel.plan(SIGMOID, 512, 2)

@@ -16,6 +16,7 @@ from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY
 from attngen.schema.kernel_spec import KernelSpec
 
 #: A block copies vectors of 16 bytes, one per thread.
@@ -94,4 +95,5 @@ SCHEDULE = Schedule(
     supports=lambda arch: True,
     plan=_plan,
     layouts=("paged",),
+    serves=dict.fromkeys(("dtype", "kv_dtype"), ANY),
 )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from attngen.arch import ARCHES, Arch
-from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.families.decode.pipes import decode_pipes_of
-from attngen.families.decode.schedule import split_kv_refusal, split_plan
+from attngen.families.decode.schedule import SPLIT, split_plan
+from attngen.parts.fields import ADDRESSES
 from attngen.parts.promises import keep_promises
 from attngen.plan.choices import is_beyond_256, refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec
 
 #: First compute capability whose cvt converts e4m3 to fp16.
@@ -27,21 +29,11 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     quantized = {spec.dtype, spec.kv_dtype or spec.dtype} & set(QUANTIZED_DTYPES)
-    if spec.dtype not in (*BESIDE_CACHES, *CACHE_DTYPES):
-        return refuse(
-            spec, "dtype", f"cuda kernels take {', '.join((*BESIDE_CACHES, *CACHE_DTYPES))}, not {spec.dtype}"
-        )
     if quantized and arch.capability < _CONVERTS:
         return refuse(spec, "kv_dtype", f"{arch.name} does not convert numbers of 8 bits; leave it out")
     if quantized and any(head_dim % 16 for head_dim in (spec.head_dim_qk, spec.head_dim_v)):
         return refuse(spec, "head_dim", "cp.async copies 16 bytes, so 8-bit head dims are multiples of 16 here")
-    if spec.scale_block > 0 or spec.scale_block == PAGE_BLOCK:
-        return refuse(spec, "descale", "kernels by mma.sync take a scale of each head; allowed: head")
-    if spec.loads == "descriptor":
-        return refuse(spec, "loads", "cuda kernels by mma.sync load by cp.async; allowed: pointer")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
-    return split_kv_refusal(spec)
+    return None
 
 
 SCHEDULE = Schedule(
@@ -57,4 +49,8 @@ SCHEDULE = Schedule(
     pipes=decode_pipes_of,
     layouts=tuple(LAYOUTS),
     split_kv=True,
-)
+    serves=SPLIT | ADDRESSES | {
+        "scale_block": only(0, why="kernels by mma.sync take a scale of each head"),
+        **dict.fromkeys(("num_warps", "stages"), ANY),
+    },
+)  # fmt: skip

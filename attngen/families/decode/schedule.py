@@ -7,10 +7,10 @@ from typing import Any
 
 from attngen.arch import Arch
 from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK
-from attngen.errors import PlanError
 from attngen.families.decode.pipes import LOADERS, decode_pipes, decode_pipes_of, memory, multiplied
 from attngen.manifest import GRID
 from attngen.parts.boxes import BOX_BYTES, widest_box, widths
+from attngen.parts.fields import DESCRIPTORS, EXACT, SHARED_KEYS
 from attngen.parts.promises import keep_promises
 from attngen.plan import arguments
 from attngen.plan.allowances import CACHE_SPILLS, SPILLS
@@ -21,6 +21,7 @@ from attngen.plan.model import Argument, Columns, Launch, Plan, Structure, Works
 from attngen.plan.operands import operands_of
 from attngen.plan.pipes import BARRIER_BYTES, ROW_PADDING, Pipes
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec
 
 _DTYPES = (*BESIDE_CACHES, *CACHE_DTYPES)
@@ -67,8 +68,6 @@ class HopperDecode(Structure):
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := _refusal(spec):
-        raise refused
     return split_plan(spec, arch, schedule="hopper_decode", label="decode", loads="descriptor", cluster=_CLUSTER)
 
 
@@ -213,36 +212,11 @@ def _memory(spec: KernelSpec, arch: Arch, qk: Columns, v: Columns, by_lanes: boo
     return warps, decode_pipes(warps=warps, stages=stages, by_lanes=by_lanes, **sizes)
 
 
-def _refusal(spec: KernelSpec) -> PlanError | None:
-    """Reason why the schedule cannot serve a spec, or None."""
-    if spec.dtype not in _DTYPES:
-        return refuse(spec, "dtype", f"cuda kernels take {', '.join(_DTYPES)}, not {spec.dtype}")
-    if spec.scale_block > 0:
-        return refuse(
-            spec, "descale", f"blocks of {spec.scale_block} tokens have scales only in kernels without split keys; "
-            "allowed: head, or page with layout: paged"
-        )  # fmt: skip
-    if spec.loads == "pointer":
-        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
-    return split_kv_refusal(spec)
-
-
-def split_kv_refusal(spec: KernelSpec) -> PlanError | None:
-    """Reason why no kernel whose blocks split the keys of a sequence can serve a spec, or None."""
-    if spec.softmax_scale is not None:
-        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if spec.tile_map == "always":
-        return refuse(spec, "tile_map", "with 'split_kv: true' kernels classify tiles themselves; allowed: auto, never")
-    if spec.variant.dropout:
-        return refuse(
-            spec,
-            "split_kv",
-            "dropout shares random numbers among rows of one head, and here rows belong to several; allowed: false",
-        )
-    return None
-
+#: What all kernels serve whose blocks split the keys of a sequence.
+SPLIT = SHARED_KEYS | EXACT | {
+    "dtype": only(*_DTYPES, why=f"cuda kernels take {', '.join(_DTYPES)}"),
+    "kv_dtype": ANY,
+}  # fmt: skip
 
 SCHEDULE = Schedule(
     name="hopper_decode",
@@ -257,4 +231,7 @@ SCHEDULE = Schedule(
     pipes=decode_pipes_of,
     layouts=tuple(LAYOUTS),
     split_kv=True,
-)
+    serves=SPLIT | DESCRIPTORS | {
+        "scale_block": only(0, PAGE_BLOCK, why="blocks of tokens have scales only in kernels without split keys"),
+    },
+)  # fmt: skip

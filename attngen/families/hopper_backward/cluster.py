@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attngen.families.hopper_backward.cluster_pipes import cluster_pipes_of
 from attngen.families.hopper_backward.kinds import is_wide
-from attngen.families.hopper_backward.schedule import alternatives, plan_backward
+from attngen.families.hopper_backward.schedule import SERVES, alternatives, plan_backward
 from attngen.plan.schedule import Schedule
 
 SCHEDULE = Schedule(
@@ -19,4 +19,5 @@ SCHEDULE = Schedule(
     alternatives=alternatives,
     pipes=cluster_pipes_of,
     explanation="attngen.families.hopper_backward.explain:ClusterExplanation",
+    serves=SERVES,
 )

@@ -34,6 +34,7 @@ from attngen.lang.distances import is_slight
 from attngen.lang.printing import canonical
 from attngen.lang.tables import ENTRY_BYTES, tables
 from attngen.parts.boxes import widest_box, widths
+from attngen.parts.fields import ATTENTION, DESCRIPTORS, FUSED
 from attngen.parts.heads import by_head
 from attngen.plan.allowances import ALL_OF_DQ, left_to_others
 from attngen.plan.choices import check_head_dims, is_beyond_256, iteration_of, refuse
@@ -42,6 +43,7 @@ from attngen.plan.model import Plan
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.own_gradients import Way, differentiable_of, gradients_of
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY, only
 from attngen.plan.times import first_seen_most, visible_queries
 from attngen.plan.traits import bands_of, costly_query_values, distance_values_of_score, is_light, reads_positions
 from attngen.schema.kernel_spec import Backward, KernelSpec
@@ -447,23 +449,9 @@ def _dq_columns(qk: int) -> int:
 
 def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec at all, or None."""
-    if spec.dtype not in _DTYPES:
-        return refuse(spec, "dtype", f"a backward in cuda takes {' and '.join(_DTYPES)}, not {spec.dtype}")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
-    if spec.loads == "pointer":
-        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
-    if spec.softmax_scale is not None:
-        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if differentiable_of(spec.variant) and (reason := _why_no_tensor_gradients(spec)):
         own = "gradients of a variant's own tensors (grad: true)"
         return refuse(spec, "backward", f"a backward in cuda gives no {own} {reason}; allowed: triton")
-    if not spec.fast_math:
-        return refuse(
-            spec,
-            "fast_math",
-            "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
-        )
     for row in left_to_others("CUDA backward kernels", max(spec.head_dim_qk, spec.head_dim_v), traits_of(spec)):
         return refuse(spec, "backward", f"{row.says}; allowed: triton")
     given = spec.backward or Backward()
@@ -525,6 +513,13 @@ def _memory_refusal(spec: KernelSpec, arch: Arch, tile: _Tile, qk: int, v: int, 
     )
 
 
+#: What backward kernels by wgmma serve.
+SERVES = {
+    "dtype": only(*_DTYPES, why=f"a backward in cuda takes {' and '.join(_DTYPES)}"),
+    **ATTENTION, **DESCRIPTORS, **FUSED,
+    **dict.fromkeys(("tile_map", "dropout", "backward"), ANY),
+}  # fmt: skip
+
 #: Regions that a refusal names.
 _OPERANDS = {
     "k": "K", "v": "V", "other_k": "half of the other block's K", "q": "Q", "dout": "dO", "ds": "dS",
@@ -543,4 +538,5 @@ SCHEDULE = Schedule(
     alternatives=alternatives,
     pipes=backward_pipes_of,
     explanation="attngen.families.hopper_backward.explain:BlockExplanation",
+    serves=SERVES,
 )

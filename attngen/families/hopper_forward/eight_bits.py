@@ -12,13 +12,14 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
 from attngen.families.hopper_forward.candidates import Choice, Form
 from attngen.families.hopper_forward.pipes import forward_pipes_of
-from attngen.families.hopper_forward.schedule import plan_forward
+from attngen.families.hopper_forward.schedule import plan_forward, serves
 from attngen.parts.probabilities import Probabilities
 from attngen.parts.promises import keep_promises
 from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec, Roles
 
 #: e4m3 ends at 448 and has 3 bits of fraction down to 2^-6: the largest P is 2^4 when the row max is set, and may
@@ -55,8 +56,6 @@ def _check(spec: KernelSpec, roles: Roles, iteration: str) -> None:
         )  # fmt: skip
     if spec.scale_block and spec.pack_gqa:
         raise refuse(spec, "pack_gqa", "rows of several heads have several scales; allowed: false, or descale: head")
-    if spec.variant.dropout:
-        raise refuse(spec, "dtype", f"{spec.dtype} has no dropout; allowed: bf16, fp16")
 
 
 FORM = Form(
@@ -89,4 +88,8 @@ SCHEDULE = Schedule(
     pipes=forward_pipes_of,
     layouts=("dense", "varlen", "paged"),
     explanation="attngen.families.hopper_forward.explain:explain",
-)
+    serves=serves(PROBABILITIES) | {
+        **dict.fromkeys(("kv_dtype", "out_dtype", "transposed_v", "grouped_v", "scale_block"), ANY),
+        "dropout": only(False, why="kernels in 8 bits have no dropout"),
+    },
+)  # fmt: skip

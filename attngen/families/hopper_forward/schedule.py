@@ -16,9 +16,9 @@ from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import hopper_tile
 from attngen.lang.biases import biases
 from attngen.lang.ir import names
-from attngen.lang.variant import WEIGHTS
 from attngen.manifest import SHARES
 from attngen.parts.boxes import operand_widths, widest_box
+from attngen.parts.fields import ANY_WEIGHTS, ATTENTION, DESCRIPTORS
 from attngen.parts.probabilities import PROBABILITIES, Probabilities
 from attngen.parts.promises import keep_promises
 from attngen.plan import arguments
@@ -29,6 +29,7 @@ from attngen.plan.model import Argument, Plan, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.pipes import ROW_PADDING
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.served import ANY, Values, only
 from attngen.plan.times import times_of, visible_keys
 from attngen.schema.kernel_spec import KernelSpec
 
@@ -76,10 +77,8 @@ TABLE = (
 
 def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     """Return the plan of a Hopper forward of that form."""
-    if refused := refusal(spec, form.numbers):
+    if not spec.variant.has_lse and (refused := _without_lse(spec)):
         raise refused
-    if spec.softmax_scale is not None:
-        raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     check_head_dims(spec)
     iteration = iteration_of(spec, by_bits=True)
     pack_gqa = spec.pack_gqa is True
@@ -225,21 +224,21 @@ def _products(planned: Plan, roles: HopperForward) -> int:
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
-def refusal(spec: KernelSpec, numbers: Mapping[str, Probabilities]) -> PlanError | None:
-    """Reason why a schedule cannot serve a spec at all, or None."""
-    if spec.dtype not in numbers:
-        return refuse(spec, "dtype", f"cuda kernels take {' and '.join(numbers)}, not {spec.dtype}")
-    if spec.loads == "pointer":
-        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
-    if spec.num_warps is not None:
-        return refuse(spec, "warps", "cuda kernels have roles: give producer, consumer and schedule, not a count")
-    if not spec.variant.has_lse:
-        return _without_lse(spec)
-    if spec.softmax not in (None, *SOFTMAXES):
-        return refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(SOFTMAXES)}")
-    return None
+def serves(numbers: Mapping[str, Probabilities]) -> dict[str, Values]:
+    """What Hopper forward kernels with these rules for P serve."""
+    return {
+        "dtype": only(*numbers, why=f"cuda kernels take {' and '.join(numbers)}"),
+        **ATTENTION, **DESCRIPTORS,
+        "num_warps": only(None, why="cuda kernels have roles: give producer, consumer and schedule, not a count"),
+        "softmax": only(None, *SOFTMAXES, why="these kernels have no other row max"),
+        **dict.fromkeys(
+            (
+                "tile_m", "tile_n", "stages", "roles", "tile_map", "persistent", "order", "epilogue", "pack_gqa",
+                "dropout",
+            ),
+            ANY,
+        ),
+    }  # fmt: skip
 
 
 def _without_lse(spec: KernelSpec) -> PlanError | None:
@@ -282,5 +281,5 @@ SCHEDULE = Schedule(
     pipes=forward_pipes_of,
     explanation="attngen.families.hopper_forward.explain:explain",
     layouts=("dense", "varlen", "paged"),
-    weights=WEIGHTS,
+    serves=serves(PROBABILITIES) | ANY_WEIGHTS,
 )

@@ -19,6 +19,7 @@ from attngen.dtypes import CHUNK_BYTES, SCALAR_TYPES, SWIZZLE_BYTES, dtype
 from attngen.errors import PlanError
 from attngen.lang.ir import names
 from attngen.operations import INDEX_SCORES
+from attngen.parts.fields import CLASSIFIED, DESCRIPTORS, MASKS
 from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import refuse
@@ -26,6 +27,7 @@ from attngen.plan.draft import named
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY, only
 from attngen.plan.symbols import argument_name, divisor_name, extent_name, strides
 from attngen.schema.kernel_spec import KernelSpec
 
@@ -169,21 +171,12 @@ def _arguments(plan: Plan, tile: Tile) -> Iterator[Argument]:
 def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     variant = spec.variant
-    if spec.dtype not in DTYPES:
-        return refuse(spec, "dtype", f"index scores take {', '.join(DTYPES)}, not {spec.dtype}")
     if spec.head_dim_qk != spec.head_dim_v or spec.head_dim_qk not in HEAD_DIMS:
         return refuse(spec, "head_dim", f"index scores take {' or '.join(map(str, HEAD_DIMS))}, and have no values")
-    if variant.score is not None or variant.sink is not None or variant.dropout:
-        part = "score" if variant.score is not None else "sink" if variant.sink is not None else "dropout"
-        return refuse(spec, "variant", f"index scores take a mask alone, but '{variant.name}' has a {part}")
-    if variant.keys is not None:
-        return refuse(spec, "variant", f"index scores choose keys, but calls of '{variant.name}' list them")
     if used := sorted(names(variant.mask) & set(_WITHOUT_MEANING)):
         return refuse(
             spec, "variant", f"all heads share index scores, but the mask of '{variant.name}' reads {used[0]}"
         )
-    if spec.fixes_choices:
-        return refuse(spec, "tile", "kernels of index scores have tiles of their own; leave out tile, stages and warps")
     return None
 
 
@@ -196,4 +189,11 @@ SCHEDULE = Schedule(
     supports=lambda arch: arch.wgmma,
     plan=_plan,
     layouts=tuple(layout for layout in LAYOUTS if layout != "varlen"),
-)
+    serves={
+        "dtype": only(*DTYPES, why=f"index scores take {', '.join(DTYPES)}"),
+        **MASKS, **DESCRIPTORS, **CLASSIFIED,
+        "deterministic": ANY,
+        **dict.fromkeys(("score", "sink"), only(None, why="index scores take a mask alone")),
+        "dropout": only(False, why="index scores take a mask alone"),
+    },
+)  # fmt: skip

@@ -6,7 +6,6 @@ producer's warps gather. Consumers, work distribution and merging are those of `
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from attngen.arch import Arch
@@ -17,6 +16,7 @@ from attngen.families.latent.indexed_pipes import indexed_pipes
 from attngen.lang.listed import LISTS
 from attngen.lang.variant import Variant
 from attngen.manifest import Argument
+from attngen.parts.fields import LISTED
 from attngen.parts.probabilities import PROBABILITIES
 from attngen.parts.promises import keep_promises
 from attngen.plan.choices import refuse
@@ -25,6 +25,7 @@ from attngen.plan.model import Plan
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.pipes import Pipes
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY
 from attngen.schema.kernel_spec import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
@@ -98,11 +99,9 @@ def indexed_pipes_of(plan: Plan) -> Pipes:
 
 def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
-    if spec.loads == "descriptor":
-        return refuse(spec, "loads", "keys by index are gathered by address; allowed: pointer")
     if _has_extra(spec.variant) and spec.kv_dtype in CACHE_DTYPES:
         return refuse(spec, "kv_dtype", f"no kernel reads two caches of {spec.kv_dtype}, whose scales lie beside them")
-    return hopper_mla.refusal(replace(spec, loads=None))
+    return hopper_mla.refusal(spec)
 
 
 SCHEDULE = Schedule(
@@ -119,4 +118,5 @@ SCHEDULE = Schedule(
     v_of_key=True,
     listed_keys=True,
     split_kv=True,
+    serves=hopper_mla.LATENT | LISTED | {"keys": ANY},
 )

@@ -26,6 +26,7 @@ from attngen.families.decode.schedule import HopperDecode
 from attngen.families.latent.pipes import CONSUMERS, KEYS, ROWS, TILES, mla_pipes
 from attngen.manifest import GRID, MERGED, Argument, Workspace
 from attngen.parts.boxes import BOX_BYTES
+from attngen.parts.fields import DESCRIPTORS, LAZY, SHARED_KEYS
 from attngen.parts.probabilities import PROBABILITIES
 from attngen.parts.promises import keep_promises
 from attngen.plan import arguments, naming
@@ -37,6 +38,7 @@ from attngen.plan.model import Columns, Launch, Plan
 from attngen.plan.operands import Operands, operands_of
 from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Pipes
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec
 
 _REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
@@ -69,10 +71,12 @@ class HopperMla(HopperDecode):
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    if refused := refusal(spec):
-        raise refused
     operands = operands_of(spec)
     row = row_of_keys(operands.k.name, spec.head_dim_qk)
+    if refused := refusal(spec):
+        raise refused
+    if row is not None and spec.loads is not None:
+        raise refuse(spec, "loads", f"rows of {operands.k.name} are read by address; found {spec.loads}; leave it out")
     few = _FEW_ROWS if row is None and spec.variant.score is None else ()
     return plan_latent(
         spec,
@@ -276,46 +280,16 @@ def refusal(spec: KernelSpec) -> PlanError | None:
         )  # fmt: skip
     if spec.kv_dtype in CACHE_DTYPES and spec.dtype != BESIDE_LATENT_ROWS:
         return refuse(spec, "dtype", f"with 'v: key' a cache in {spec.kv_dtype} stands beside {BESIDE_LATENT_ROWS}")
-    if spec.scale_block > 0:
-        return refuse(spec, "descale", "with 'v: key' scales are of a head or a page; allowed: head, page")
-    return latent_refusal(spec, "with 'v: key'", "v", (*LATENT_ROWS, *CACHE_DTYPES))
-
-
-def latent_refusal(
-    spec: KernelSpec, which: str, reason: str, caches: tuple[str, ...] = tuple(LATENT_ROWS)
-) -> PlanError | None:
-    """Reason why a kernel of the structure that latent attention has cannot serve a spec, or None.
-
-    ``which`` says of which kernels that holds, ``reason`` is the field that makes them such, and ``caches`` are dtypes
-    in 8 bits that they read.
-    """
-    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype not in (None, *caches):
-        dtypes = f"{spec.dtype} with a cache in {spec.kv_dtype}" if spec.kv_dtype else spec.dtype
-        return refuse(spec, "dtype", f"{which} kernels take {' and '.join(KEY_VALUE_DTYPES)}, not {dtypes}")
-    if spec.fixes_choices:
-        return refuse(
-            spec,
-            "tile",
-            f"{which} kernels have one tile, and roles of their own; leave out tile, stages and warps",
-        )
-    for field in ("persistent", "order", "epilogue", "pack_gqa"):
-        if getattr(spec, field) is not None:
-            return refuse(spec, field, f"{which} kernels leave no choice of it; leave it out")
-    if spec.loads == "pointer":
-        return refuse(spec, "loads", "cuda kernels load through tensor descriptors; allowed: descriptor")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"tensor descriptors need alignment 16, not {spec.alignment}")
-    if spec.softmax_scale is not None:
-        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if spec.tile_map == "always":
-        return refuse(spec, "tile_map", f"{which} kernels classify tiles themselves; allowed: auto, never")
-    if spec.variant.dropout:
-        return refuse(
-            spec, reason, "dropout shares random numbers among rows of one head, and here rows belong to several; "
-            "leave it out"
-        )  # fmt: skip
     return None
 
+
+#: What kernels whose values are the head of their keys serve.
+LATENT = SHARED_KEYS | LAZY | {
+    "dtype": only(*KEY_VALUE_DTYPES, why=f"with 'v: key' kernels take {' and '.join(KEY_VALUE_DTYPES)}"),
+    "kv_dtype": only(None, *LATENT_ROWS, *CACHE_DTYPES, why="with 'v: key' kernels read no other cache"),
+    "scale_block": only(0, PAGE_BLOCK, why="with 'v: key' scales are of a head or a page"),
+    "sink_in_lse": ANY,
+}  # fmt: skip
 
 SCHEDULE = Schedule(
     name="hopper_mla",
@@ -330,4 +304,5 @@ SCHEDULE = Schedule(
     layouts=tuple(LAYOUTS),
     v_of_key=True,
     split_kv=True,
+    serves=LATENT | DESCRIPTORS,
 )

@@ -17,6 +17,7 @@ from attngen.families.latent.pipes import BOX_COLUMNS
 from attngen.manifest import LISTS
 from attngen.parts.backward_launches import launch_of, leading_launches
 from attngen.parts.boxes import BOX_BYTES
+from attngen.parts.fields import ADDRESSES, CLASSIFIED, MASKS, ONE_CACHE
 from attngen.parts.promises import keep_promises
 from attngen.plan import arguments
 from attngen.plan.allowances import MLA_SPILLS
@@ -26,6 +27,7 @@ from attngen.plan.model import Argument, Columns, Plan, Region, Structure, Works
 from attngen.plan.operands import operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import Values, only
 from attngen.schema.kernel_spec import Backward, KernelSpec
 
 _ROWS = _KEYS = 64  # heads of a block, keys of a step
@@ -40,6 +42,10 @@ class IndexedBackward(Structure):
     """Memory of a backward of keys by index; ``consumers`` are warpgroups, all of which load, too."""
 
     box_bytes: int  # of a row of a box, over which it is swizzled
+
+
+#: These kernels in words.
+WHAT = "a backward of keys by index"
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
@@ -192,34 +198,33 @@ def sums() -> Argument:
 
 def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
-    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
-        return refuse(spec, "dtype", f"kernels take {' and '.join(KEY_VALUE_DTYPES)} here, not {spec.dtype}")
     if (spec.head_dim_qk, spec.head_dim_v) not in KEY_VALUE_DIMS:
         allowed = " or ".join(f"{{qk: {qk}, v: {v}}}" for qk, v in KEY_VALUE_DIMS)
         return refuse(
             spec, "head_dim", f"with 'v: key' kernels have head_dim {allowed}, not "
             f"{{qk: {spec.head_dim_qk}, v: {spec.head_dim_v}}}"
         )  # fmt: skip
-    return refusal_beside_masks(spec, "a backward of keys by index")
+    return refusal_beside_masks(spec, WHAT)
 
 
 def refusal_beside_masks(spec: KernelSpec, what: str) -> PlanError | None:
     """Reason why a backward of masks and sinks alone, in words ``what``, cannot serve a spec, or None."""
-    if spec.variant.score is not None:
-        return refuse(spec, "variant", f"{what} takes masks and sinks, no score")
     if differentiable_of(spec.variant):
         return refuse(spec, "variant", f"{what} gives no gradients of tensors (grad: true)")
-    if spec.deterministic:
-        return refuse(spec, "deterministic", f"{what} adds dK up in no fixed order")
-    if spec.loads == "descriptor":
-        return refuse(spec, "loads", f"{what} copies keys by address; allowed: pointer")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
-    if spec.softmax_scale is not None:
-        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if (spec.backward or Backward()) != Backward():
-        return refuse(spec, "backward", f"{what} has one tile; leave it out")
     return None
+
+
+def serves(what: str) -> dict[str, Values]:
+    """What a backward of masks and sinks alone, in words ``what``, serves."""
+    return {
+        "dtype": only(*KEY_VALUE_DTYPES, why=f"{what} takes {' and '.join(KEY_VALUE_DTYPES)}"),
+        **MASKS, **ADDRESSES, **CLASSIFIED,
+        "loads": only(None, "pointer", why=f"{what} copies keys by address"),
+        "score": only(None, why=f"{what} takes masks and sinks, no score"),
+        "dropout": only(False, why=f"{what} takes no dropout"),
+        "deterministic": only(False, why=f"{what} adds dK up in no fixed order"),
+        "backward": only(None, Backward(), why=f"{what} has one tile"),
+    }  # fmt: skip
 
 
 SCHEDULE = Schedule(
@@ -233,4 +238,5 @@ SCHEDULE = Schedule(
     keep_promises=keep_promises,
     v_of_key=True,
     listed_keys=True,
+    serves=serves(WHAT) | {"keys": ONE_CACHE},
 )

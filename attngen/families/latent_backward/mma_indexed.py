@@ -10,15 +10,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attngen.arch import Arch
-from attngen.dtypes import KEY_VALUE_DTYPES
 from attngen.errors import PlanError
 from attngen.families.latent_backward.indexed import (
+    WHAT,
     IndexedBackward,
     drafted_for_heads,
     refusal_beside_masks,
+    serves,
     with_launches,
 )
 from attngen.parts.boxes import BOX_BYTES
+from attngen.parts.fields import ONE_CACHE
 from attngen.parts.promises import keep_promises
 from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import refuse
@@ -83,15 +85,13 @@ def _end(regions: tuple[Region, ...]) -> int:
 
 def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
-    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
-        return refuse(spec, "dtype", f"kernels take {' and '.join(KEY_VALUE_DTYPES)} here, not {spec.dtype}")
     dims = spec.head_dim_qk, spec.head_dim_v
     if any(dim % _COLUMNS for dim in dims) or sum(dims) > _MOST_COLUMNS:
         return refuse(
             spec, "head_dim", f"a backward of keys by index has head dims of multiples of {_COLUMNS}, "
             f"{_MOST_COLUMNS} together at most, not {dims[0]} and {dims[1]}"
         )  # fmt: skip
-    return refusal_beside_masks(spec, "a backward of keys by index")
+    return refusal_beside_masks(spec, WHAT)
 
 
 SCHEDULE = Schedule(
@@ -104,4 +104,5 @@ SCHEDULE = Schedule(
     plan=_plan,
     keep_promises=keep_promises,
     listed_keys=True,
+    serves=serves(WHAT) | {"keys": ONE_CACHE},
 )

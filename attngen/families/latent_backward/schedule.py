@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from attngen.arch import Arch
-from attngen.dtypes import CHUNK_COLUMNS, CHUNK_KEY_TILES, CHUNK_ROW_TILES, CHUNK_TILE, KEY_VALUE_DIMS, KEY_VALUE_DTYPES
+from attngen.dtypes import CHUNK_COLUMNS, CHUNK_KEY_TILES, CHUNK_ROW_TILES, CHUNK_TILE, KEY_VALUE_DIMS
 from attngen.errors import PlanError
 from attngen.families.latent.pipes import BOX_COLUMNS
 from attngen.families.latent_backward.indexed import (
@@ -20,6 +20,7 @@ from attngen.families.latent_backward.indexed import (
     postprocess_arguments,
     preprocess_arguments,
     refusal_beside_masks,
+    serves,
     sums,
 )
 from attngen.families.latent_backward.pipes import CONSUMERS, HALF_ROWS, STAGES, dkv_pipes, dq_pipes
@@ -177,20 +178,18 @@ def _sizes(plan: Plan) -> Iterator[Argument]:
     yield arguments.size("total_k")
 
 
+_WHAT = "a backward with 'v: key'"
+
+
 def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
-    if spec.dtype not in KEY_VALUE_DTYPES or spec.kv_dtype is not None:
-        dtypes = " and ".join(KEY_VALUE_DTYPES)
-        return refuse(spec, "dtype", f"a backward with 'v: key' takes {dtypes}, not {spec.dtype}")
     if (spec.head_dim_qk, spec.head_dim_v) not in KEY_VALUE_DIMS:
         allowed = " or ".join(f"{{qk: {qk}, v: {v}}}" for qk, v in KEY_VALUE_DIMS)
         return refuse(
             spec, "head_dim", f"with 'v: key' kernels have head_dim {allowed}, not "
             f"{{qk: {spec.head_dim_qk}, v: {spec.head_dim_v}}}"
         )  # fmt: skip
-    if spec.variant.dropout:
-        return refuse(spec, "variant", "a backward with 'v: key' takes no dropout")
-    return refusal_beside_masks(spec, "a backward with 'v: key'")
+    return refusal_beside_masks(spec, _WHAT)
 
 
 SCHEDULE = Schedule(
@@ -203,4 +202,5 @@ SCHEDULE = Schedule(
     plan=_plan,
     keep_promises=keep_promises,
     v_of_key=True,
+    serves=serves(_WHAT),
 )

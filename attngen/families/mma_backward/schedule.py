@@ -19,6 +19,7 @@ from attngen.parts.backward_launches import (
     tile_map_axes,
 )
 from attngen.parts.boxes import BOX_BYTES, widest_box, widths
+from attngen.parts.fields import ADDRESSES, ATTENTION, FUSED
 from attngen.plan import arguments
 from attngen.plan.allowances import MMA_BACKWARD_SPILLS
 from attngen.plan.choices import check_head_dims, is_beyond_256, iteration_of, refuse
@@ -27,6 +28,7 @@ from attngen.plan.model import Argument, Launch, Plan, Region, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.served import ANY, only
 from attngen.plan.times import first_seen_most, visible_queries
 from attngen.plan.traits import bands_of, gathers, query_loads, reads_positions
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
@@ -334,14 +336,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec at all, or None."""
     if positions(spec.variant) is not None:
         return refuse(spec, "backward", "kernels by mma.sync take no tensor of row positions; allowed: triton")
-    if spec.dtype not in _DTYPES:
-        return refuse(spec, "dtype", f"a backward by mma.sync takes {' and '.join(_DTYPES)}, not {spec.dtype}")
-    if spec.loads == "descriptor":
-        return refuse(spec, "loads", "cuda kernels by mma.sync load by cp.async; allowed: pointer")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
-    if spec.softmax_scale is not None:
-        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
     if spec.deterministic and differentiable_of(spec.variant):
         return refuse(
             spec,
@@ -355,12 +349,6 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
             spec, "head_dim", f"a backward by mma.sync has shared memory for {most} columns of K and V on {arch.name}, "
             f"not {columns[0]} + {columns[1]}; allowed: triton"
         )  # fmt: skip
-    if not spec.fast_math:
-        return refuse(
-            spec,
-            "fast_math",
-            "the argument of exp2 is fused in cuda kernels; allowed: true, or backward: {backend: triton}",
-        )
     given = spec.backward or Backward()
     if given.dq != Gradient():
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
@@ -389,4 +377,9 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     keep_promises=_keep_promises,
-)
+    serves={
+        "dtype": only(*_DTYPES, why=f"a backward by mma.sync takes {' and '.join(_DTYPES)}"),
+        **ATTENTION, **ADDRESSES, **FUSED,
+        **dict.fromkeys(("tile_map", "dropout", "backward"), ANY),
+    },
+)  # fmt: skip

@@ -15,6 +15,7 @@ from attngen.families.mma_forward.structure import MmaForward
 from attngen.lang.runs import positions
 from attngen.lang.simplify import TRUE
 from attngen.parts.boxes import BOX_BYTES, is_paged, widest_box, widths
+from attngen.parts.fields import ADDRESSES, ATTENTION
 from attngen.parts.heads import by_head
 from attngen.parts.probabilities import PROBABILITIES
 from attngen.parts.promises import keep_promises
@@ -26,6 +27,7 @@ from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Plan, Region
 from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.served import ANY, only
 from attngen.plan.times import first_see_most
 from attngen.plan.traits import gathers, key_values, shows_few_keys
 from attngen.schema.kernel_spec import KernelSpec
@@ -367,40 +369,15 @@ def _refusal(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why the schedule cannot serve a spec at all, or None."""
     if positions(spec.variant) is not None:
         return refuse(spec, "backend", "kernels by mma.sync take no tensor of row positions; allowed: triton")
-    if spec.dtype == _8_BITS:
-        if refused := _refusal_of_8_bits(spec, arch):
-            return refused
-    elif spec.dtype not in PROBABILITIES:
-        return refuse(spec, "dtype", f"cuda kernels by mma.sync take {' and '.join(PROBABILITIES)}, not {spec.dtype}")
-    if spec.softmax_scale is not None:
-        return refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if spec.loads == "descriptor":
-        return refuse(spec, "loads", "cuda kernels by mma.sync load by cp.async; allowed: pointer")
-    if spec.alignment not in (None, 16):
-        return refuse(spec, "alignment", f"cp.async copies 16 bytes, which need alignment 16, not {spec.alignment}")
-    if spec.roles is not None:
-        return refuse(spec, "warps", "cuda kernels by mma.sync have no roles; give a count")
-    if spec.persistent:
-        return refuse(spec, "persistent", "cuda kernels by mma.sync are not persistent; allowed: false")
-    if spec.epilogue == "staged":
-        return refuse(spec, "epilogue", "cuda kernels by mma.sync store from registers; allowed: direct")
-    if spec.softmax not in (None, *_SOFTMAXES):
-        return refuse(spec, "softmax", f"'{spec.softmax}' is not one of {', '.join(_SOFTMAXES)}")
-    return None
+    return _refusal_of_8_bits(spec, arch) if spec.dtype == _8_BITS else None
 
 
 def _refusal_of_8_bits(spec: KernelSpec, arch: Arch) -> PlanError | None:
     """Reason why operands of 8 bits cannot be multiplied, or None."""
     if arch.capability < _MULTIPLIES_8_BITS:
         return refuse(spec, "dtype", f"{arch.name} multiplies no numbers of 8 bits; allowed: bf16, fp16")
-    if spec.kv_dtype not in (None, spec.dtype):
-        return refuse(spec, "kv_dtype", f"kernels by mma.sync multiply {_8_BITS} alone, not {spec.kv_dtype}")
     if any(head_dim % 16 for head_dim in (spec.head_dim_qk, spec.head_dim_v)):
         return refuse(spec, "head_dim", "cp.async copies 16 bytes, so 8-bit head dims are multiples of 16 here")
-    if spec.scale_block:
-        return refuse(spec, "descale", "kernels by mma.sync take a scale of each head; allowed: head")
-    if spec.transposed_v:
-        return refuse(spec, "transposed_v", "kernels by mma.sync transpose v themselves; leave it out")
     if spec.softmax not in (None, "exact_max"):
         return refuse(spec, "softmax", f"'{spec.softmax}' does not exist in {spec.dtype}; allowed: exact_max")
     if spec.variant.dropout:
@@ -448,4 +425,19 @@ SCHEDULE = Schedule(
     tunable=_tunable,
     keep_promises=_keep_promises,
     layouts=tuple(LAYOUTS),
-)
+    serves={
+        "dtype": only(*PROBABILITIES, _8_BITS, why="cuda kernels by mma.sync take bf16, fp16 and fp8_e4m3"),
+        "kv_dtype": only(None, _8_BITS, why="kernels by mma.sync multiply no other numbers of 8 bits"),
+        "out_dtype": ANY,
+        **ATTENTION, **ADDRESSES,
+        "roles": only(None, why="cuda kernels by mma.sync have no roles; give a count"),
+        "persistent": only(None, False, why="cuda kernels by mma.sync are not persistent"),
+        "epilogue": only(None, "direct", why="cuda kernels by mma.sync store from registers"),
+        "softmax": only(None, *_SOFTMAXES, why="kernels by mma.sync have no other row max"),
+        "scale_block": only(0, why="kernels by mma.sync take a scale of each head"),
+        "transposed_v": only(False, why="kernels by mma.sync transpose v themselves"),
+        **dict.fromkeys(
+            ("tile_m", "tile_n", "stages", "num_warps", "tile_map", "order", "pack_gqa", "dropout"), ANY
+        ),
+    },
+)  # fmt: skip

@@ -18,6 +18,7 @@ from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY
 from attngen.schema.kernel_spec import KernelSpec
 
 #: A work item is some rows of a head, which a block of threads holds in registers.
@@ -100,4 +101,5 @@ SCHEDULE = Schedule(
     plan=_plan,
     suits=lambda spec: spec.loads != "descriptor",
     layouts=("dense",),
+    serves=dict.fromkeys(("dtype", "loads"), ANY),
 )

@@ -21,6 +21,7 @@ from attngen.plan.allowances import SPILLS
 from attngen.plan.choices import refuse
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY
 from attngen.schema.helper_kernels import QUANTIZED_IN_TILES
 from attngen.schema.kernel_spec import KernelSpec
 
@@ -212,4 +213,5 @@ SCHEDULE = Schedule(
     plan=_plan,
     suits=lambda spec: spec.loads == "descriptor",
     layouts=("dense",),
+    serves=dict.fromkeys(("dtype", "loads"), ANY),
 )

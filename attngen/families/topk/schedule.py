@@ -14,6 +14,7 @@ from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY
 from attngen.schema.kernel_spec import KernelSpec
 
 #: A block has one row of scores; ``tile_m`` of a launch is the most scores that it selects.
@@ -80,4 +81,5 @@ SCHEDULE = Schedule(
     supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
     plan=_plan,
     layouts=("dense",),
+    serves={"dtype": ANY},
 )

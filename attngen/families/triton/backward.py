@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.arch import Arch
-from attngen.families.triton.rules import LABELS, alignment_of, loads_of
+from attngen.families.triton.rules import LABELS, TRITON, alignment_of, loads_of
 from attngen.families.triton.tiles import Tile, completed, depth_sizes, family, gradient_columns, widest_block
 from attngen.lang.constant_conditions import reads_products
 from attngen.lang.ir import names
-from attngen.lang.variant import WEIGHTS, Variant
+from attngen.lang.variant import Variant
 from attngen.parts.columns import padded_width
 from attngen.plan import arguments, budget, naming
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, WIDE_BACKWARD_SPILLS, Spills, may_wait
@@ -25,6 +25,7 @@ from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.operands import Operands, kept_bytes, operands_of
 from attngen.plan.own_gradients import differentiable, differentiable_of
 from attngen.plan.schedule import Schedule, plans_of
+from attngen.plan.served import ANY
 from attngen.plan.symbols import gradient_pointer
 from attngen.plan.traits import gathers, is_light
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
@@ -425,6 +426,6 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
-    weights=WEIGHTS,
     explanation="attngen.parts.explained.backward:BackwardExplanation",
+    serves=TRITON | {"backward": ANY},
 )

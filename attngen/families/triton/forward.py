@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import product
 
 from attngen.arch import Arch
-from attngen.families.triton.rules import LABELS, alignment_of, loads_of
+from attngen.families.triton.rules import LABELS, TRITON_FORWARD, alignment_of, loads_of
 from attngen.families.triton.tiles import Tile, columns, completed, depth_sizes, family, widest_block
-from attngen.lang.variant import WEIGHTS
 from attngen.parts.columns import padded_width
 from attngen.plan import arguments, budget
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, may_wait
@@ -224,5 +223,5 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
     tunable=_tunable,
-    weights=WEIGHTS,
+    serves=TRITON_FORWARD,
 )

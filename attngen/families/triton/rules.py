@@ -5,8 +5,29 @@ from __future__ import annotations
 from attngen.arch import Arch
 from attngen.dtypes import PLAIN_DTYPES
 from attngen.lang.runs import positions
+from attngen.parts.fields import ANY_WEIGHTS, ATTENTION
 from attngen.plan.choices import check_head_dims, refuse
+from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec
+
+#: What all Triton kernels serve.
+TRITON = {
+    "dtype": only(*PLAIN_DTYPES, why=f"Triton kernels take {', '.join(PLAIN_DTYPES)}"),
+    **ATTENTION,
+    **ANY_WEIGHTS,
+    **dict.fromkeys(("loads", "alignment", "tile_map", "dropout"), ANY),
+}
+
+#: What forward kernels in Triton serve.
+TRITON_FORWARD = TRITON | {
+    "softmax": only(None, "exact_max", why="other kinds do not exist in Triton kernels"),
+    "roles": only(None, why="Triton kernels have no roles; give a count"),
+    "persistent": only(None, False, why="Triton kernels are not persistent"),
+    "order": only(None, "longest_first", why="Triton kernels begin with the longest tiles"),
+    "epilogue": only(None, "direct", why="Triton kernels store from registers"),
+    "pack_gqa": only(None, False, why="Triton kernels give each query head tiles of its own"),
+    **dict.fromkeys(("tile_m", "tile_n", "stages", "num_warps"), ANY),
+}
 
 #: Labels of the loads in kernel names.
 LABELS = {"descriptor": "tma", "pointer": "ptr"}
@@ -14,24 +35,8 @@ LABELS = {"descriptor": "tma", "pointer": "ptr"}
 
 def loads_of(spec: KernelSpec, arch: Arch) -> str:
     """Loads of a kernel, through descriptors if possible; PlanError for what Triton kernels do not support."""
-    if spec.dtype not in PLAIN_DTYPES:
-        raise refuse(spec, "dtype", f"Triton kernels take {', '.join(PLAIN_DTYPES)}, not {spec.dtype}")
     if spec.softmax is not None and not spec.variant.has_lse:
         raise refuse(spec, "softmax", f"'weights: {spec.variant.weights}' keeps no row max; leave it out")
-    if spec.softmax not in (None, "exact_max"):
-        raise refuse(spec, "softmax", f"'{spec.softmax}' does not exist in Triton kernels; allowed: exact_max")
-    if spec.roles:
-        raise refuse(spec, "warps", "Triton kernels have no roles; give a count")
-    if spec.softmax_scale is not None:
-        raise refuse(spec, "softmax_scale", "the scale is an argument of the call; leave it out")
-    if spec.persistent:
-        raise refuse(spec, "persistent", "Triton kernels are not persistent; allowed: false")
-    if spec.order == "natural":
-        raise refuse(spec, "order", "Triton kernels begin with the longest tiles; allowed: longest_first")
-    if spec.epilogue == "staged":
-        raise refuse(spec, "epilogue", "Triton kernels store from registers; allowed: direct")
-    if spec.pack_gqa:
-        raise refuse(spec, "pack_gqa", "Triton kernels give each query head tiles of its own; allowed: false")
     if spec.variant.dropout and positions(spec.variant) is not None:
         raise refuse(spec, "dropout", "Triton kernels draw random numbers by row, and here rows have other positions")
     check_head_dims(spec)

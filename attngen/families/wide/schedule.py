@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from attngen.arch import Arch
-from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS, WIDE_HEAD_DIMS
+from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS, KEY_VALUE_DTYPES, WIDE_HEAD_DIMS
 from attngen.errors import PlanError
-from attngen.families.latent import schedule as hopper_mla
 from attngen.families.latent.schedule import HopperMla, arguments_of_maps, plan_latent
 from attngen.families.wide.pipes import BOX_COLUMNS, wide_pipes
+from attngen.parts.fields import DESCRIPTORS, LAZY, SHARED_KEYS
 from attngen.parts.probabilities import PROBABILITIES
 from attngen.parts.promises import keep_promises
 from attngen.plan.allowances import WIDE_SPILLS
@@ -24,6 +24,7 @@ from attngen.plan.model import Plan
 from attngen.plan.operands import operands_of
 from attngen.plan.pipes import Pipes
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import only
 from attngen.schema.kernel_spec import KernelSpec
 
 _REGISTERS = 160, 144, 48  # of a thread of the consumers, of the scorer, and of the loaders
@@ -84,7 +85,6 @@ def wide_pipes_of(plan: Plan) -> Pipes:
 def _refusal(spec: KernelSpec) -> PlanError | None:
     """Reason why the schedule cannot serve a spec, or None."""
     widest = WIDE_HEAD_DIMS[-1]
-    beyond = f"head dims beyond {HEAD_DIMS[-1]}"
     for head_dim in (spec.head_dim_qk, spec.head_dim_v):
         if head_dim % HEAD_DIM_STEP or head_dim > widest:
             nearest = min(max(round(head_dim / HEAD_DIM_STEP), 1) * HEAD_DIM_STEP, widest)
@@ -94,7 +94,7 @@ def _refusal(spec: KernelSpec) -> PlanError | None:
                 f"head_dim {head_dim} is not a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {widest}; "
                 f"nearest: {nearest}",
             )
-    return hopper_mla.latent_refusal(spec, f"with {beyond}", "head_dim")
+    return None
 
 
 SCHEDULE = Schedule(
@@ -110,5 +110,12 @@ SCHEDULE = Schedule(
     pipes=wide_pipes_of,
     layouts=tuple(LAYOUTS),
     split_kv=True,
+    serves=SHARED_KEYS | LAZY | DESCRIPTORS | {
+        "kv_dtype": only(None, why=f"with head dims beyond {HEAD_DIMS[-1]} no kernel reads a cache in fewer bits"),
+        "dtype": only(
+            *KEY_VALUE_DTYPES,
+            why=f"with head dims beyond {HEAD_DIMS[-1]} kernels take {' and '.join(KEY_VALUE_DTYPES)}",
+        ),
+    },
     explanation="attngen.parts.explained.ranges:RangesExplanation",
-)
+)  # fmt: skip

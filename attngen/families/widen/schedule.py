@@ -15,6 +15,7 @@ from attngen.plan import arguments, naming
 from attngen.plan.allowances import SPILLS
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY
 from attngen.schema.kernel_spec import KernelSpec
 
 #: A block widens K or V of some tokens of a sequence.
@@ -75,4 +76,5 @@ SCHEDULE = Schedule(
     supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
     plan=_plan,
     layouts=("dense",),
+    serves=dict.fromkeys(("dtype", "kv_dtype"), ANY),
 )

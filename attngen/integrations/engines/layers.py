@@ -30,6 +30,9 @@ SPEC = "engines"
 #: Environment variable that names a mask of the user's own: see ``configured``.
 MASK_VARIABLE = "ATTNGEN_MASK"
 
+#: Features of variants that masks of the user's own may have.
+SERVES = ("mask", "score", "sink", "keys")
+
 #: Keys that one block reads where results must not depend on the batch.
 INVARIANT_SPLIT = 4096
 
@@ -239,6 +242,7 @@ class Layer:
         """A user's mask in place of the layer's, with what the layer gives to it. Raises CallError where the layer has
         what the variant does not declare."""
         variant = _variant_of(mask.variant)
+        variant.require(SERVES, "a serving engine")
         declared = {scalar.name for scalar in variant.scalars} | {tensor.name for tensor in variant.tensors}
         given = {"window": self.window, "cap": self.softcap or None, "slope": self.slopes, "sinks": self.sinks}
         for name, label in (("cap", "a soft cap"), ("slope", "ALiBi slopes"), ("sinks", "sinks")):

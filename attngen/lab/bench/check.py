@@ -26,6 +26,10 @@ _GRADIENTS = 2
 _ELEMENTS = 2**25
 
 
+#: Features of variants that oracles compute.
+SERVES = ("mask", "score", "sink", "dropout", "weights")
+
+
 class Oracle:
     """The first head of the first sequence and the last head of the last one, computed in float64."""
 
@@ -115,6 +119,7 @@ def _query_rows(call: Call) -> Iterator[slice]:
 
 def _out(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: int, rows: slice) -> Tensor:
     """The output of some query rows of a head, (rows, head_dim), in the dtype of the inputs."""
+    call.variant.require(SERVES, "the oracle of benchmarks")
     names: dict[str, Any] = names_of(call, b, rows, call.seqlen_q, call.seqlen_k, b * call.seqlen_q, b * call.seqlen_k)
     hk = h // (call.heads // call.kv_heads)
     names |= {"h": torch.tensor(h, device=keys.device), "hk": torch.tensor(hk, device=keys.device)}
@@ -126,7 +131,10 @@ def _out(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: i
     if call.variant.sink is not None:
         sink = evaluate(call.variant.sink, names, call.tensors, torch.float64).broadcast_to(*logits.shape[:2], 1)
         logits = torch.cat([logits, sink], dim=-1)
-    weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)[..., : len(keys)]  # dead rows
+    if call.variant.has_lse:
+        weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)[..., : len(keys)]  # dead rows
+    else:
+        weights = torch.sigmoid(logits)
     if call.variant.dropout:
         weights = torch.where(kept(call, b, rows, len(keys))[h], weights * rate_of(call)[1], 0.0)
     return weights[0] @ values

@@ -40,6 +40,10 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**26
 _ODD_KEYS = 16
 
 
+#: Features of variants that the reference computes, and its derivatives.
+SERVES = ("mask", "score", "sink", "dropout", "keys", "sink_in_lse", "weights")
+
+
 @dataclass(frozen=True, slots=True)
 class OneSequence:
     """One sequence of a call: q (s, h, d), k and v (s, hk, d), and where it stands."""
@@ -370,8 +374,10 @@ def scores_of(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Visible pairs, and the logits after the score expression: both (h, rows, keys), of all ``heads`` or of these.
 
-    A pair is visible where the mask holds and the score is more than −inf; logits are −inf elsewhere.
+    A pair is visible where the mask holds and the score is more than −inf; logits are −inf elsewhere. Raises CallError
+    for a feature of the variant that is not among ``SERVES``.
     """
+    call.variant.require(SERVES, "the reference")
     q = sequence.q[rows].to(compute).transpose(0, 1)  # (h, rows, d)
     q = q if heads is None else q[heads]
     keys = keys or _Keys.of(call, sequence, compute, heads=heads, smooth=smooth)

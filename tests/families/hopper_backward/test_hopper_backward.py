@@ -386,14 +386,14 @@ def test_a_score_and_its_derivative_share_a_cosine_of_the_distance() -> None:
             {"declared": OWN.format(score="s + slope[h]", grad="true"), "deterministic": "true"},
             r"backward: .*own tensors .*in a fixed order",
         ),
-        ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels; allowed: true"),
+        ("causal", {"fast_math": "false"}, r"fast_math: .*fused in cuda kernels, .*; found false; allowed: true"),
         (
             "own",
             {"head_dim": 256, "declared": "variants:\n  own: {score: tanh(s), dropout: true}\n"},
             r"backward: .*have no dropout in cuda; allowed: triton",
         ),
         ("causal", {"head_dim": 520}, r"head_dim: .*from 8 to 512; nearest: 512"),
-        ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16, not fp32"),
+        ("causal", {"dtype": "fp32"}, r"dtype: .*bf16 and fp16; found fp32"),
         (
             "causal",
             {"loads": "pointer", "backward": "{backend: cuda, dq: {warps: 4}}"},

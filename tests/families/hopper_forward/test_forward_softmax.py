@@ -177,11 +177,11 @@ def test_sigmoids_keep_no_row_max_and_write_no_log_sum_exp() -> None:
         ({"backend": "cuda", "softmax": "lazy"}, "softmax: 'weights: sigmoid' keeps no row max; leave it out"),
         ({"backend": "triton", "softmax": "exact_max"}, "softmax: 'weights: sigmoid' keeps no row max; leave it out"),
         ({"backend": "cuda", "split_kv": "tiles"}, "split_kv: 'weights: sigmoid' has no log-sum-exp by which blocks"),
-        ({"backend": "cuda", "dtype": "fp8_e4m3"}, "hopper_fp8 do not have 'weights: sigmoid'; allowed: softmax"),
-        ({"backend": "cuda", "passes": "backward"}, "hopper_backward do not have 'weights: sigmoid'"),
-        ({"backend": "cuda", "arch": "sm80"}, "mma_forward do not have 'weights: sigmoid'"),
-        ({"backend": "cuda", "split_kv": "true"}, "split-KV forward kernels of schedule hopper_decode do not have"),
-        ({"backend": "cuda", "head_dim": 512}, "hopper_wide do not have 'weights: sigmoid'"),
+        ({"backend": "cuda", "dtype": "fp8_e4m3"}, "variant.weights: hopper_fp8 does not serve it; found sigmoid"),
+        ({"backend": "cuda", "passes": "backward"}, "variant.weights: hopper_backward does not serve it"),
+        ({"backend": "cuda", "arch": "sm80"}, "variant.weights: mma_forward does not serve it; found sigmoid"),
+        ({"backend": "cuda", "split_kv": "true"}, "variant.weights: hopper_decode does not serve it; found sigmoid"),
+        ({"backend": "cuda", "head_dim": 512}, "variant.weights: hopper_wide does not serve it; found sigmoid"),
     ],
 )
 def test_what_has_no_sigmoids_says_so(fields: dict[str, object], reason: str) -> None:

@@ -85,16 +85,16 @@ def test_registers_fit_the_multiprocessor() -> None:
 @pytest.mark.parametrize(
     ("entry", "field", "reason"),
     [
-        ("variant: causal, dtype: fp32", "dtype", "bf16 and fp16, not fp32"),
-        ("variant: causal, dtype: fp8_e4m3", "dtype", "bf16 and fp16, not fp8_e4m3"),
+        ("variant: causal, dtype: fp32", "dtype", "bf16 and fp16; found fp32"),
+        ("variant: causal, dtype: fp8_e4m3", "dtype", "bf16 and fp16; found fp8_e4m3"),
         ("variant: causal, dtype: fp16, kv_dtype: fp8_e4m3", "dtype", "a cache in fp8_e4m3 stands beside bf16"),
         ("variant: causal, kv_dtype: fp8_e4m3, descale: 64", "descale", "of a head or a page"),
         ("variant: causal, loads: pointer", "loads", "tensor descriptors"),
-        ("variant: causal, alignment: 8", "alignment", "alignment 16, not 8"),
+        ("variant: causal, alignment: 8", "alignment", "alignment 16; found 8"),
         ("variant: causal, tile_map: always", "tile_map", "allowed: auto, never"),
-        ("variant: causal, tile: {m: 128, n: 64}", "tile", "have one tile"),
-        ("variant: causal, pack_gqa: true", "pack_gqa", "no choice of it"),
-        ("variant: dropped", "v", "dropout shares random numbers among rows of one head"),
+        ("variant: causal, tile: {m: 128, n: 64}", "tile.m", "have one tile"),
+        ("variant: causal, pack_gqa: false", "pack_gqa", "found false; allowed: true"),
+        ("variant: dropped", "variant.dropout", "dropout shares random numbers among rows of one head"),
     ],
 )
 def test_unsupported_fields_are_refused_by_name(entry: str, field: str, reason: str) -> None:
@@ -159,10 +159,10 @@ def test_the_backward_takes_masks_and_sinks(variant: str, layout: str, head_dim:
 @pytest.mark.parametrize(
     ("entry", "field", "reason"),
     [
-        ("variant: softcap", "variant", "takes masks and sinks, no score"),
-        ("variant: dropped", "variant", "takes no dropout"),
+        ("variant: softcap", "variant.score", "takes masks and sinks, no score"),
+        ("variant: dropped", "variant.dropout", "takes no dropout"),
         ("variant: causal, deterministic: true", "deterministic", "in no fixed order"),
-        ("variant: causal, dtype: fp32", "dtype", "bf16 and fp16, not fp32"),
+        ("variant: causal, dtype: fp32", "dtype", "bf16 and fp16; found fp32"),
     ],
 )
 def test_what_the_backward_does_not_serve_is_refused_by_name(entry: str, field: str, reason: str) -> None:

@@ -53,13 +53,22 @@ def test_head_dims_may_differ(arch: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dtype": "fp32"}, r"dtype: cuda kernels by mma\.sync take bf16 and fp16, not fp32"),
-        ({"loads": "descriptor"}, r"loads: cuda kernels by mma\.sync load by cp\.async; allowed: pointer"),
-        ({"alignment": "element"}, r"alignment: cp\.async copies 16 bytes, which need alignment 16, not 2"),
+        ({"dtype": "fp32"}, r"dtype: cuda kernels by mma\.sync take bf16, fp16 and fp8_e4m3; found fp32"),
+        (
+            {"loads": "descriptor"},
+            r"loads: cuda kernels by mma\.sync load by cp\.async; found descriptor; allowed: pointer",
+        ),
+        ({"alignment": "element"}, r"alignment: cp\.async copies 16 bytes, which need alignment 16; found 2"),
         ({"warps": "{consumer: 2}"}, r"warps: cuda kernels by mma\.sync have no roles; give a count"),
-        ({"persistent": "true"}, r"persistent: cuda kernels by mma\.sync are not persistent; allowed: false"),
-        ({"epilogue": "staged"}, r"epilogue: cuda kernels by mma\.sync store from registers; allowed: direct"),
-        ({"softmax": "first_max"}, r"softmax: 'first_max' is not one of lazy, exact_max, bounded"),
+        (
+            {"persistent": "true"},
+            r"persistent: cuda kernels by mma\.sync are not persistent; found true; allowed: false",
+        ),
+        (
+            {"epilogue": "staged"},
+            r"epilogue: cuda kernels by mma\.sync store from registers; found staged; allowed: direct",
+        ),
+        ({"softmax": "first_max"}, r"softmax: .*no other row max; found first_max; allowed: lazy, exact_max, bounded"),
         ({"tile": "{n: 48}"}, r"tile\.n: 48 is not one of 16, 32, 64, 128; nearest: 32"),
         ({"tile": "{m: 96}"}, r"tile\.m: 96 is not one of 64, 128; nearest: (64|128)"),
         ({"warps": 2}, r"warps|num_warps: 2 is not one of 4, 8"),
@@ -191,7 +200,7 @@ def test_operands_of_8_bits(arch: str) -> None:
     [
         ("sm86", {}, r"dtype: sm86 multiplies no numbers of 8 bits; allowed: bf16, fp16"),
         ("sm89", {"head_dim": 72}, r"head_dim: .*multiples of 16"),
-        ("sm89", {"descale": 64}, r"descale: kernels by mma\.sync take a scale of each head; allowed: head"),
+        ("sm89", {"descale": 64}, r"descale: kernels by mma\.sync take a scale of each head; found 64; allowed: head"),
         ("sm89", {"transposed_v": "true"}, r"transposed_v: kernels by mma\.sync transpose v themselves"),
         ("sm89", {"softmax": "lazy"}, r"softmax: 'lazy' does not exist in fp8_e4m3; allowed: exact_max"),
     ],

@@ -30,6 +30,9 @@ from attngen.runtime.reference.eager import (
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import Resolved
 
+#: Features of variants that index scores have.
+SERVES = ("mask",)
+
 #: Names that a mask may not read: all heads share the scores, and there is no softmax.
 _WITHOUT_MEANING = ("h", "hk", "kv_heads", "softmax_scale")
 
@@ -117,13 +120,7 @@ def check(given: IndexScores) -> Bound:
 
 def _check_variant(variant: Variant) -> None:
     """Raise CallError for a variant with parts that index scores would ignore."""
-    if variant.score is not None or variant.sink is not None or variant.dropout:
-        part = "score" if variant.score is not None else "sink" if variant.sink is not None else "dropout"
-        raise CallError(f"{variant.name}: index scores take a mask alone, but it has a {part}")
-    if not variant.has_lse:
-        raise CallError(f"{variant.name}: index scores take a mask alone, but it has weights: {variant.weights}")
-    if variant.keys is not None:
-        raise CallError(f"{variant.name}: index scores choose keys, but its calls list them")
+    variant.require(SERVES, "index_scores, which takes a mask alone,")
     if used := sorted(names(variant.mask) & set(_WITHOUT_MEANING)):
         raise CallError(f"{variant.name}: all heads share index scores, but its mask reads {used[0]}")
 

@@ -1,0 +1,108 @@
+"""Settings of variants: one declaration, which specs, JSON and Python follow; each consumer serves or refuses them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import attngen
+from attngen.errors import CallError, SpecError
+from attngen.inspect import baseline
+from attngen.integrations.engines import layers
+from attngen.lab.bench import check
+from attngen.lang.check import restore_variant
+from attngen.lang.variant import Settings, Variant
+from attngen.parallel import decoding, making
+from attngen.runtime.operations.index_scores import arguments
+from attngen.runtime.reference import eager
+from attngen.schema.models import VariantModel
+from attngen.schema.writing import declaration
+
+SETTINGS = {one.name: one.default for one in fields(Settings)}
+#: A value of each setting, and of what it cannot stand without.
+GIVEN: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": True},
+    "keys": {"keys": "index"},
+    "sink_in_lse": {"keys": "index", "sink": "0.5", "sink_in_lse": False},
+    "weights": {"weights": "sigmoid"},
+}
+
+#: Modules that read variants, with the features that each of them serves. Schedules: ``tests/plan/test_served.py``.
+CONSUMERS = (eager, baseline, check, decoding, making, arguments, layers)
+
+
+@dataclass(frozen=True)
+class Later(Variant):
+    """A variant with a setting that nobody has heard of."""
+
+    unheard: bool = field(default=False, kw_only=True)
+
+
+def test_a_spec_and_python_have_the_settings_with_their_defaults() -> None:
+    model = {name: one.default for name, one in VariantModel.model_fields.items() if name in SETTINGS}
+    parameters = inspect.signature(attngen.variant).parameters
+    assert model == SETTINGS == {name: parameters[name].default for name in SETTINGS}
+    assert set(GIVEN) == set(SETTINGS)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_json_specs_definitions_and_comparisons_follow(name: str) -> None:
+    value = attngen.variant("q_pos >= kv", **GIVEN[name]).value
+    plain = replace(value, **{name: SETTINGS[name]})
+    assert restore_variant(value.to_dict()) == value
+    assert value.to_dict()[name] == declaration(value)[name] == GIVEN[name][name]
+    assert name not in {*plain.to_dict(), *declaration(plain)}
+    assert value.definition != plain.definition
+    assert [field for field, *_ in value.differences(plain)] == [name]
+
+
+def test_a_setting_that_nobody_has_heard_of_is_kept_apart() -> None:
+    later, plain = Later("later", unheard=True), Later("later")
+    assert later.definition != plain.definition
+    assert later.differences(plain) == [("unheard", "true", "false")]
+    with pytest.raises(SpecError, match="has 'unheard', which this version of attngen does not know"):
+        restore_variant(later.to_dict())
+    assert restore_variant(plain.to_dict()).definition == Variant("later").definition
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS, ids=lambda consumer: consumer.__name__)
+def test_each_consumer_asks_for_what_it_serves(consumer: Any) -> None:
+    assert "require(SERVES," in inspect.getsource(consumer)
+    assert set(consumer.SERVES) <= {"mask", "score", "sink", *SETTINGS}
+
+
+def called(consumer: Any, variant: Variant) -> None:
+    """Give a variant to a consumer."""
+    q = torch.zeros(1, 4, 1, 16)
+    if consumer is eager:
+        attngen.attention(q, q, q, variant=variant, backend="reference")
+    elif consumer is decoding:
+        raise CallError(decoding._problem(q, q, q, 0, 0, variant, {}) or "")
+    elif consumer is making:
+        attngen.parallel.plan(variant, 128, 2)
+    elif consumer is arguments:
+        attngen.index_scores(q, q, torch.zeros(1, 4, 1), variant=variant)
+    elif consumer is layers:
+        layers.Layer().own(layers.Mask(variant, {}))
+    else:
+        call = SimpleNamespace(variant=variant)
+        list(baseline._sequences(call, q, q, q)) if consumer is baseline else check._out(call, *[q] * 3, 0, 0, slice(1))
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS, ids=lambda consumer: consumer.__name__)
+def test_each_consumer_refuses_a_setting_that_it_does_not_serve(consumer: Any) -> None:
+    variants = [attngen.variant(**GIVEN[name]).value for name in sorted({*SETTINGS} - {*consumer.SERVES})]
+    for variant in [*variants, Later("later", unheard=True)]:
+        with pytest.raises(CallError, match="does not serve '(unheard|dropout|keys|sink|weights)"):
+            called(consumer, variant)
+
+
+def test_derivatives_of_the_reference_refuse_it_too() -> None:
+    q = torch.zeros(1, 4, 1, 16, requires_grad=True)
+    with pytest.raises(CallError, match="does not serve 'unheard'"):
+        attngen.attention(q, q, q, variant=Later("later", unheard=True)).sum().backward()
