@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pkgutil import resolve_name
 
-from attngen import resources
 from attngen.plan.catalogue import named
 from attngen.plan.model import Plan
 from attngen.render.environment import environment
+from attngen.render.includes import header_folders, included
 
 _SUFFIXES = {"triton": "py", "cuda": "cu"}
 
@@ -23,7 +22,7 @@ class Source:
     name: str
     text: str
     backend: str
-    headers: Mapping[str, str] = field(default_factory=dict)  # text of each included file by its name
+    headers: Mapping[str, str] = field(default_factory=dict)  # text of each header that it includes, by name
 
     def __repr__(self) -> str:
         return f"Source({self.file_name}: {self.text.count(chr(10))} lines, {len(self.headers)} headers)"
@@ -35,7 +34,10 @@ class Source:
 
 
 def render(plan: Plan) -> Source:
-    """Return the source of a plan. The same plan gives the same bytes: no time, no path of this machine."""
+    """Return the source of a plan. The same plan gives the same bytes: no time, no path of this machine.
+
+    Raises CompileError for a CUDA source whose headers are not found (``attngen.render.includes``).
+    """
     schedule = named(plan.schedule)
     view = resolve_name(schedule.view)(plan, schedule.template)
     text = (
@@ -45,14 +47,9 @@ def render(plan: Plan) -> Source:
     )
     if plan.backend == "triton":
         return Source(plan.name, _tidy(text), plan.backend)
-    return Source(plan.name, _tidy_cuda(text), plan.backend, headers())
-
-
-@cache
-def headers() -> Mapping[str, str]:
-    """The text of every header that CUDA sources include, by its name: those of a family alone lie in its folder."""
-    paths = (resources.templates_dir() / "cuda").rglob("*.cuh")
-    return {path.name: path.read_text("utf-8") for path in sorted(paths, key=lambda path: path.name)}
+    text = _tidy_cuda(text)
+    folders = header_folders(schedule.template, schedule.templates)
+    return Source(plan.name, text, plan.backend, included(plan.name, text, folders))
 
 
 def _tidy_cuda(text: str) -> str:

@@ -26,6 +26,7 @@ from attngen.render import render
 from attngen.resources import root
 from attngen.store import Store
 from tests.plan.specs import planned
+from tests.render.headers import headers
 
 ROOT = Path(__file__).parents[2]
 
@@ -185,6 +186,13 @@ def test_a_fresh_process_gives_the_same_bytes_and_needs_no_torch(tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [compiled("causal", 128)[1].manifest["sha256"], "False"]
+
+
+def test_headers_that_a_source_does_not_include_change_no_byte() -> None:
+    plan, artifact = compiled("causal", 64)
+    source = render(plan)
+    assert len(source.headers) < len(headers())
+    assert compile_source(plan, replace(source, headers=headers())).cubin == artifact.cubin
 
 
 def test_no_path_of_this_machine_is_in_the_cubin() -> None:

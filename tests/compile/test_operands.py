@@ -10,8 +10,8 @@ from attngen.compile.cuda import compile_text
 from attngen.compile.inspect import count_instructions
 from attngen.dtypes import ATTENTION_DTYPES, dtype
 from attngen.render import render
-from attngen.render.source import headers
 from tests.plan.specs import planned
+from tests.render.headers import headers
 
 
 @pytest.mark.parametrize(

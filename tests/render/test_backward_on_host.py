@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from attngen.render import render
-from attngen.render.source import headers
 from tests.plan.specs import planned
+from tests.render.headers import headers
 from tests.render.test_decode_on_host import COMPILER, HOST, on_host
 
 COMPILED = ("softmax.cuh", "ring.cuh", "expression.cuh", "schedule.cuh")

@@ -16,16 +16,15 @@ from attngen.lang.ir import Op, Type
 from attngen.lang.printing import canonical
 from attngen.lang.simplify import integer, make
 from attngen.plan import plan
-from attngen.plan.catalogue import named
 from attngen.render import render
 from attngen.render.cuda_math import element_bindings
 from attngen.render.expressions import CUDA, corner_bindings
-from attngen.render.source import headers
 from attngen.resources import root, templates_dir
 from attngen.schema import KernelSpec
 from attngen.schema.names import check_symbol
 from tests.plan.specs import kernel_spec, planned
 from tests.render.cuda_sources import SPECS, code, identifiers, kernels, rendered
+from tests.render.headers import headers
 
 MAX_BYTES = 41_000
 #: The same of latent attention, whose two consumers exchange parts of S and P, or multiply the transposes of few rows.
@@ -94,25 +93,16 @@ def test_every_include_is_carried(spec: str) -> None:
     for kernel, source in rendered(spec):
         included = re.findall(r'^#include "([^"]*)"$', source.text, re.M)
         assert source.text.count("#include") == len(included) >= 5, kernel.name
-        assert set(included) <= set(source.headers)
+        reached = {name for text in source.headers.values() for name in re.findall(r'#include "([^"]*)"', text)}
+        assert set(included) | reached == set(source.headers), kernel.name
+
+
+def test_headers_have_names_of_their_own_and_include_no_other_files() -> None:
+    """Packages have all of their headers in one folder."""
+    assert len(headers()) == len(list((templates_dir() / "cuda").rglob("*.cuh"))), "two headers of one name"
     for text in headers().values():
         assert set(re.findall(r'#include "([^"]*)"', text)) <= set(headers())
         assert not re.search(r"#include *<", text), "a header of the toolkit, which a build may lack"
-
-
-@both
-def test_headers_in_a_familys_folder_are_included_by_it_alone(spec: str) -> None:
-    places = [path.relative_to(templates_dir() / "cuda") for path in (templates_dir() / "cuda").rglob("*.cuh")]
-    homes = {place.name: place.parts[0] for place in places}
-    assert len(homes) == len(places), "two headers of one name"
-    for kernel, source in rendered(spec):
-        family = named(kernel.schedule).template.split("/")[1]
-        todo, seen = [source.text], set[str]()
-        while todo:
-            new = set(re.findall(r'#include "([^"]*)"', todo.pop())) - seen
-            seen |= new
-            todo += [source.headers[name] for name in new]
-        assert {homes[name] for name in seen} <= {"include", family}, kernel.name
 
 
 def test_rendering_again_gives_the_same_bytes() -> None:

@@ -18,9 +18,9 @@ import pytest
 from attngen.lang.listed import LISTS
 from attngen.plan import Plan
 from attngen.render import render
-from attngen.render.source import headers
 from attngen.resources import root
 from tests.plan.specs import planned
+from tests.render.headers import headers
 
 COMPILER = shutil.which("g++")
 HOST = root() / "tests" / "host"

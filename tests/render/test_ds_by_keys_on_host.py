@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from attngen.render.source import headers
+from tests.render.headers import headers
 from tests.render.test_tensor_adder_on_host import COMPILER, HOST, bits_of, header_on_host
 
 

@@ -18,7 +18,6 @@ import torch
 
 from attngen.build.pipeline import Prepared, prepare
 from attngen.plan import Plan
-from attngen.render.source import headers
 from attngen.resources import root
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
@@ -29,6 +28,7 @@ from attngen.runtime.launch.prepared_backward import PreparedBackward
 from attngen.runtime.registry.binding import bind_call
 from attngen.schema import load_spec
 from tests.map_oracle import VARIANTS, check_map, values
+from tests.render.headers import headers
 from tests.runtime.host_kernels import COMPILER, HOST, HostDriver, as_kernels
 from tests.sampling import some
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attngen.render.source import headers
+from tests.render.headers import headers
 from tests.render.test_decode_on_host import HOST, on_host
 
 COMPILER = shutil.which("g++")

@@ -23,7 +23,6 @@ from attngen.build.pipeline import Prepared
 from attngen.dtypes import dtype as dtype_row
 from attngen.plan import Plan, plan
 from attngen.render import render
-from attngen.render.source import headers
 from attngen.resources import root
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.cache import RecentCache
@@ -32,6 +31,7 @@ from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import appends, expand, load_spec_text, quantizers, selectors, wideners
+from tests.render.headers import headers
 
 COMPILER = shutil.which("g++")
 HOST = root() / "tests" / "host"

@@ -15,8 +15,8 @@ from attngen.errors import PlanError
 from attngen.families.mma_forward.structure import MmaForward
 from attngen.plan import plan
 from attngen.plan.candidates import candidates
-from attngen.render.source import headers
 from tests.plan.specs import kernel_spec, planned
+from tests.render.headers import headers
 
 CARDS = ("sm80", "sm86", "sm89", "sm120a")
 
