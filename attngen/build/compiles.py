@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from attngen.build.source_errors import source_error
 from attngen.compile import toolchain
 from attngen.compile.artifact import Artifact
 from attngen.errors import (
@@ -396,12 +397,18 @@ def build_one(
     """Find or compile one kernel, in a worker process. Returns its origin and its manifest.
 
     Returns None, without ``wait``, where another process compiles it now. Raises DiskFullError if there is no room
-    for the kernel.
+    for the kernel, ChoiceError where another plan may compile, and CompileError for a source that is wrong in itself.
     """
 
     def compile_() -> Artifact:
         module, _, name = compiler.partition(":")
-        artifact = getattr(importlib.import_module(module), name)(plan, source)
+        try:
+            artifact = getattr(importlib.import_module(module), name)(plan, source)
+        except ChoiceError as error:
+            wrong = source_error(source, error)
+            if wrong is None:
+                raise
+            raise wrong from error
         assert isinstance(artifact, Artifact)
         return artifact
 

@@ -90,6 +90,12 @@ def compile_no_cuda(plan: Any, source: Any) -> Artifact:
     return compile_quickly(plan, source)
 
 
+def compile_misspelt(plan: Any, source: Any) -> Artifact:
+    """In place of ``compile_source``: NVRTC does not know a name in the first line."""
+    compile_quickly(plan, source)
+    raise ChoiceError(f'{plan.name}: NVRTC refused it\n{plan.name}.cu(1): error: identifier "a" is undefined')
+
+
 def compile_without_room(plan: Any, source: Any) -> Artifact:
     """In place of ``compile_source``: there is no room for temporary files, and the compiler wraps what it met."""
     compile_quickly(plan, source)
