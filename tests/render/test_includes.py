@@ -93,3 +93,13 @@ def test_headers_lie_beside_the_template_of_their_family(tmp_path: Path) -> None
     cluster = cuda / "hopper_backward" / "cluster"
     assert header_folders("cuda/hopper_backward/cluster/kernel.cu.j2") == (cluster, cluster.parent, cuda / "include")
     assert header_folders("own.cu.j2", tmp_path) == (tmp_path, cuda / "include")
+
+
+def test_every_header_that_a_template_names_is_found() -> None:
+    """Rendering looks each of them up; this covers templates of which no test renders every branch."""
+    headers = set[str]()
+    for path in sorted((templates_dir() / "cuda").rglob("*.j2")):
+        template = path.relative_to(templates_dir()).as_posix()
+        literal = "".join(line for line in path.read_text().splitlines(keepends=True) if "${" not in line)
+        headers |= set(included(template, literal, header_folders(template)))
+    assert len(headers) > 30  # views name the others
