@@ -34,8 +34,8 @@ RESERVED: frozenset[str] = declarations.RESERVED | frozenset(keyword.kwlist)
 #: Modules that programs import besides a package, which would hide them: attngen, and what it needs or runs with.
 _BESIDE = (
     "attngen click cuda cupy cupy_backends cupyx editables flash_attn hatchling hypothesis jax jinja2 jsonschema "
-    "markupsafe matplotlib mypy numpy nvidia packaging pip platformdirs psutil pydantic pydantic_core pytest rich ruff "
-    "setuptools torch transformers triton xdist yaml"
+    "markupsafe matplotlib mypy numpy nvidia packaging pip platformdirs pre_commit psutil pydantic pydantic_core "
+    "pytest rich ruff setuptools torch transformers triton xdist yaml"
 )
 
 #: Names that a package may not take. ``test`` belongs to Python, though ``stdlib_module_names`` leaves it out.

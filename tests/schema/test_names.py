@@ -81,6 +81,7 @@ REQUIRED = {
     "cupy-cuda13x": "cupy",
     "nvidia-cuda-nvrtc-cu12": "nvidia",
     "nvidia-cuda-nvcc-cu12": "nvidia",
+    "pre-commit": "pre_commit",
     "pytest-xdist": "xdist",
     "PyYAML": "yaml",
 }
