@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,9 @@ def test_hooks_use_the_environment() -> None:
     assert {hook["language"] for hook in local["hooks"]} == {"system"}
     entries = {hook["entry"] for hook in local["hooks"]}
     assert {"ruff check .", "ruff format .", "mypy"} <= entries
+
+
+def test_hosted_ci_runs_what_ci_runs() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert not re.search(r"pypi|pythonhosted|index-url", str(job))
