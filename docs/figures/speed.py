@@ -22,7 +22,7 @@ SAME = {"svg.hashsalt": "speed", "svg.fonttype": "none", "font.family": "sans-se
 
 
 def main() -> None:
-    """Write the picture: a panel for each head dimension and mask, a line for each contestant."""
+    """Write the picture: a panel for each head dimension and mask, a line for each contender."""
     data = json.loads(DATA.read_text())
     with rc_context({**STYLE, **SAME}):
         figure = Figure(figsize=(9, 5), layout="constrained")

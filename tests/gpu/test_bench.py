@@ -39,11 +39,11 @@ def test_forward_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert document["ok"]
     ceiling = document["ceilings"]["matrix_tflops"]
     for row in document["rows"]:
-        own = {result["contestant"]: result for result in row["results"]}["attngen triton"]
+        own = {result["contender"]: result for result in row["results"]}["attngen triton"]
         assert own["status"] == "measured", own
         assert 0 < own["tflops"] < 1.5 * ceiling
         assert own["relative_error"] < 1e-2
-        flex = {result["contestant"]: result for result in row["results"]}["FlexAttention"]
+        flex = {result["contender"]: result for result in row["results"]}["FlexAttention"]
         assert (flex["status"] == "measured") == (row["variant"] != "allowed"), flex
     assert document["ceilings"]["copy_gbps"] > 0
     assert document["gpu"]["l2_bytes"] > 0
@@ -68,7 +68,7 @@ def test_backward_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("grid", "causal", "backward"), ("variants", "causal", "backward"), ("variants", "alibi", "backward"),
     ]  # fmt: skip
     for row in document["rows"]:
-        results = {result["contestant"]: result for result in row["results"]}
+        results = {result["contender"]: result for result in row["results"]}
         own, flex = results["attngen triton"], results["FlexAttention"]
         assert own["status"] == flex["status"] == "measured", results
         assert max(own["relative_error"], flex["relative_error"]) < 2e-2
@@ -144,18 +144,16 @@ def test_masks_beside_flex_attention(tmp_path: Path) -> None:
         for row in document["rows"]
         for result in row["results"]
         # torch 2.11's FlexAttention asks for more shared memory than an H100 has in one of these cells
-        if result["status"] != "measured" and result["contestant"] != FLEX
+        if result["status"] != "measured" and result["contender"] != FLEX
     ]
     assert not failed, "\n".join(map(str, failed))
     assert done.exit_code == 0, (done.output, done.exception)
     assert len(document["rows"]) == 3
-    measured = [
-        {one["contestant"] for one in row["results"] if one["status"] == "measured"} for row in document["rows"]
-    ]
-    reasons = [one["reason"] for row in document["rows"] for one in row["results"] if one["contestant"] == FLEX]
+    measured = [{one["contender"] for one in row["results"] if one["status"] == "measured"} for row in document["rows"]]
+    reasons = [one["reason"] for row in document["rows"] for one in row["results"] if one["contender"] == FLEX]
     assert any(FLEX in names for names in measured), reasons
     for row, names in zip(document["rows"], measured, strict=True):
         assert "attngen" in names
-        assert all(one["first_seconds"] > 0 for one in row["results"] if one["contestant"] in names)
+        assert all(one["first_seconds"] > 0 for one in row["results"] if one["contender"] in names)
         assert FLEX not in names or row["speed"]["attngen"]["forward"] > 0
     assert not document["not_run"]

@@ -258,7 +258,7 @@ SCHEMA = _object(
         gpu=_or_none(_object(sm_mhz=NUMBER, watts=NUMBER, celsius=NUMBER)),
         best_peer=TEXT, ratios=_map({"type": "number"}), to_causal=_map({"type": "number"}),
         results=_each(_object(
-            contestant={"type": "string"}, kernel=TEXT,
+            contender={"type": "string"}, kernel=TEXT,
             status={"enum": ["measured", "planned", "unsupported", "failed"]}, reason=TEXT,
             tflops=NUMBER, relative_error=NUMBER, milliseconds=NUMBER, samples=_each({"type": "number"}),
             host_microseconds=NUMBER, host_bound={"type": ["boolean", "null"]},

@@ -369,7 +369,7 @@ def test_a_whole_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "tanh d8 100: attngen, front end: CallError: no" in output
     document = json.loads(path.read_text())
     assert [one["name"] for one in document["rows"]] == ["sliding window d8 100", "tanh d8 100"]
-    by_name = {one["contestant"]: one for one in document["rows"][0]["results"]}
+    by_name = {one["contender"]: one for one in document["rows"][0]["results"]}
     assert by_name[CONSTANTS]["first_seconds"] == 2.5
     assert {one["status"] for one in by_name.values()} == {"measured"}
     assert document["means"][CONSTANTS]["backward"]["cells"] == 2

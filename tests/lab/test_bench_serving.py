@@ -290,7 +290,7 @@ SCHEMA = {
             "type": "object", "required": ["name", "group", "input_sets", "gpu", "results"],
             "properties": {"results": {"type": "array", "items": {
                 "type": "object", "additionalProperties": False, "properties": {
-                    "contestant": {"type": "string"}, "lane": TEXT, "kernel": TEXT, "variant": {"type": "string"},
+                    "contender": {"type": "string"}, "lane": TEXT, "kernel": TEXT, "variant": {"type": "string"},
                     "form": {"type": "string"}, "heads_first": {"type": "boolean"}, "batch": {"type": "integer"},
                     "seqlen_q": {"type": "integer"}, "lengths": {"type": "array", "items": {"type": "integer"}},
                     "heads": {"type": "integer"}, "kv_heads": {"type": "integer"},

@@ -64,7 +64,7 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """The entries that documents of all suites have."""
         return {
-            "contestant": self.contender,
+            "contender": self.contender,
             "kernel": self.kernel,
             "status": self.status,
             "reason": self.reason,
