@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from attngen.errors import CallError
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.torch_state import is_compiling
 
+Result = TypeVar("Result")
+
 #: Libraries whose arrays a call may write to.
 _WRITTEN = ("cupy", "numpy")
 
@@ -27,12 +30,12 @@ _WRITTEN = ("cupy", "numpy")
 _LEGACY, _PER_THREAD = 1, 2
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Whether a value is an array of another library, as told by ``__dlpack__``."""
     return not isinstance(value, Tensor) and hasattr(value, "__dlpack__")
 
 
-def refuse_beside(tensors: Mapping[str, Any], name: str) -> None:
+def refuse_beside(tensors: Mapping[str, object], name: str) -> None:
     """Raise CallError if the argument of a ``name`` is an array and no number, in a call on ``tensors``."""
     value = tensors[name]
     if not getattr(value, "ndim", 1):  # a number
@@ -43,14 +46,14 @@ def refuse_beside(tensors: Mapping[str, Any], name: str) -> None:
     raise CallError(f"{name} is {_kind(value)}{beside}; allowed: torch.from_dlpack({name}), which copies nothing")
 
 
-def serve_given(run: Callable[[Given], Any], given: Given) -> Any:
+def serve_given(run: Callable[[Given], Result], given: Given) -> Result:
     """Result of a call of attention whose q is an array; see ``serve``."""
     pages = {"k": "k_pages", "v": "v_pages"} if given.form == "paged" else {}  # by their names in the call
     fields = {pages.get(name, name): value for name, value in given._asdict().items()}
     return serve(lambda **fields: run(Given(*fields.values())), fields, ("out",))
 
 
-def serve(run: Callable[..., Any], arguments: Mapping[str, Any], written: Collection[str] = ()) -> Any:
+def serve(run: Callable[..., Result], arguments: Mapping[str, object], written: Collection[str] = ()) -> Result:
     """Result of ``run(**arguments)`` on tensors in place of arrays, with arrays of their library in place of tensors.
 
     ``written``: names of the arguments that the call writes to. Arrays also stand in mappings, lists, tuples, and pairs
@@ -112,11 +115,11 @@ def _library(value: Any) -> Any:
     raise CallError(f"{type(value).__module__} has arrays with __dlpack__, but no from_dlpack for results")
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "a torch.Tensor" if isinstance(value, Tensor) else f"an array of {_library(value).__name__}"
 
 
-def _check(name: str, value: Any, library: Any, written: bool) -> None:
+def _check(name: str, value: Any, library: ModuleType, written: bool) -> None:
     """Raise CallError for an array that no tensor stands for, and for one that cannot be ``written``."""
     _refuse_traced(name, value)
     masked = sys.modules.get("numpy.ma")
@@ -135,7 +138,7 @@ def _check(name: str, value: Any, library: Any, written: bool) -> None:
         raise CallError(f"{name} is written, but is a read-only array of numpy; allowed: one that is writable")
 
 
-def _refuse_traced(name: str, value: Any) -> None:
+def _refuse_traced(name: str, value: object) -> None:
     """Raise CallError for an argument of ``jax.grad`` and other transforms of JAX, which holds no numbers."""
     if any(one.__name__ == "Tracer" and one.__module__.startswith("jax") for one in type(value).__mro__):
         raise CallError(
@@ -144,7 +147,7 @@ def _refuse_traced(name: str, value: Any) -> None:
         )
 
 
-def _tensor(name: str, array: Any, library: Any) -> Tensor:
+def _tensor(name: str, array: Any, library: ModuleType) -> Tensor:
     try:
         tensor: Tensor = torch.from_dlpack(array)
     except Exception as error:
@@ -153,7 +156,7 @@ def _tensor(name: str, array: Any, library: Any) -> Tensor:
     return tensor
 
 
-def _array(tensor: Tensor, library: Any) -> Any:
+def _array(tensor: Tensor, library: ModuleType) -> Any:
     try:
         with torch.cuda.device_of(tensor):  # torch exports what is on its current device
             return library.from_dlpack(tensor)
@@ -161,7 +164,7 @@ def _array(tensor: Tensor, library: Any) -> Any:
         raise CallError(f"{library.__name__} takes no result of {tensor.dtype}: {error}") from error
 
 
-def _stream(name: str, array: Any, library: Any) -> AbstractContextManager[Any]:
+def _stream(name: str, array: Any, library: ModuleType) -> AbstractContextManager[Any]:
     """Context in which CuPy's current stream is torch's."""
     if library.__name__ != "cupy":
         return nullcontext()

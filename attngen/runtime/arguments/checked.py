@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -34,6 +34,9 @@ LAYOUTS = ("bshd", "bhsd")
 PAGE_LAYOUTS = ("NHD", "HND")
 DIRECTIONS = ("forward", "backward")
 
+#: Results of a call of attention: the output, with its log-sum-exp if the call asks for it.
+Results: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 #: Parts of two launches that run side by side on one stream: the second one does not wait for the first, and ends after
 #: it.
 LEADS, FOLLOWS = 1, 2
@@ -61,7 +64,7 @@ def lse_dtype_of(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_out_dtype(q: torch.dtype, asked: Any) -> torch.dtype | None:
+def check_out_dtype(q: torch.dtype, asked: object) -> torch.dtype | None:
     """Return the dtype of the output that a call asks for. Raises CallError for one that it cannot have."""
     allowed = [TORCH_DTYPES[name] for name in OUT_DTYPES] if ATTENTION_DTYPES.get(q) in QUANTIZED_DTYPES else [q]
     if asked is None or asked in allowed:
@@ -96,10 +99,10 @@ class View(NamedTuple):
 class Packing:
     """The packing of a varlen call's sequences, as the caller passed it."""
 
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    max_seqlen_q: Any
-    max_seqlen_k: Any
+    cu_seqlens_q: object
+    cu_seqlens_k: object
+    max_seqlen_q: object
+    max_seqlen_k: object
 
 
 @dataclass(slots=True)
@@ -239,13 +242,13 @@ def contiguous_view(shape: Sequence[int], order: str) -> View:
     return view(shape, strides, order)
 
 
-def is_distributed(value: Any) -> bool:
+def is_distributed(value: object) -> bool:
     """Whether a value is a DTensor, whose module is not imported to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
-def refuse_unreadable(tensors: Mapping[str, Any]) -> None:
+def refuse_unreadable(tensors: Mapping[str, object]) -> None:
     """Raise CallError for a DTensor, a sparse tensor, and one with the negative bit: kernels would read, or write,
     numbers of the other sign.
 

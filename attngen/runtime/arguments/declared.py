@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from attngen.lang.ranges import DTYPE_RANGES
 from attngen.lang.variant import Bound, Scalar, Variant
 from attngen.lang.variant import Tensor as DeclaredTensor
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.arguments.scalars import ScalarRule
+from attngen.runtime.arguments.scalars import Number, ScalarRule
 
 #: Keywords of the call itself, offered when an unknown keyword is near one of them.
 _CALL_KEYWORDS = (
@@ -41,7 +40,7 @@ _ELSEWHERE = {
 }
 
 
-def bind_declared(call: Call, arguments: Mapping[str, Any]) -> None:
+def bind_declared(call: Call, arguments: Mapping[str, object]) -> None:
     """Check what a call passes of its variant's scalars and tensors, and bind these and every extent. Raises
     CallError."""
     _check_names(call.variant, arguments)
@@ -56,7 +55,7 @@ def bind_declared(call: Call, arguments: Mapping[str, Any]) -> None:
         call.scalars[rule.name] = _scalar(rule, value, call)
 
 
-def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
+def _check_names(variant: Variant, arguments: Mapping[str, object]) -> None:
     """Refuse a keyword that is not declared, and a declared one that is missing."""
     declared = [t.name for t in variant.tensors] + [s.name for s in variant.scalars]
     for name in arguments:
@@ -104,7 +103,7 @@ def _otherwise(scalar: Scalar) -> str:
     return "" if scalar.default is None else f" = {scalar.default}"
 
 
-def _tensor(declared: DeclaredTensor, value: Any, call: Call, bound_by: dict[str, str]) -> torch.Tensor:
+def _tensor(declared: DeclaredTensor, value: object, call: Call, bound_by: dict[str, str]) -> torch.Tensor:
     """Check one declared tensor and bind the extents that it is the first to name."""
     label = f"{call.variant.name}: tensor '{declared.name}'"
     if not isinstance(value, torch.Tensor):
@@ -160,7 +159,7 @@ def _bound(scalar: Scalar, bound: Bound, call: Call, otherwise: float) -> float:
     return bound
 
 
-def _scalar(rule: ScalarRule, value: Any, call: Call) -> Any:
+def _scalar(rule: ScalarRule, value: object, call: Call) -> Number:
     """Check a scalar; one with a gradient may be a 0-d tensor, which the reference differentiates."""
     if isinstance(value, torch.Tensor) and call.variant.scalar(rule.name).grad:
         if value.dim():

@@ -8,7 +8,6 @@ and each key, and values as before; or, of a cache in pages, one for each KV hea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +20,13 @@ from attngen.runtime.arguments.checked import Call
 _BLOCKS = tuple(block for block in DESCALE_BLOCKS.values() if block > 0)
 
 
-def check_descales(call: Call, given: Mapping[str, Any], k: Tensor, v: Tensor) -> None:
+def check_descales(call: Call, given: Mapping[str, object], k: Tensor, v: Tensor) -> None:
     """Check the scales of a call and lay them out as kernels read them; only quantized operands have any. A v that is
     the first columns of k has its scales, unless the call gives others.
 
     Raises CallError for scales that are missing, that nobody asked for, or of another form.
     """
-    named: dict[str, Any] = {}
+    named: dict[str, Tensor] = {}
     for name in DESCALES:
         value, operand = given.get(name), name[0]
         dtype = call.dtype if operand == "q" else call.kv_dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +17,8 @@ _WORD = 2**32 - 1
 
 
 def with_state(
-    variant: Variant, arguments: Mapping[str, Any], device: torch.device, *, draws: bool = True
-) -> Mapping[str, Any]:
+    variant: Variant, arguments: Mapping[str, object], device: torch.device, *, draws: bool = True
+) -> Mapping[str, object]:
     """Return the arguments of a call that names a rate, with a state of random numbers if it gives none.
 
     What reads no random number takes one that is not drawn (``draws=False``), and leaves the generator as it is. A
@@ -34,7 +33,7 @@ def with_state(
     return {name: value for name, value in arguments.items() if name not in (DROPOUT_P.name, RNG_STATE.name)}
 
 
-def check_rate(variant: str, rate: Any) -> None:
+def check_rate(variant: str, rate: object) -> None:
     """Refuse a rate other than 0 for a variant that has no dropout."""
     if isinstance(rate, Tensor) or rate != 0:
         raise CallError(

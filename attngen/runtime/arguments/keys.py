@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 NUMBERS = (int, float, bool)
 
 
-def note(key: list[Any], tensor: Any) -> int:
+def note(key: list[object], tensor: object) -> int:
     """Add what a launch depends on of a tensor to a key, and return its address; 0 if it is not a tensor."""
     if not isinstance(tensor, Tensor):
         key.append(type(tensor))  # refused when the call is bound
@@ -41,7 +39,7 @@ def note(key: list[Any], tensor: Any) -> int:
     return address
 
 
-def note_others(key: list[Any], addresses: list[int], given: Given) -> None:
+def note_others(key: list[object], addresses: list[int], given: Given) -> None:
     """Add to a key, and to the addresses, all tensors of a call but q, k and v; and the names of its arguments."""
     for place in PLACES[given.form]:
         tensor = given[place]

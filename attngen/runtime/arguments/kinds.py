@@ -6,8 +6,7 @@ cache. What is checked, selected and packed once for a kind serves calls of any 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class UnlikeError(Exception):
     """A tensor that calls of a kind do not have: checks look at it in each call."""
 
 
-def vector_at(vector: Any, device: int) -> int:
+def vector_at(vector: Tensor, device: int) -> int:
     """Address of a vector of lengths or offsets, which has nothing but its length that calls differ in."""
     if type(vector) not in PLAIN or vector.dtype is not torch.int32 or vector.get_device() != device:
         raise UnlikeError
@@ -48,7 +47,7 @@ def vector_at(vector: Any, device: int) -> int:
     return address
 
 
-def table_at(table: Any, device: int) -> int:
+def table_at(table: Tensor, device: int) -> int:
     """Address of a page table, which has nothing but its extents and the stride of rows that calls differ in."""
     if type(table) not in PLAIN or table.dtype is not torch.int32 or table.get_device() != device:
         raise UnlikeError
@@ -59,7 +58,7 @@ def table_at(table: Any, device: int) -> int:
     return address
 
 
-def note_rows(key: list[Any], tensor: Any, device: int, axis: int = 0) -> int:
+def note_rows(key: list[object], tensor: Tensor, device: int, axis: int = 0) -> int:
     """Add to a key all of a tensor but the extent of an axis, and what lies before it; return its address."""
     shape = tensor.shape
     address: int = tensor.data_ptr()
@@ -73,7 +72,7 @@ def note_rows(key: list[Any], tensor: Any, device: int, axis: int = 0) -> int:
     return address
 
 
-def note_scale(key: list[Any], scale: Any, pages: int | None, device: int) -> int:
+def note_scale(key: list[object], scale: Tensor, pages: int | None, device: int) -> int:
     """Add to a key all of a scale but the number of sequences; return its address. ``pages``: pages of the cache; None
     without pages."""
     if type(scale) not in PLAIN:
@@ -106,8 +105,8 @@ def by_page(scales: tuple[Tensor | None, ...], pages: int | None) -> tuple[bool,
 
 
 def kind_of(
-    given: Given, addresses: list[int], shape: Any, strides: Any, common: tuple[Any, ...]
-) -> tuple[Any, ...] | None:
+    given: Given, addresses: list[int], shape: Sequence[int], strides: Sequence[int], common: tuple[object, ...]
+) -> tuple[object, ...] | None:
     """Key of the kind of a ragged call on a GPU; None if it has none. Enters the addresses of tensors but q, k and v.
 
     ``shape``, ``strides``: of q. ``common``: what the key has of the call beside tensors and settings.
@@ -120,7 +119,7 @@ def kind_of(
         pages = None
         if k.get_device() != device or v.get_device() != device or q.is_neg() or k.is_neg() or v.is_neg():
             return None
-        key: list[Any] = [
+        key: list[object] = [
             common, kind_settings_of(given), device, shape[0] > 1, q.dtype, shape[1:], strides, k.dtype, k.stride(),
             v.dtype, v.stride(), addresses[0] & 15, addresses[1] & 15, addresses[2] & 15,
             addresses[1] == addresses[2], used is None, cu_q is None, out is None,
@@ -152,10 +151,10 @@ def kind_of(
     return tuple(key)
 
 
-def sizes_of(given: Given) -> tuple[Any, ...]:
+def sizes_of(given: Given) -> tuple[object, ...]:
     """All that calls of a kind differ in beside addresses, as a key of numbers."""
     q, used, starts, table = given.q, given.seqused_k, given.cu_seqlens_q, given.page_table
-    sizes: tuple[Any, ...]
+    sizes: tuple[object, ...]
     if table is not None:
         out = given.out
         sizes = (

@@ -6,7 +6,7 @@ knows which of its tiles come last.
 
 from __future__ import annotations
 
-from typing import Any
+from torch import Tensor
 
 #: Rows and keys of each sequence.
 Lengths = tuple[tuple[int, int], ...]
@@ -14,12 +14,12 @@ Lengths = tuple[tuple[int, int], ...]
 _NAME = "_attngen_lengths"
 
 
-def note_lengths(cu_seqlens_k: Any, lengths: Lengths) -> None:
+def note_lengths(cu_seqlens_k: Tensor, lengths: Lengths) -> None:
     """Note the lengths of the sequences between these offsets of keys, which nobody changes from now on."""
     setattr(cu_seqlens_k, _NAME, lengths)
 
 
-def lengths_of(cu_seqlens_k: Any) -> Lengths:
+def lengths_of(cu_seqlens_k: Tensor) -> Lengths:
     """The lengths that were noted for these offsets; none if there are none."""
     known: Lengths = getattr(cu_seqlens_k, _NAME, ())
     return known

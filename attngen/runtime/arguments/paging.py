@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.lang.ir import MAX_SEQLEN
@@ -32,12 +33,12 @@ class Paging:
     """Queries and keys of a paged call, as the caller passed them; ``cu_seqlens_q`` is None for queries of equal
     lengths. ``out``: where the result goes, None for a new tensor."""
 
-    page_table: Any
-    cu_seqlens_q: Any = None
-    max_seqlen_q: Any = None
-    num_splits: Any = None
-    split_size: Any = None
-    out: Any = None
+    page_table: object
+    cu_seqlens_q: object = None
+    max_seqlen_q: object = None
+    num_splits: object = None
+    split_size: object = None
+    out: object = None
 
 
 def rows_view(shape: Sequence[int], strides: Sequence[int]) -> View | None:
@@ -49,7 +50,7 @@ def rows_view(shape: Sequence[int], strides: Sequence[int]) -> View | None:
     return View(("s", "h", "d"), (batch * rows, *last), (outer if rows == 1 else step, *steps))
 
 
-def as_rows(q: Any) -> Any:
+def as_rows(q: Tensor) -> Tensor:
     """Return q with rows at one stride, as kernels read them: (batch, seqlen_q, …) is copied where it has two."""
     if isinstance(q, torch.Tensor) and q.dim() == 4:
         batch, rows = q.shape[:2]
@@ -69,12 +70,12 @@ def in_rows(given: Given) -> Given:
 
 def bind_paged(
     variant: Variant,
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     paging: Paging | Given,
     *,
-    page_layout: Any = "NHD",
+    page_layout: str = "NHD",
     **settings: Any,
 ) -> Call:
     """Check a call with keys in pages and resolve its extents. Raises CallError.
@@ -140,7 +141,7 @@ def bind_paged(
     return finish(call, **settings)
 
 
-def _page_table(value: Any, device: torch.device) -> torch.Tensor:
+def _page_table(value: object, device: torch.device) -> torch.Tensor:
     """Check a page table: int32 (batch, max_pages), rows contiguous, on the device of q."""
     if not isinstance(value, torch.Tensor):
         raise CallError(f"page_table must be a torch.Tensor, got {type(value).__name__}")
@@ -155,7 +156,7 @@ def _page_table(value: Any, device: torch.device) -> torch.Tensor:
     return value
 
 
-def _count(name: str, value: Any) -> int:
+def _count(name: str, value: object) -> int:
     """Return a number that a call may leave out, 0 if it does."""
     if value is None:
         return 0
@@ -165,7 +166,7 @@ def _count(name: str, value: Any) -> int:
     return number
 
 
-def given_out(out: Any, call: Call, q: torch.Tensor) -> View | None:
+def given_out(out: object, call: Call, q: torch.Tensor) -> View | None:
     """Return the view of a result that the caller allocated, of pages as packed rows; None if there is none."""
     if out is None:
         return None

@@ -33,7 +33,7 @@ class ScalarRule:
     default: Number | None
     const: Number | None
 
-    def check(self, value: Any, variant: str) -> Number:
+    def check(self, value: object, variant: str) -> Number:
         """Return the value as a plain number of the declared type, or raise CallError."""
         if isinstance(value, torch.Tensor):
             raise CallError(
@@ -92,7 +92,7 @@ class Scalars:
 
     def __init__(self, variant: str, rules: Sequence[ScalarRule]) -> None:
         self._variant = variant
-        self._rules: list[tuple[str, type | None, float, float, ScalarRule, Any]] = [
+        self._rules: list[tuple[str, type | None, float, float, ScalarRule, Number | None]] = [
             (
                 rule.name,
                 SCALAR_TYPES[rule.dtype].python if rule.const is None else None,  # this type skips the full check
@@ -104,7 +104,7 @@ class Scalars:
             for rule in rules
         ]
 
-    def __call__(self, arguments: Mapping[str, Any]) -> Sequence[Number]:
+    def __call__(self, arguments: Mapping[str, object]) -> Sequence[Number]:
         """Return the values that the arguments of a call give, or the rules do. Raises CallError."""
         if not self._rules:
             return ()

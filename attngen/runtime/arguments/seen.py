@@ -45,7 +45,7 @@ class SeenTensors:
     )  # fmt: skip
 
     def __init__(
-        self, record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int,
+        self, record: Sequence[object], own: tuple[Tensor, ...], fields: Sequence[int], count: int,
         vectors: frozenset[int], free: Mapping[int, Free],
     ) -> None:  # fmt: skip
         """Note the tensors of a call: ``fields`` of its ``record`` (at least one is None), and its variant's ``own``.
@@ -74,7 +74,7 @@ class SeenTensors:
         self._rows = [at for at in range(len(tensors)) if at >= len(present) or present[at] not in vectors]
         self._one = tensors[1].data_ptr() == tensors[2].data_ptr()
 
-    def addresses(self, record: Any, own: tuple[Tensor, ...] = ()) -> list[int] | None:
+    def addresses(self, record: Sequence[object], own: tuple[Tensor, ...] = ()) -> list[int] | None:
         """Addresses of another call's tensors, 0 of what it does not have; None if these are not like those before."""
         tensors = self._tensors_of(record) + own
         checked: Sequence[Tensor] = tensors
@@ -101,7 +101,7 @@ class SeenTensors:
         return list(self._order(pointers))
 
 
-def _all_of(places: Sequence[int]) -> Callable[[Any], tuple[Any, ...]]:
+def _all_of(places: Sequence[int]) -> Callable[[Sequence[object]], tuple[Tensor, ...]]:
     """A function that returns what stands at these places of a sequence."""
     if len(places) > 1:
         return itemgetter(*places)
@@ -124,7 +124,7 @@ def _but(numbers: Sequence[int], free: Sequence[int]) -> list[int | None]:
 
 
 def seen(
-    record: Sequence[Any], own: tuple[Tensor, ...], fields: Sequence[int], count: int, vectors: frozenset[int],
+    record: Sequence[object], own: tuple[Tensor, ...], fields: Sequence[int], count: int, vectors: frozenset[int],
     free: Mapping[int, Free],
 ) -> SeenTensors | None:  # fmt: skip
     """The tensors of a call, as ``SeenTensors`` takes them; None where they could not be recognized."""

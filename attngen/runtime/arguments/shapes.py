@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attngen.dtypes import KEY_VALUE_DIMS, LATENT_ROWS, QUANTIZED_DTYPES, V_GROUP
 from attngen.errors import CallError, suggest
@@ -44,12 +45,12 @@ _OF_GROUPS = ("b", "h", "g", "d", "k")
 
 def bind(
     variant: Variant,
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     packing: Packing | Given | None,
     *,
-    layout: Any = "bshd",
+    layout: str = "bshd",
     **settings: Any,
 ) -> Call:
     """Check a call and resolve its extents. Raises CallError.
@@ -66,14 +67,14 @@ def bind(
     return finish(call, **settings)
 
 
-def _layout_hint(layout: Any) -> str:
+def _layout_hint(layout: object) -> str:
     name = str(layout)
     if name in ("packed", "varlen", "thd"):
         return "; attention_varlen takes packed sequences"
     return "; attention_paged takes pages" if name in ("paged", "pages") else suggest(name, LAYOUTS)
 
 
-def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
+def _bind_dense(variant: Variant, q: Tensor, k: Tensor, v: Tensor, order: str) -> Call:
     form = " x ".join(_AXES[axis] for axis in order)
     grouped = isinstance(v, torch.Tensor) and v.dim() == len(_OF_GROUPS)
     views = _views({"q": q, "k": k, "v": k if grouped else v}, order, form)
@@ -91,7 +92,7 @@ def _bind_dense(variant: Variant, q: Any, k: Any, v: Any, order: str) -> Call:
     return call
 
 
-def _bind_grouped(variant: Variant, q: Any, k: Any, v: Any, views: dict[str, View], order: str) -> Call:
+def _bind_grouped(variant: Variant, q: Tensor, k: Tensor, v: Tensor, views: dict[str, View], order: str) -> Call:
     """The call whose v comes in groups of keys, (batch, kv_heads, groups, head_dim, 32); places of no key are 0."""
     (batch, seqlen_q), (of_k, seqlen_k, kv_heads) = views["q"].shape[:2], views["k"].shape[:3]
     wanted = (batch, kv_heads, -(-seqlen_k // V_GROUP), v.shape[3], V_GROUP)
@@ -106,7 +107,7 @@ def _bind_grouped(variant: Variant, q: Any, k: Any, v: Any, views: dict[str, Vie
     return call
 
 
-def _bind_packed(variant: Variant, q: Any, k: Any, v: Any, packing: Packing | Given) -> Call:
+def _bind_packed(variant: Variant, q: Tensor, k: Tensor, v: Tensor, packing: Packing | Given) -> Call:
     views = _views({"q": q, "k": k, "v": v}, "thd", "total x heads x head_dim")
     total_q, total_k = views["q"].shape[0], views["k"].shape[0]
     if views["v"].shape[0] != total_k:
@@ -126,7 +127,7 @@ def _bind_packed(variant: Variant, q: Any, k: Any, v: Any, packing: Packing | Gi
     return call
 
 
-def _views(tensors: Mapping[str, Any], order: str, form: str) -> dict[str, View]:
+def _views(tensors: Mapping[str, Tensor], order: str, form: str) -> dict[str, View]:
     """Check that q, k and v are tensors of one dtype, device and rank, and return them by axis."""
     for name, tensor in tensors.items():
         check_rank(name, tensor, len(order), form)
@@ -134,7 +135,7 @@ def _views(tensors: Mapping[str, Any], order: str, form: str) -> dict[str, View]
     return {name: view(tensor.shape, tensor.stride(), order) for name, tensor in tensors.items()}
 
 
-def check_rank(name: str, tensor: Any, rank: int, form: str) -> None:
+def check_rank(name: str, tensor: object, rank: int, form: str) -> None:
     """Raise CallError unless something is a tensor of ``rank`` dimensions; ``form`` names these."""
     if not isinstance(tensor, torch.Tensor):
         raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -219,7 +220,7 @@ def _packed(k: torch.Tensor, views: Mapping[str, View]) -> tuple[str, int, int]:
     return name, row.columns, next(v for qk, v in KEY_VALUE_DIMS if qk == row.columns)
 
 
-def softmax_scale_of(value: Any) -> float:
+def softmax_scale_of(value: object) -> float:
     """Return a softmax_scale as a float, or raise CallError."""
     if type(value) is float and 0.0 < value <= FLOAT32_MAX:  # as most calls have it
         return value
@@ -237,7 +238,7 @@ def default_scale(head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
-def index_vector(name: str, value: Any, device: torch.device) -> torch.Tensor:
+def index_vector(name: str, value: object, device: torch.device) -> torch.Tensor:
     """Check a vector of lengths or offsets: int32, contiguous, on the device of q."""
     if not isinstance(value, torch.Tensor):
         raise CallError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
@@ -279,10 +280,10 @@ def require_lse(variant: Variant) -> None:
 def finish(
     call: Call,
     *,
-    softmax_scale: Any = None,
-    seqused_k: Any = None,
-    return_lse: Any = False,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
+    softmax_scale: object = None,
+    seqused_k: object = None,
+    return_lse: object = False,
+    arguments: Mapping[str, object] = MappingProxyType({}),
 ) -> Call:
     """Check what all calls take: scale, lengths, used lengths and what the variant declares; resolve every extent."""
     if not isinstance(return_lse, bool) and return_lse != KEPT:

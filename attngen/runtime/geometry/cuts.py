@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapreplace
-from typing import Any
 
 from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.arguments.scalars import assumed
+from attngen.runtime.arguments.scalars import Number, assumed
 from attngen.runtime.kernels.module import Launch
 
 #: Steps that a tile of keys takes beside its own; those that a part of one takes, which stores dK and dV in float32;
@@ -100,7 +99,7 @@ def steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
     count, every = -(-seqlen_k // n), -(-seqlen_q // m)
     seen = [0 if launch.visible else every] * count
     starts = range(0, seqlen_k, n)
-    names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    names: dict[str, Number | list[int] | None] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     keys = KEYS_OF_SMALL if launch.cuts_first else KEYS_OF_SCALAR
     names |= {rule.name: assumed(rule, seqlen_k, keys) for rule in call.rules}
     names |= {"kv_lo": list(starts), "kv_hi": [min(start + n, seqlen_k) - 1 for start in starts]}

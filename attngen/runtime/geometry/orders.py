@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapreplace
 from itertools import pairwise
-from typing import Any
 
 from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.arguments.scalars import assumed
+from attngen.runtime.arguments.scalars import Number, assumed
 from attngen.runtime.kernels.module import Launch
 
 #: Work tiles, as a multiple of the blocks, beyond which the order hardly matters.
@@ -93,7 +92,13 @@ def steps_of_queries(launch: Launch, call: Call) -> tuple[int, ...]:
     first = list(range(0, seqlen_q, m))
     last = [min(at + m, seqlen_q) - 1 for at in first]
     position = seqlen_k - seqlen_q
-    names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "q_lo": first, "q_hi": last}
+    names: dict[str, Number | list[int] | None] = {
+        **call.extents,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "q_lo": first,
+        "q_hi": last,
+    }
     names |= {"q_pos_lo": [at + position for at in first], "q_pos_hi": [at + position for at in last]}
     keys = KEYS_OF_SMALL if launch.cuts else KEYS_OF_SCALAR
     names |= {rule.name: assumed(rule, seqlen_k, keys) for rule in call.rules}

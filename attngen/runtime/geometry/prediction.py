@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from itertools import pairwise
 from math import inf
-from typing import Any
 
 from attngen.lang.host import evaluate, names_in
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.arguments.scalars import assumed
+from attngen.runtime.arguments.scalars import Number, assumed
 from attngen.runtime.geometry.heads_in_l2 import group_of, sequences_at_work, tiles_of
 from attngen.runtime.geometry.splits import clusters_at_once
 from attngen.runtime.kernels.module import Kernel
@@ -168,7 +167,7 @@ def _rows(kernel: Kernel, call: Call, q_tiles: int, seqlen_q: int, seqlen_k: int
     if not visible:
         return [(every, q_tiles)]
     group = group_of(call) if kernel.pack_gqa else 1
-    names: dict[str, Any] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    names: dict[str, Number | list[int] | None] = {**call.extents, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     names |= {rule.name: assumed(rule, seqlen_k) for rule in call.rules}
     position, last = seqlen_k - seqlen_q, seqlen_q - 1
     count = min(q_tiles, _LOOKED_AT)

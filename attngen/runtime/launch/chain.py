@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from operator import itemgetter
 from struct import Struct
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.runtime.arguments.checked import FOLLOWS, Call
 from attngen.runtime.cache import RecentCache
@@ -15,6 +15,9 @@ from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.geometry.sizes import Geometry
 from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES
 from attngen.runtime.launch.packed_kernel import Division, PackedKernel
+
+if TYPE_CHECKING:
+    from attngen.runtime.arguments.scalars import Number
 
 #: Descriptors of all tensors of a launch that have one, by their addresses and rows: that many sets are kept.
 MAX_DESCRIBED = 4096
@@ -74,7 +77,7 @@ class Chain:
         if not any(self.rows):
             self.rows = []
         #: The addresses of tensors that have descriptors.
-        self._described: Callable[[Sequence[int]], Any] | None = None
+        self._described: Callable[[Sequence[int]], int | tuple[int, ...]] | None = None
         if self._descriptors:
             self._described = itemgetter(*(position for _, _, position, _ in self._descriptors))
         self._token = next(_TOKENS)
@@ -97,7 +100,7 @@ class Chain:
         this is so of all."""
         return tuple([sizes[rows] if rows else 0 for rows in self.rows])
 
-    def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized) -> None:
+    def __call__(self, addresses: Sequence[int], scale: float, scalars: Sequence[Number], sized: Sized) -> None:
         """Enqueue the kernels. ``scalars`` in order of declaration."""
         block = self.take(sized)
         self._addresses.pack_into(block.bytes, 0, *addresses)
@@ -125,7 +128,7 @@ class Chain:
         """Let others take a block."""
         self._free.append(block)
 
-    def _describe(self, key: tuple[Any, ...], addresses: Sequence[int]) -> bytes:
+    def _describe(self, key: tuple[int, Sequence[int], object], addresses: Sequence[int]) -> bytes:
         described = self._descriptors_at(addresses, key[1])
         _DESCRIBED.put(key, described)
         return described
@@ -188,12 +191,12 @@ class Block:
         numbers = moving + sum(len(kernel.constants) for kernel in kernels)
         self._frame = frame = Frame(numbers + sum(kernel.size_of_numbers for kernel in kernels))
         self._numbers, self.bytes, self.words = numbers, frame.bytes, frame.words
-        self.key: tuple[Any, ...] = ()  # what the launch before had descriptors of
+        self.key: tuple[object, ...] = ()  # what the launch before had descriptors of
         self.sized: Sized | None = None
         self.scales: list[tuple[memoryview[float], int]] = []
-        self.scalars: list[tuple[memoryview[Any], int, int]] = []
+        self.scalars: list[tuple[memoryview[Number], int, int]] = []
         self.divisors: list[tuple[memoryview[int], int, Division]] = []
-        self.divided_by: tuple[Any, ...] = ()  # the scalars of the launch before
+        self.divided_by: tuple[Number, ...] = ()  # the scalars of the launch before
         self.launches: list[Launch] = []
         self._pointers: list[int] = []
         start, described = moving, moving - DESCRIPTOR_BYTES * sum(len(kernel.descriptors) for kernel in kernels)
@@ -227,7 +230,7 @@ class Block:
             self.launches = [(*function, at) for function, at in zip(functions, self._pointers)]  # noqa: B905
         self.sized = sized
 
-    def enter(self, scale: float, scalars: Sequence[Any]) -> None:
+    def enter(self, scale: float, scalars: Sequence[Number]) -> None:
         """Enter the softmax scale, and the scalars in order of declaration."""
         for numbers, index in self.scales:
             numbers[index] = scale

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attngen.lang.biases import biases
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.checked import Call, View, contiguous_view
+from attngen.runtime.arguments.checked import Call, Results, View, contiguous_view
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.device.tensormap import STRIDE_ALIGNMENT
@@ -158,11 +158,11 @@ class ExpandedCall:
 
     __slots__ = ("_change", "_kept", "_run")
 
-    def __init__(self, change: Callable[[Given], Given], given: Given, run: Callable[[Given], Any]) -> None:
+    def __init__(self, change: Callable[[Given], Given], given: Given, run: Callable[[Given], Results]) -> None:
         """``given`` holds what the cache's key refers to by identity, which must stay alive."""
         self._change, self._run = change, run
         self._kept = given.variant if isinstance(given.variant, Variant) else None
 
-    def __call__(self, given: Given, addresses: list[int]) -> Any:
+    def __call__(self, given: Given, addresses: list[int]) -> Results:
         """Run the call; called as a ``PreparedCall``."""
         return self._run(self._change(given))

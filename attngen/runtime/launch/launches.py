@@ -7,9 +7,9 @@ of the block's last launch. Kernels that follow each other share a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from attngen.runtime.geometry.sizes import Geometry, by_chunks, geometries, map_
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.chain import Chain, Sized
 from attngen.runtime.launch.packed_kernel import PackedKernel
+
+if TYPE_CHECKING:
+    from attngen.runtime.arguments.scalars import Number
 
 #: Addresses of a tile map: itself, hashes of its tiles, and a list of tiles whose visible pairs are wanted.
 MAP_PARTS = ("tile_map", "tile_hashes", "tile_list")
@@ -48,7 +51,7 @@ class _PlainLaunch:
         terms = [term for workspace in kernel.workspaces for term in workspace.terms]
         factors = sorted({names.index(factor) for term in terms for factor in term if isinstance(factor, str)})
         #: Sizes on which workspaces depend, and the offsets of workspaces by these sizes.
-        self._factors: Callable[[Sequence[int]], Any] = itemgetter(*factors) if factors else bool
+        self._factors: Callable[[Sequence[int]], Hashable] = itemgetter(*factors) if factors else bool
         self._places: RecentCache[tuple[Sequence[int], int]] = RecentCache(256)
         self._rows = [names.index(name) if name else -1 for name in rows]
 
@@ -165,7 +168,9 @@ class Launches:
             capacity = capacity_for(self._kernel, call, lambda: self._driver, self._device)
         return self._sized(call, geometries(self._kernel, call, {}, capacity=capacity), resized=True)
 
-    def __call__(self, addresses: list[int], scale: float, scalars: Sequence[Any], sized: Sized | None = None) -> None:
+    def __call__(
+        self, addresses: list[int], scale: float, scalars: Sequence[Number], sized: Sized | None = None
+    ) -> None:
         """Enqueue all launches on the current stream, but for those that make tile maps.
 
         ``addresses`` are of what ``names`` says; that of the counter of tiles is filled in here. ``sized``: the numbers
@@ -213,7 +218,7 @@ class Launches:
         """Whether there is a launch that makes the tile map of the launch ``owner``."""
         return owner in self._classify
 
-    def classify(self, owner: str, addresses: Sequence[int], scale: float, scalars: Sequence[Any]) -> None:
+    def classify(self, owner: str, addresses: Sequence[int], scale: float, scalars: Sequence[Number]) -> None:
         """Enqueue what makes the tile map of the launch ``owner``, whose addresses are entered."""
         self._classify[owner](addresses, scale, scalars, self._of_maps[owner])
 

@@ -99,7 +99,7 @@ class Entry:
         "captured", "complete", "device", "launches", "of", "owners", "shape", "streams", "times", "versions", "words",
     )  # fmt: skip
 
-    def __init__(self, launches: Launches, shape: MapShape, of: tuple[Any, ...], device: torch.device) -> None:
+    def __init__(self, launches: Launches, shape: MapShape, of: tuple[object, ...], device: torch.device) -> None:
         """``of``: as of ``_served``."""
         self.launches = launches  # alive, so that no other has its identity
         self.shape, self.of, self.device = shape, of, device
@@ -116,7 +116,7 @@ class Entry:
         same = all(owner() is base_of(one) for owner, one in zip(self.owners, decide, strict=True))
         return same and self.versions == versions
 
-    def timed(self, make: Callable[..., Tensor], *given: Any) -> Tensor:
+    def timed(self, make: Callable[..., Tensor], *given: object) -> Tensor:
         """Call ``make`` between two events, which time it on the GPU, and return its map."""
         if self.device.type != "cuda":
             return make(*given)
@@ -153,7 +153,7 @@ class _KeptMaps:
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[Any, Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[Any, ...], Entry] = OrderedDict()
         self.changes = 0  # of the maps that are kept
 
     def last(self, words: Tensor, stream: int, numbers: list[Number], decide: Sequence[Tensor]) -> Last | None:
@@ -167,7 +167,7 @@ class _KeptMaps:
             return None
         return None
 
-    def lasting(self, sizes: tuple[Any, ...], stream: int, capturing: bool) -> Tensor | None:
+    def lasting(self, sizes: tuple[object, ...], stream: int, capturing: bool) -> Tensor | None:
         """Return the complete map of a mask that reads no tensor, for any stream; None if there is none yet.
 
         A graph may be replayed at any time, so that a map which a capture takes is never dropped.
@@ -183,7 +183,9 @@ class _KeptMaps:
         self._touch((sizes,))
         return entry.words
 
-    def get(self, key: Any, decide: Sequence[Tensor], make: Callable[..., Tensor], new: Callable[[], Entry]) -> Tensor:
+    def get(
+        self, key: tuple[object, ...], decide: Sequence[Tensor], make: Callable[..., Tensor], new: Callable[[], Entry]
+    ) -> Tensor:
         """Return the map of a key and its tensors. A kept map is reused unless a tensor was written, and gets the
         visible pairs of partial tiles at its second use. Otherwise ``new`` returns an entry for a new map.
         ``make(pairs, words)`` makes the map, or adds the pairs to the words of a kept one."""
@@ -226,7 +228,7 @@ class _KeptMaps:
         self.changes += 1
         self._entries.clear()
 
-    def _touch(self, key: Any) -> None:
+    def _touch(self, key: tuple[object, ...]) -> None:
         with suppress(KeyError):  # another thread dropped it
             self._entries.move_to_end(key)
 
@@ -247,7 +249,7 @@ class _KeptMaps:
 KEPT = _KeptMaps()
 
 
-def kept_maps() -> Mapping[Any, Entry]:
+def kept_maps() -> Mapping[tuple[Any, ...], Entry]:
     """Maps that are kept, for tests and for reports of memory."""
     return KEPT._entries
 

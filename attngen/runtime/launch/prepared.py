@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,7 +130,7 @@ class PreparedCall:
             return torch.empty_like(q)
         return torch.empty(sized.out_shape, dtype=self._dtype, device=self._device)
 
-    def scale_of(self, given: Any) -> float:
+    def scale_of(self, given: object) -> float:
         """The softmax scale of a call that gives this one, or None."""
         return self._scale if given is None else softmax_scale_of(given)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.runtime.arguments.addresses import OUT
 from attngen.runtime.arguments.given import TENSORS
 from attngen.runtime.launch.chain import Chain, Moves, Sized
+
+if TYPE_CHECKING:
+    from attngen.runtime.arguments.scalars import Number
 
 _MOVING = _Q, _OUT = TENSORS.index("q"), OUT
 
@@ -21,8 +24,8 @@ class Repeatable:
     __slots__ = ("_block", "_bytes", "_enqueue", "_maps", "_words", "calls", "chain", "given", "kept", "stream")
 
     def __init__(
-        self, chain: Chain, addresses: Sequence[int], scale: float, scalars: Sequence[Any], sized: Sized, stream: int,
-        kept: Any, given: tuple[Sequence[int], float, Sequence[Any]],
+        self, chain: Chain, addresses: Sequence[int], scale: float, scalars: Sequence[Number], sized: Sized,
+        stream: int, kept: object, given: tuple[Sequence[int], float, Sequence[Number]],
     ) -> None:  # fmt: skip
         """The arguments of a launch, and memory of its workspaces that is to be ``kept``. ``given``: addresses of a
         call's tensors, its scale and scalars."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ class TileMap:
         return self.words
 
 
-def require_map(given: Any) -> None:
+def require_map(given: object) -> None:
     """Raise CallError unless an argument is a ``TileMap``."""
     if not isinstance(given, TileMap):
         raise CallError(f"tile_map must be what this runtime's tile_map returned, got {type(given).__name__}")
@@ -251,7 +250,7 @@ def _tensors_of(call: Call) -> tuple[str, ...]:
     return tuple(sorted(tensors(call.variant.mask)))
 
 
-def _served(kernel: Kernel, call: Call) -> tuple[Any, ...]:
+def _served(kernel: Kernel, call: Call) -> tuple[object, ...]:
     """The kernel that a map is for, and the sizes that decide it."""
     return kernel.full_name, call.batch, call.heads, call.seqlen_q, call.seqlen_k
 
@@ -269,7 +268,7 @@ def _decisive(given: Given, own: Sequence[str]) -> list[Tensor] | None:
     return None if any(one.is_inference() for one in decide) else decide
 
 
-def _places(decide: Sequence[Tensor]) -> tuple[Any, ...]:
+def _places(decide: Sequence[Tensor]) -> tuple[object, ...]:
     """The part of a map's key that identifies the memory of these tensors."""
     return tuple((id(base_of(one)), one.data_ptr(), one.shape, one.stride()) for one in decide)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -50,7 +49,7 @@ _OF_FORM = {
 _USUAL = {"layout": "bshd", "page_layout": "NHD"}
 
 
-def check_form(form: str, given: Mapping[str, Any]) -> None:
+def check_form(form: str, given: Mapping[str, object]) -> None:
     """Raise CallError for an argument that calls of another form take, where one function takes those of all."""
     for name, value in given.items():
         if value is None or (isinstance(value, str) and value == _USUAL.get(name)):
@@ -63,7 +62,7 @@ def check_form(form: str, given: Mapping[str, Any]) -> None:
             raise CallError(f"{name} goes with {first}, which this call does not have")
 
 
-def check_backend(backend: Any) -> None:
+def check_backend(backend: object) -> None:
     """Raise CallError if ``backend`` is neither None nor one of ``BACKENDS``."""
     if backend is not None and backend not in BACKENDS:
         raise CallError(
@@ -120,7 +119,7 @@ def _resolved(given: Given) -> Resolved:
         raise _with_needs(error, given.q, given.v, given.form) from None
 
 
-def _with_needs(error: NoKernelError, q: Any, v: Any, layout: str) -> NoKernelError:
+def _with_needs(error: NoKernelError, q: object, v: object, layout: str) -> NoKernelError:
     """Return the error of an unknown variant with the lines that a kernel for these tensors takes."""
     if not (isinstance(q, Tensor) and isinstance(v, Tensor) and q.dim() and v.dim()):
         return error

@@ -13,7 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attngen.cache_root import default_root
 from attngen.errors import LoadError
@@ -23,6 +23,8 @@ from attngen.runtime.registry.shipped import INDEX, read_package
 
 if TYPE_CHECKING:
     from attngen.runtime.kernels.module import Kernel
+    from attngen.store import Store
+    from attngen.store.index import Index
 
 __all__ = [
     "ENTRY_POINTS", "built_packages", "builds_stamp", "installed_packages", "package_at", "package_of_folder", "preset",
@@ -79,7 +81,7 @@ def _package_of_index(path: Path) -> Package:
     return _package_of_build(store, index)
 
 
-def _package_of_build(store: Any, index: Any) -> Package:
+def _package_of_build(store: Store, index: Index) -> Package:
     sources: dict[str, tuple[Callable[[], Kernel], ...]] = {}
     for entry in index.kernels:
         sources[entry.variant] = (*sources.get(entry.variant, ()), reader(store.path(entry.key), sealed=True))
@@ -140,7 +142,7 @@ def read_installed() -> Iterator[tuple[str, Package | Exception]]:
             yield point.name, error
 
 
-def _folder_of(point: Any) -> Path:
+def _folder_of(point: metadata.EntryPoint) -> Path:
     """Return the folder that an entry point names: a module's own folder, a path, or a function that returns one.
 
     A module is found without importing it, since that would load the runtime that it carries.

@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from attngen.errors import CallError, LoadError, NoKernelError, suggest
 from attngen.lang.variant import Variant
@@ -322,7 +323,7 @@ def _together(holders: Sequence[tuple[Package, tuple[Kernel, ...]]]) -> Resolved
     return Resolved(first.name, variant, (*kernels, *added), SHARED_NAMESPACE, variant.name)
 
 
-def _discovery() -> Any:
+def _discovery() -> ModuleType | None:
     """Return the module that finds installed packages and builds.
 
     None in the copy of the runtime that a package carries: it comes without that module, and knows that package alone.

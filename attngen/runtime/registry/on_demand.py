@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from attngen.runtime.registry.select import Request
 
 
 class Maker(Protocol):
     """Interface of the maker that ``attngen.jit`` installs while it is on."""
 
-    def make(self, request: Any, soon: Any = None) -> bool:
+    def make(self, request: Request, soon: Request | None = None) -> bool:
         """Make the kernel of a request known to the registry, and return whether there may be one now.
 
         Meanwhile that of a request that will follow ``soon`` may be made, too.
         """
 
-    def used(self, request: Any) -> None:
+    def used(self, request: Request) -> None:
         """Record a request that a kernel serves."""
 
 
@@ -25,12 +28,12 @@ _IN_ATTNGEN = __name__ == "attngen.runtime.registry.on_demand"
 maker: Maker | None = None
 
 
-def make(request: Any, soon: Any = None) -> bool:
+def make(request: Request, soon: Request | None = None) -> bool:
     """Make a kernel for a request that none takes; True if one was made. Raises NoKernelError if that failed."""
     return maker is not None and maker.make(request, soon)
 
 
-def note(request: Any) -> None:
+def note(request: Request) -> None:
     """Record a request that a kernel serves, if there is a maker."""
     if maker is not None:
         maker.used(request)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attngen.errors import LoadError
 from attngen.files import read_regular
@@ -110,7 +110,7 @@ def _read_index(folder: Path) -> _Index:
         raise LoadError(f"{path} is damaged (it {misfit}); reinstall the package") from None
 
 
-def _advice(index: Mapping[str, Any], listed: Any, known: int) -> str:
+def _advice(index: Mapping[str, object], listed: object, known: int) -> str:
     name = index.get("package")
     own = f"call it by its own name ('import {name}'), with the runtime that it carries"
     newer = isinstance(listed, int) and listed > known

@@ -6,6 +6,7 @@ A compiled program then finds them when it first runs, also where that is inside
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ _FAILED: RecentCache[bool] = RecentCache(256)
 _ALIGNED = 512
 
 
-def prepare(given: Given, on_gpu: Callable[[Any], bool], direction: str = "forward") -> None:
+def prepare(given: Given, on_gpu: Callable[[object], bool], direction: str = "forward") -> None:
     """Have the kernel that a traced call, or its backward, lacks made now.
 
     Does nothing unless ``attngen.jit`` is on and a compiled program is traced. What fails here is left to the call that
@@ -54,7 +55,7 @@ class _UnknownError(Exception):
     """A size that only the running program knows."""
 
 
-def _without_tracing() -> Any:
+def _without_tracing() -> AbstractContextManager[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()

@@ -19,6 +19,7 @@ from attngen.runtime.operations.attention import later
 from attngen.runtime.operations.attention.dispatch import run
 
 if TYPE_CHECKING:
+    from attngen.runtime.arguments.checked import Results
     from attngen.runtime.launch.prepared import Repeats
     from attngen.runtime.launch.tile_map import TileMap
 
@@ -167,7 +168,7 @@ def attention_varlen(
     return run(given)
 
 
-def _by_operator(given: Given) -> Any:
+def _by_operator(given: Given) -> Results:
     """Run a call that is traced, that a dispatch mode has to see whole, or whose tensors are arrays."""
     if arrays.is_array(given.q):
         return arrays.serve_given(partial(later.mixed.attend_ragged, run_or_trace), given)
@@ -195,7 +196,7 @@ def _check_on_meta(given: Given) -> None:
             raise CallError(f"q is on meta, but {name} is on {tensor.device}; all tensors must be on one device")
 
 
-def _as_autocast(*tensors: Any) -> tuple[Any, ...]:
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors in the dtype of ``torch.autocast`` for their devices, as for torch's functions of lower precision."""
     return tuple(_autocast(t) if isinstance(t, Tensor) and t.dtype is torch.float32 else t for t in tensors)
 
@@ -283,7 +284,7 @@ def attention_paged(
     return later.mixed.attend_ragged(run, given)
 
 
-def run_or_trace(given: Given, repeats: Repeats | None = None) -> Any:
+def run_or_trace(given: Given, repeats: Repeats | None = None) -> Results:
     """Run a call now, which adds to ``repeats`` what repeats it; or make it an operator of a trace."""
     q = given.q
     if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -11,26 +11,29 @@ from torch.utils.flop_counter import register_flop_formula
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.latent_rows import value_columns
 
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
 #: Columns of the products of a pair: S and O, or S again, dP, dV, dQ and dK.
 _FORWARD = (1, 1)
 _BACKWARD = (3, 2)
 
 
-GivenOf = Callable[[tuple[Any, ...]], Given]
+GivenOf = Callable[[tuple[object, ...]], Given]
 
 
-def count_forward(operator: Any, given_of: GivenOf, first: int = 0) -> None:
+def count_forward(operator: OpOverload, given_of: GivenOf, first: int = 0) -> None:
     """Register the FLOPs of a forward operator; ``given_of`` makes a call of its arguments from ``first`` on."""
     _register(operator, given_of, first, _FORWARD)
 
 
-def count_backward(operator: Any, given_of: GivenOf, first: int) -> None:
+def count_backward(operator: OpOverload, given_of: GivenOf, first: int) -> None:
     """Register the FLOPs of a backward operator."""
     _register(operator, given_of, first, _BACKWARD)
 
 
-def _register(operator: Any, given_of: GivenOf, first: int, products: tuple[int, int]) -> None:
-    def flops(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+def _register(operator: OpOverload, given_of: GivenOf, first: int, products: tuple[int, int]) -> None:
+    def flops(*arguments: object, out_val: object = None, **_: object) -> int:
         given = given_of(arguments[first:])
         of_qk, of_v = products
         return 2 * _pairs(given) * (of_qk * given.q.shape[-1] + of_v * value_columns(given.v))

@@ -132,7 +132,7 @@ def _map_of(given: Given, *, any_v: bool) -> TileMap:
     return TileMap(call.variant.name, words, kernel.tile_m, kernel.tile_n, call.seqlen_q, call.seqlen_k)
 
 
-def _any_descales(q: Any, k: Any) -> dict[str, Any]:
+def _any_descales(q: object, k: object) -> dict[str, Tensor]:
     """Return scales for a call whose result does not depend on them; none of what needs none."""
     quantized = {
         name for name, given in (("q", q), ("k", k), ("v", k))
@@ -142,7 +142,7 @@ def _any_descales(q: Any, k: Any) -> dict[str, Any]:
     return {name: torch.ones((), dtype=torch.float32, device=device) for name in DESCALES if name[0] in quantized}
 
 
-def _form(cu_seqlens_q: Any) -> str:
+def _form(cu_seqlens_q: object) -> str:
     """Return the form of a call by what only packed sequences have."""
     return "dense" if cu_seqlens_q is None else "varlen"
 

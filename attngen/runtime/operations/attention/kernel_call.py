@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
-from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.checked import Call, Results
 from attngen.runtime.arguments.given import Given, keyed_of
 from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.arguments.kinds import has_kinds, kind_of, resize
@@ -30,7 +30,7 @@ from attngen.runtime.launch.prepared import PreparedCall, Repeats
 from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.launch.tile_map import require_map
 from attngen.runtime.operations.attention.kernel_choice import device_index, kernel_for, request_of, tensor_names
-from attngen.runtime.operations.attention.recall import note_seen, of_its_kind, of_one_size
+from attngen.runtime.operations.attention.recall import Lookup, note_seen, of_its_kind, of_one_size
 from attngen.runtime.operations.widen.kernel import WidenedCall, keeps_few_rows, mixes_widths, route_of
 from attngen.runtime.reference.sinks import without_keys
 from attngen.runtime.registry.binding import bind_call, find
@@ -42,7 +42,7 @@ from attngen.runtime.registry.select import reason_against
 PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
 
 
-def run(given: Given, lookup: Any, repeats: Repeats | None, run_again: Callable[[Given], Any]) -> Any:
+def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again: Callable[[Given], Results]) -> Results:
     """Run a call on a GPU whose tensors were not recognized, by the key of its kind or of everything.
 
     ``lookup``: what ``seen_key`` returned, or None for a call that is not to be remembered. ``run_again`` runs a call
@@ -77,7 +77,7 @@ def run(given: Given, lookup: Any, repeats: Repeats | None, run_again: Callable[
             q = given.q
             strides, addresses[0] = q.stride(), q.data_ptr()
     name = variant if isinstance(variant, str) else id(variant)
-    kind: Any = None
+    kind: tuple[object, ...] | None = None
     calls: Any = None
     if given.form != "dense" and not learns:
         kind = kind_of(given, addresses, shape, strides, (name, with_lse, registry.generation))
@@ -91,7 +91,7 @@ def run(given: Given, lookup: Any, repeats: Repeats | None, run_again: Callable[
             kind = None  # what is kept for the kind does not serve this call, and nothing new will be kept
         del addresses[len(FORWARD) :]
     # The key of everything that checks, selection and packed parameters depend on.
-    key: list[Any] = [
+    key: list[object] = [
         name, with_lse, registry.generation, *keyed_of(given),
         q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),
         k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15, k.is_neg(),
@@ -131,7 +131,7 @@ def run(given: Given, lookup: Any, repeats: Repeats | None, run_again: Callable[
     return prepared(given, addresses, None, repeats)
 
 
-def _known(cache: RecentCache[Any], key: tuple[Any, ...]) -> Any:
+def _known(cache: RecentCache[Any], key: tuple[object, ...]) -> Any:
     """Entry of a key, or None."""
     try:
         return cache[key]
@@ -139,7 +139,9 @@ def _known(cache: RecentCache[Any], key: tuple[Any, ...]) -> Any:
         return None
 
 
-def _of_kind(call: Call, addresses: Sequence[int], given: Given, prepared: Any) -> RaggedCalls | bool:
+def _of_kind(
+    call: Call, addresses: Sequence[int], given: Given, prepared: PreparedCall | WidenedCall | ExpandedCall
+) -> RaggedCalls | bool:
     """Prepared calls for all calls of the kind of a prepared one; False if sizes decide more than the numbers of a
     launch."""
     if isinstance(prepared, ExpandedCall) or not has_kinds(call.variant):
@@ -164,7 +166,7 @@ def _without_keys(given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:
     return (out if given.out is None else given.out.copy_(out)), lse
 
 
-def _learns(arguments: Mapping[str, Any]) -> bool:
+def _learns(arguments: Mapping[str, object]) -> bool:
     """Whether one of the variant's own tensors asks for a gradient."""
     return any(isinstance(value, Tensor) and value.requires_grad for value in arguments.values())
 
@@ -174,7 +176,7 @@ def _prepare(
     resolved: Resolved,
     addresses: Sequence[int],
     given: Given,
-    run_again: Callable[[Given], Any],
+    run_again: Callable[[Given], Results],
     *,
     learns: bool = False,
 ) -> PreparedCall | WidenedCall | ExpandedCall:

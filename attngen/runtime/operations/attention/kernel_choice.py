@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +30,7 @@ def request_of(call: Call, addresses: Sequence[int], given: Given) -> Request:
     return Request(call, device_index(call), known, scalars, given.backend)
 
 
-def tensor_names(arguments: Mapping[str, Any]) -> list[str]:
+def tensor_names(arguments: Mapping[str, object]) -> list[str]:
     return [name for name, value in arguments.items() if isinstance(value, Tensor)]
 
 

@@ -20,7 +20,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.addresses import FORWARD
-from attngen.runtime.arguments.checked import FOLLOWS, LEADS
+from attngen.runtime.arguments.checked import FOLLOWS, LEADS, Results
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.seen import NONE_FREE, Free, check_of
@@ -64,7 +64,7 @@ class _Alike:
 
     __slots__ = ("kept", "last", "like", "renewals", "writes")
 
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, kept: object) -> None:
         self.kept = kept
         #: The launches of the last batch, and what they depend on: the next one often has the same sizes, in the same
         #: memory.
@@ -105,15 +105,15 @@ class _Sizes:
 
     __slots__ = ("_key", "_numbers", "_vectors")
 
-    def __init__(self, numbers: tuple[Any, ...], vectors: tuple[Tensor, ...]) -> None:
+    def __init__(self, numbers: tuple[object, ...], vectors: tuple[Tensor, ...]) -> None:
         self._numbers, self._vectors = numbers, vectors
-        self._key: list[Any] = []
+        self._key: list[object] = []
 
     def are(self, other: _Sizes) -> bool:
         """Whether another batch has the same sizes, in the same memory."""
         return self is other or (self._numbers == other._numbers and self._noted() == other._noted())
 
-    def _noted(self) -> list[Any]:
+    def _noted(self) -> list[object]:
         if not self._key:
             for vector in self._vectors:
                 self._key.append(note(self._key, vector))
@@ -131,14 +131,14 @@ class PagedLayer:
     def __init__(
         self, k_pages: Tensor, v_pages: Tensor, *, variant: str | Variant, softmax_scale: float,
         page_layout: str = "NHD", split_size: int | None = None, k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None, arguments: Mapping[str, Any] = MappingProxyType({}),
+        v_descale: Tensor | None = None, arguments: Mapping[str, object] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._given = Given(
             None, k_pages, v_pages, None, k_descale, v_descale, arguments=arguments, variant=variant,
             softmax_scale=softmax_scale, form="paged", layout=page_layout, split_size=split_size,
         )  # fmt: skip
         named = isinstance(variant, str)
-        key: list[Any] = ["attention", variant if named else id(variant), softmax_scale, page_layout, split_size]
+        key: list[object] = ["attention", variant if named else id(variant), softmax_scale, page_layout, split_size]
         own = [value for value in arguments.values() if isinstance(value, Tensor)]
         for name, value in arguments.items():
             key += (name, type(value), None if isinstance(value, Tensor) else identity_of(value))
@@ -166,7 +166,7 @@ class PagedLayer:
         given = self._of_batch(q, out, batch, return_lse=return_lse)
         parts: Repeats | None = None if noted else []
 
-        def run(part: Given) -> Any:
+        def run(part: Given) -> Results:
             before = 0 if parts is None else len(parts)
             result = run_or_trace(part, parts)
             if parts is not None and len(parts) == before:  # what ran cannot be repeated
@@ -226,7 +226,7 @@ class PagedCache:
             None, None, k_pages, v_pages, None, None, None, None, None, page_layout, None, None, None, None, False,
             None, *scales,
         )  # fmt: skip
-        key: list[Any] = ["append", page_layout]
+        key: list[object] = ["append", page_layout]
         names = ("k_cache", "v_cache", "k_descale", "v_descale")
         tensors = zip(map(FIELDS.tensors.index, names), (k_pages, v_pages, *scales), strict=True)
         self._places = _noted(key, dict(tensors))
@@ -479,14 +479,14 @@ def _of_requests(scale: Tensor | None, batch: PagedBatch) -> Tensor | None:
     return scale if scale is None or scale.dim() == 0 else scale.expand(batch.seqused_k.shape[0], -1)
 
 
-def _noted(key: list[Any], tensors: Mapping[int, Tensor | None]) -> Places:
+def _noted(key: list[object], tensors: Mapping[int, Tensor | None]) -> Places:
     """Add to a key what launches depend on of tensors, by their places; returns their addresses."""
     places = tuple((place, note(key, tensor)) for place, tensor in tensors.items() if tensor is not None)
     key += (len({address for _, address in places[:2]}), *(place for place, _ in places))
     return places
 
 
-def _of_key(key: list[Any], kept: Any) -> _Alike:
+def _of_key(key: list[object], kept: object) -> _Alike:
     """The layers of a key. ``kept``: what it refers to by identity."""
     whole = (registry.generation, *key)
     try:

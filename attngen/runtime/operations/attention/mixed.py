@@ -24,7 +24,7 @@ from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments import debug as debugging
-from attngen.runtime.arguments.checked import ATTENTION_DTYPES
+from attngen.runtime.arguments.checked import ATTENTION_DTYPES, Results
 from attngen.runtime.arguments.given import Given, make
 from attngen.runtime.arguments.kinds import has_kinds
 from attngen.runtime.arguments.paging import FEW_ROWS
@@ -47,11 +47,11 @@ MOST_LISTED = 1024
 _ALIKE = 4
 
 #: Whether kernels can leave out sequences by their queries, as ``_DIVISIBLE``.
-_LEAVE_OUT: RecentCache[tuple[bool, Any]] = RecentCache(256)
+_LEAVE_OUT: RecentCache[tuple[bool, str | Variant]] = RecentCache(256)
 
 #: Whether a batch may be divided for a variant (``_divisible``). The values keep variants alive, whose identity is in
 #: the key.
-_DIVISIBLE: RecentCache[tuple[bool, Any]] = RecentCache(256)
+_DIVISIBLE: RecentCache[tuple[bool, str | Variant]] = RecentCache(256)
 
 #: The index vectors of the two parts of a batch: all layers of a step divide the same ones. The key has their
 #: addresses, whose memory the values keep alive.
@@ -74,7 +74,7 @@ class Vectors(NamedTuple):
     sequences: slice
 
 
-def attend(run: Callable[[Given], Any], num_decodes: int, given: Given, *, whole: bool = False) -> Any:
+def attend(run: Callable[[Given], Results], num_decodes: int, given: Given, *, whole: bool = False) -> Results:
     """Result of a paged call whose first, or last, ``num_decodes`` sequences have at most one query each. Raises
     CallError. ``whole``: both launches may be of the whole batch, which are recognized as one call."""
     last = type(num_decodes) is int and num_decodes < 0
@@ -90,7 +90,7 @@ def attend(run: Callable[[Given], Any], num_decodes: int, given: Given, *, whole
     return _attend_apart(run, count, last, given)
 
 
-def _attend_apart(run: Callable[[Given], Any], count: int, last: bool, given: Given) -> Any:
+def _attend_apart(run: Callable[[Given], Results], count: int, last: bool, given: Given) -> Results:
     """Result of a paged call that may be divided after its first, or before its last, ``count`` sequences."""
     few, many = _divided(count, last, given)
     decodes, prompts = _part(given, few, 1), _part(given, many, given.max_seqlen_q)
@@ -133,7 +133,7 @@ def are_unlike(batch: int, rows: int, longest: int) -> bool:
     return prompts_of(rows, batch, longest) != batch
 
 
-def attend_ragged(run: Callable[[Given], Any], given: Given) -> Any:
+def attend_ragged(run: Callable[[Given], Results], given: Given) -> Results:
     """Result of a paged call that does not say which sequences decode; the longest has more than a few queries."""
     return _attend_unlike(run, given, run) if _are_unlike(given) else run(given)
 
@@ -147,7 +147,7 @@ def _are_unlike(given: Given) -> bool:
         return False
 
 
-def _attend_unlike(run: Callable[[Given], Any], given: Given, otherwise: Callable[[Given], Any]) -> Any:
+def _attend_unlike(run: Callable[[Given], Results], given: Given, otherwise: Callable[[Given], Results]) -> Results:
     """Result of a paged call whose sequences probably are of both kinds; ``otherwise`` where kernels cannot leave out
     sequences."""
     known = pairs.recognized(given)
@@ -160,7 +160,7 @@ def _attend_unlike(run: Callable[[Given], Any], given: Given, otherwise: Callabl
     return attend_by_length(run, few, given) if few else otherwise(given)
 
 
-def attend_by_length(run: Callable[[Given], Any], few: int, given: Given) -> Any:
+def attend_by_length(run: Callable[[Given], Results], few: int, given: Given) -> Results:
     """Result of a paged call in which sequences of at most ``few`` queries decode in a launch of their own."""
     decodes, prompts = list(given), list(given)
     decodes[_MOST], decodes[_LONGEST], prompts[_LEAST] = few, few, few + 1
@@ -209,14 +209,14 @@ def _leave_out(given: Given) -> bool:
     return known[0]
 
 
-def _kind(given: Given) -> tuple[Any, ...]:
+def _kind(given: Given) -> tuple[object, ...]:
     """Key of the properties that decide whether kernels can leave out sequences."""
     q, k, variant = given.q, given.k, given.variant
     named = variant if isinstance(variant, str) else id(variant)
     return named, given.package, registry.generation, q.dtype, k.dtype, q.shape[-1], given.v.shape[-1], q.get_device()
 
 
-def _given(fields: list[Any]) -> Given:
+def _given(fields: list[object]) -> Given:
     return make(Given, tuple(fields))
 
 
@@ -240,7 +240,7 @@ def _divided(count: int, last: bool, given: Given) -> tuple[Vectors, Vectors]:
     return known
 
 
-def _part(given: Given, vectors: Vectors, longest: Any) -> list[Any]:
+def _part(given: Given, vectors: Vectors, longest: object) -> list[object]:
     """The fields of the call of a part of a batch; rows of q and of the output stay where they are."""
     fields, batch = list(given), given.page_table.shape[0]
     for place, value in zip(_OF_PARTS, (*vectors[:3], longest)):  # noqa: B905
@@ -297,6 +297,6 @@ def _divisible(variant: Any, package: Any) -> bool:
     return known[0]
 
 
-def _of_sequences(scale: Any, batch: int, part: slice) -> Any:
+def _of_sequences(scale: object, batch: int, part: slice) -> object:
     """Scales for a part of the sequences: a slice if each sequence has its own, else all."""
     return scale[part] if isinstance(scale, Tensor) and scale.dim() == 2 and scale.shape[0] == batch else scale

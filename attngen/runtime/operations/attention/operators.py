@@ -9,7 +9,8 @@ costs several microseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from attngen.errors import CallError, NoKernelError
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import torch_state
-from attngen.runtime.arguments.checked import lse_dtype_of, out_dtype_of
+from attngen.runtime.arguments.checked import Results, lse_dtype_of, out_dtype_of
 from attngen.runtime.arguments.declared import hint_for
 from attngen.runtime.arguments.dropout import check_rate
 from attngen.runtime.arguments.given import Given, tensors_of
@@ -37,6 +38,9 @@ from attngen.runtime.operations.shared.sharding import Sharded, refuse_mixed, re
 from attngen.runtime.operations.shared.tags import TAGS
 from attngen.runtime.registry.binding import bind_call
 from attngen.runtime.registry.lookup import NO_PACKAGE, SHARED_NAMESPACE, Resolved, registry
+
+if TYPE_CHECKING:
+    from attngen.runtime.arguments.scalars import Number
 
 #: Suffixes of the names of operators, by the form of their calls.
 _SUFFIXES = {"dense": "", "varlen": "__varlen", "paged": paged_operators.SUFFIX}
@@ -109,11 +113,11 @@ class _Calls:
         self.signature = signature
         self.form = form
 
-    def given(self, arguments: tuple[Any, ...]) -> Given:
+    def given(self, arguments: tuple[object, ...]) -> Given:
         """Return the call that an operator is asked for."""
         return self.signature.given(self.full_name, self.form, arguments)
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *arguments: object) -> tuple[Tensor, Tensor]:
         """Run the call. Results that a graph owns must not alias the inputs, and never do."""
         if forward_ad._current_level >= 0 and training.carries_tangent(*arguments):  # torch would drop it
             raise CallError(
@@ -122,7 +126,7 @@ class _Calls:
         out, lse = dispatch.run(self.given(arguments))
         return out, lse
 
-    def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def fake_forward(self, *arguments: object) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes, for tracing. What depends on values is checked when the program runs."""
         given = self.given(arguments)
         at_trace.prepare(given, torch_state.on_gpu)
@@ -137,14 +141,14 @@ class _Calls:
             lse_shape = (q.shape[0], q.shape[2], q.shape[1])
         return out, q.new_empty(lse_shape, dtype=lse_dtype_of(q.dtype))
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(self, ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         """Keep what the backward needs: the inputs, the output and its log-sum-exp."""
         self._refuse_undeclared(ctx, inputs)
         ctx.tensor_places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.save_for_backward(*output, *(inputs[i] for i in ctx.tensor_places))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
 
-    def _refuse_undeclared(self, ctx: Any, inputs: tuple[Any, ...]) -> None:
+    def _refuse_undeclared(self, ctx: Any, inputs: tuple[object, ...]) -> None:
         own = self.signature.tensors
         for i, name in enumerate(own, first_own(self.form)):
             if ctx.needs_input_grad[i] and name not in self.signature.differentiable:
@@ -154,7 +158,7 @@ class _Calls:
                 )
 
     def backward(
-        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: object
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and of the declared tensors."""
         given, asked = self.given(arguments), self.signature.differentiable
@@ -163,13 +167,13 @@ class _Calls:
         dq, dk, dv, gradients = training.differentiate(given, out, lse, dout, dlse, asked)
         return dq, dk, dv, *(gradients[name] for name in asked)
 
-    def keep_for_second(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def keep_for_second(self, ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         """Keep what a second derivative needs: the gradients of the results, and the inputs of the forward."""
         ctx.tensor_places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.save_for_backward(*(inputs[i] for i in ctx.tensor_places))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
 
-    def second(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    def second(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the backward's arguments, in plain torch; out and lse are taken for functions of the rest."""
         everything = list(ctx.others)
         for place, tensor in zip(ctx.tensor_places, ctx.saved_tensors, strict=True):
@@ -182,9 +186,9 @@ class _Calls:
         first = [None if t is None else gradient for t, gradient in ((dout, next(gradients)), (dlse, next(gradients)))]
         return (*first, None, None, *self.in_place(gradients, len(arguments)))
 
-    def in_place(self, values: Iterator[Tensor], count: int) -> list[Any]:
+    def in_place(self, values: Iterator[Tensor], count: int) -> list[Tensor | None]:
         """Gradients of q, k, v and the declared tensors at the places of these, among ``count`` arguments."""
-        gradients: list[Any] = [None] * count
+        gradients: list[Tensor | None] = [None] * count
         for i in range(3):
             gradients[i] = next(values)
         for i, name in enumerate(self.signature.tensors, first_own(self.form)):
@@ -193,7 +197,7 @@ class _Calls:
         return gradients
 
     def fake_backward(
-        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any
+        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: object
     ) -> tuple[Tensor, ...]:
         """Return gradients of the right shapes, for tracing; they are contiguous."""
         given = self.given(arguments)
@@ -205,11 +209,11 @@ class _Calls:
 class _Differentiation:
     """The autograd formula of a forward operator: calls the backward operator and puts its results in place."""
 
-    def __init__(self, calls: _Calls, operator: Callable[..., Any]) -> None:
+    def __init__(self, calls: _Calls, operator: Callable[..., Sequence[Tensor]]) -> None:
         self._calls = calls
         self._operator = operator
 
-    def backward(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return one gradient or None for each argument of the forward operator."""
         arguments = list(ctx.others)
         out, lse, *inputs = ctx.saved_tensors
@@ -300,7 +304,7 @@ def define_named(namespace: str, operator: str) -> bool:
 @torch.compiler.assume_constant_result
 def _resolve(
     variant: str, package: str | None, given: tuple[str, ...], lse: bool
-) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
+) -> tuple[str, str, tuple[tuple[str, Number | None], ...]]:
     """Return namespace and name of the operator, and its own arguments with their defaults; with ``lse`` the
     log-sum-exp is asked for. Raises CallError.
 
@@ -323,7 +327,7 @@ def _resolve(
     return namespace, name, takes
 
 
-def _resolved(given: Given) -> tuple[Any, str, list[Any]]:
+def _resolved(given: Given) -> tuple[ModuleType, str, list[object]]:
     """Return the namespace of a variant's operators, their name, and the variant's own arguments in their order."""
     arguments = given.arguments
     variant = getattr(given.variant, "handle", given.variant)  # what attngen.variant made: a trace takes plain text
@@ -338,7 +342,7 @@ def _resolved(given: Given) -> tuple[Any, str, list[Any]]:
     return getattr(torch.ops, namespace), name, [arguments.get(argument, default) for argument, default in takes]
 
 
-def call(given: Given) -> Any:
+def call(given: Given) -> Results:
     """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
     if not torch.compiler.is_compiling():
         if type(given.variant) is Variant:
@@ -353,7 +357,7 @@ def call(given: Given) -> Any:
     return (out, lse) if given.return_lse else out
 
 
-def watched(given: Given) -> Any:
+def watched(given: Given) -> Results:
     """Run a call as an operator, or as it is where an operator would do less: transforms of torch.func, tangents, and
     gradients that only the reference has. Raises what an eager call would."""
     if DROPOUT_P.name in given.arguments:

@@ -6,7 +6,7 @@ returns lse. Neither has a derivative.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,21 +60,21 @@ class _Calls:
         self.full_name = full_name
         self.signature = signature
 
-    def given(self, arguments: tuple[Any, ...]) -> Given:
+    def given(self, arguments: tuple[object, ...]) -> Given:
         """Return the call that an operator is asked for."""
         return self.signature.given(self.full_name, "paged", arguments)
 
-    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *arguments: object) -> tuple[Tensor, Tensor]:
         """Run the call."""
         out, lse = dispatch.run(self.given(arguments))
         return out, lse
 
-    def forward_into(self, out: Tensor, *arguments: Any) -> Tensor:
+    def forward_into(self, out: Tensor, *arguments: object) -> Tensor:
         """Run the call into a given output, and return the log-sum-exp."""
         lse: Tensor = dispatch.run(self.given(arguments)._replace(out=out))[1]
         return lse
 
-    def fake_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def fake_forward(self, *arguments: object) -> tuple[Tensor, Tensor]:
         """Return results of the right shapes and strides, for tracing."""
         given = self.given(arguments)
         at_trace.prepare(given, torch_state.on_gpu)
@@ -82,7 +82,7 @@ class _Calls:
         out = q.new_empty((*q.shape[:-1], value_columns(given.v)), dtype=out_dtype_of(q.dtype))
         return out, self._fake_lse(q)
 
-    def fake_forward_into(self, out: Tensor, *arguments: Any) -> Tensor:
+    def fake_forward_into(self, out: Tensor, *arguments: object) -> Tensor:
         """Return a log-sum-exp of the right shape and strides, for tracing."""
         given = self.given(arguments)
         at_trace.prepare(given._replace(out=out), torch_state.on_gpu)
@@ -93,9 +93,9 @@ class _Calls:
             return q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype_of(q.dtype))
         return q.new_empty((q.shape[2], q.shape[0], q.shape[1]), dtype=lse_dtype_of(q.dtype)).transpose(0, 1)
 
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(self, ctx: Any, inputs: tuple[object, ...], output: object) -> None:
         """Keep nothing: there is no backward."""
 
-    def refuse(self, ctx: Any, *gradients: Tensor | None) -> Any:
+    def refuse(self, ctx: Any, *gradients: Tensor | None) -> NoReturn:
         """Refuse a derivative."""
         raise CallError(f"{self.full_name}: attention over pages has no backward; call it under torch.no_grad()")

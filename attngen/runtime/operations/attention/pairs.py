@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ _Ready = tuple[PreparedCall, Sized, PreparedCall, Sized]
 
 #: By ``seen_key`` and whether an output is given: the tensors of an earlier batch of a kind, and its launches; False if
 #: batches cannot be recognized.
-_PAIRS: RecentCache[tuple[SeenTensors, Pair] | bool] = RecentCache(PREPARED_CALLS)
+_PAIRS: RecentCache[tuple[SeenTensors, Pair] | Literal[False]] = RecentCache(PREPARED_CALLS)
 
 
 class Pair:
@@ -86,7 +86,7 @@ def recognized(given: Given) -> tuple[Pair, list[int]] | None:
     if lookup is None:
         return None
     try:
-        alike: Any = _PAIRS[lookup[0], given.out is None]
+        alike = _PAIRS[lookup[0], given.out is None]
     except TypeError:  # something that cannot be hashed stands where a number or a name belongs
         return None
     if not alike:
@@ -108,7 +108,7 @@ def note(given: Given, few: int, decodes: Given, prompts: Given) -> None:
     if lookup is None or first is None or second is None:
         return
     key, own = (lookup[0], given.out is None), lookup[1]
-    known: Any = _PAIRS[key]
+    known = _PAIRS[key]
     if known is None or (known and known[0].addresses(given, own) is None):
         scales = given.q_descale, given.k_descale, given.v_descale
         tensors = None

@@ -10,9 +10,9 @@ Source: Zhang et al., SageAttention, arXiv 2410.02367, section 4.2 (smoothing K)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from attngen.runtime.operations.quantize.arguments import in_rows
 from attngen.runtime.operations.quantize.call import quantize_by_sample, quantize_centered
 from attngen.runtime.registry.binding import find
 
+if TYPE_CHECKING:
+    from attngen.runtime.arguments.checked import Results
+
 #: Values of ``quantize=`` of a call. "fp8": e4m3, a scale for each KV head of a batch entry.
 FORMATS = ("fp8",)
 
@@ -34,9 +37,10 @@ _SIXTEEN = (torch.bfloat16, torch.float16)
 
 
 def attend(
-    call: Callable[..., Any], form: str, q: Tensor, k: Tensor, v: Tensor, *, variant: Any, package: str | None,
-    layout: str, softmax_scale: float | None, seqused_k: Tensor | None, return_lse: bool, **rest: Any,
-) -> Any:  # fmt: skip
+    call: Callable[..., Any], form: str, q: Tensor, k: Tensor, v: Tensor, *, variant: str | Variant,
+    package: str | None, layout: str, softmax_scale: float | None, seqused_k: Tensor | None, return_lse: bool,
+    **rest: Any,
+) -> Results:  # fmt: skip
     """Result of a call whose tensors are quantized first; the output has their dtype. Raises CallError."""
     if arrays.is_array(q):
         fields = {
@@ -79,7 +83,9 @@ def _may_shift(variant: str | Variant, package: str | None) -> bool:
     return shifts_with_logits(find(variant, package).variant)
 
 
-def _takes_groups(q: Tensor, v: Tensor, variant: str | Variant, package: str | None, rest: dict[str, Any]) -> bool:
+def _takes_groups(
+    q: Tensor, v: Tensor, variant: str | Variant, package: str | None, rest: Mapping[str, object]
+) -> bool:
     """Whether a kernel of the variant takes v in groups of keys."""
     if rest.get("backend") not in (None, "cuda") or rest.get("out_dtype") is not None:
         return False
@@ -97,7 +103,7 @@ def _mean_of_used(k: Tensor, seqused_k: Tensor, layout: str) -> Tensor:
     return (rows.mean(dim=1, dtype=torch.float32) * parts).to(k.dtype)
 
 
-def _check(form: str, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> None:
+def _check(form: str, q: Tensor, k: Tensor, v: Tensor, rest: Mapping[str, object]) -> None:
     if form not in FORMATS:
         given = suggest(form, FORMATS) if isinstance(form, str) else ""
         raise CallError(f"quantize must be {' or '.join(map(repr, FORMATS))}, or None, got {form!r}{given}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,21 +19,28 @@ from attngen.runtime.cache import PREPARED_CALLS, RecentCache
 from attngen.runtime.registry.lookup import registry
 
 if TYPE_CHECKING:
+    from attngen.runtime.arguments.checked import Results
     from attngen.runtime.launch.prepared import PreparedCall, Repeats
     from attngen.runtime.launch.ragged import RaggedCalls
 
 #: The tensors of an earlier call, or of an earlier call of a kind, and what ran it: a prepared call, or those of the
 #: kind. By ``seen_key``: a call with tensors like these is recognized in one step, without any other key. False: its
 #: tensors cannot be recognized.
-SEEN: RecentCache[tuple[SeenTensors, PreparedCall | None, RaggedCalls | None] | bool] = RecentCache(PREPARED_CALLS)
+SEEN: RecentCache[tuple[SeenTensors, PreparedCall | None, RaggedCalls | None] | Literal[False]] = RecentCache(
+    PREPARED_CALLS
+)
 
 
-def seen_key(given: Given) -> tuple[tuple[Any, ...], tuple[Tensor, ...]] | None:
+#: Key of a call in ``SEEN``, and the tensors of its variant.
+Lookup = tuple[tuple[object, ...], tuple[Tensor, ...]]
+
+
+def seen_key(given: Given) -> Lookup | None:
     """Key of a call in ``SEEN``, and the tensors of its variant; None for a call whose arguments have to be looked at
     each time."""
     q, arguments, variant = given.q, given.arguments, given.variant
     own: tuple[Tensor, ...] = ()
-    names: tuple[Any, ...] = ()
+    names: tuple[object, ...] = ()
     if type(q) not in PLAIN or given.tile_map is not None or forward_ad._current_level >= 0:
         return None
     if arguments:
@@ -68,7 +75,7 @@ def of_one_size(given: Given) -> bool:
 
 
 def note_seen(
-    lookup: Any, given: Given, prepared: PreparedCall | None = None, calls: RaggedCalls | None = None
+    lookup: Lookup | None, given: Given, prepared: PreparedCall | None = None, calls: RaggedCalls | None = None
 ) -> None:
     """Remember the tensors of a call that is made for the second time, so that the next one is recognized by them.
 
@@ -82,7 +89,7 @@ def note_seen(
     SEEN.put(lookup[0], False if noted is None else (noted, prepared, calls))
 
 
-def of_its_kind(calls: RaggedCalls | None, result: Any, repeats: Repeats | None) -> Any:
+def of_its_kind(calls: RaggedCalls | None, result: Results, repeats: Repeats | None) -> Results:
     """The result of a call. What repeats it learns what serves its kind, if that has prepared calls."""
     if repeats and repeats[-1] is not None and calls is not None:
         repeats[-1].calls = calls
@@ -92,7 +99,7 @@ def of_its_kind(calls: RaggedCalls | None, result: Any, repeats: Repeats | None)
 def calls_of_kind(given: Given) -> RaggedCalls | None:
     """Prepared calls of the kind of a call that is recognized by its tensors; or None."""
     lookup = seen_key(given)
-    alike: Any = None if lookup is None else SEEN[lookup[0]]
+    alike = None if lookup is None else SEEN[lookup[0]]
     return alike[2] if alike else None
 
 
@@ -100,7 +107,7 @@ def recognized(given: Given) -> PreparedCall | None:
     """The prepared call of a call that is recognized by its tensors, and has no other sizes than when it was prepared;
     or None."""
     lookup = seen_key(given)
-    alike: Any = None if lookup is None else SEEN[lookup[0]]
+    alike = None if lookup is None else SEEN[lookup[0]]
     if lookup is None or not alike or alike[1] is None:
         return None
     return alike[1] if alike[0].addresses(given, lookup[1]) is not None else None

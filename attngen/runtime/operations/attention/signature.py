@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.dtypes import DESCALES, SCALAR_TYPES
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.given import KEPT, Given
 from attngen.runtime.launch.tile_map import TileMap
+
+if TYPE_CHECKING:
+    from attngen.runtime.arguments.scalars import Number
 
 #: Parameters of operators of each form before the variant's own arguments, and after them, in torch's schema language.
 LEADING = {
@@ -61,7 +64,7 @@ class Signature:
 
     tensors: tuple[str, ...]
     scalars: tuple[str, ...]
-    defaults: tuple[Any, ...]  # of the scalars; None where the caller has to say
+    defaults: tuple[Number | None, ...]  # of the scalars; None where the caller has to say
     differentiable: tuple[str, ...]  # float tensors that the spec wants a gradient of
 
     @classmethod
@@ -91,7 +94,7 @@ def first_own(form: str) -> int:
     return len(LEADING[form])
 
 
-def arguments_of(given: Given, own: Sequence[Any]) -> list[Any]:
+def arguments_of(given: Given, own: Sequence[object]) -> list[object]:
     """Return the arguments of the operator of a call; ``own`` are the variant's. May be traced."""
     before = [getattr(given, field) for field in _BEFORE[given.form]]
     after = [getattr(given, field) for field in _AFTER[given.form]]

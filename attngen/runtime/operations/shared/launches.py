@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from struct import Struct
-from typing import Any
 
 from attngen.errors import LoadError
 from attngen.manifest import Argument
@@ -35,12 +34,12 @@ class Operands:
 
     tensors: Sequence[str]
     sizes: Mapping[str, float]
-    strides: Mapping[tuple[str, Any], int]
+    strides: Mapping[tuple[str, str | int | None], int]
     maps: Mapping[str, Callable[[Argument], TensorMap]] = field(default_factory=dict)
 
 
 #: The name of a size, or the tensor and the axis of a stride.
-Key = str | tuple[str, Any]
+Key = str | tuple[str, str | int | None]
 
 #: The launches of calls of some sizes: the blocks of each, and the numbers that change.
 Resized = Sequence[tuple[int, bytes]]

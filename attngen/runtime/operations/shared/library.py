@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ def defining() -> Iterator[None]:
 
 
 def define_once(
-    name: str, schema: str, run: Callable[..., Any], *, fake: Callable[..., Any] | None = None,
+    name: str, schema: str, run: Callable[..., object], *, fake: Callable[..., object] | None = None,
     keys: Sequence[str] = ("CPU", "CUDA"), tags: Sequence[torch.Tag] = (),
 ) -> str:  # fmt: skip
     """Define an operator that belongs to no variant, unless it is, and return its namespace: that of the package which

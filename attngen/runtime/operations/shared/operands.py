@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,14 +19,19 @@ MOST = 2**31 - 1
 
 
 def check_rotary(
-    cos: Any, sin: Any, interleaved: Any, device: torch.device, head_dim: int, dtypes: Collection[torch.dtype]
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: object,
+    device: torch.device,
+    head_dim: int,
+    dtypes: Collection[torch.dtype],
 ) -> None:
     """Raise CallError unless the tables of a rotation fit each other and rows of ``head_dim`` numbers."""
     if not isinstance(interleaved, bool):
         raise CallError(f"rotary_interleaved must be True or False, got {interleaved!r}")
     if (cos is None) != (sin is None):
         raise CallError("rotary_cos and rotary_sin must be passed together")
-    if cos is None:
+    if cos is None or sin is None:
         return
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_rank(name, table, 2, "positions x rotary_dim / 2")
@@ -82,7 +86,7 @@ def rotary_sizes(cos: Tensor | None, interleaved: bool) -> dict[str, int]:
     }
 
 
-def rotary_strides(cos: Tensor | None, sin: Tensor | None) -> dict[tuple[str, Any], int]:
+def rotary_strides(cos: Tensor | None, sin: Tensor | None) -> dict[tuple[str, str | int | None], int]:
     """Strides of the tables of a rotation; 0 without one."""
     tables = {"rotary_cos": cos, "rotary_sin": sin}
     return {(name, "s"): 0 if table is None else table.stride(0) for name, table in tables.items()}

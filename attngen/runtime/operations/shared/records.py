@@ -26,7 +26,7 @@ class Fields:
     def __init__(self, record: Any) -> None:
         hints = get_type_hints(record, include_extras=True)
         self._kinds: dict[str, str] = {name: get_args(hints[name])[1] for name in record._fields}
-        self._defaults: dict[str, Any] = record._field_defaults
+        self._defaults: dict[str, object] = record._field_defaults
         self.tensors = tuple(name for name, kind in self._kinds.items() if kind.startswith("Tensor"))
         self.written = tuple(name for name, kind in self._kinds.items() if "!" in kind)
         self.settings = tuple(name for name in self._kinds if name not in self.tensors)

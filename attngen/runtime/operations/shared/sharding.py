@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -22,6 +22,12 @@ from attngen.runtime.arguments.checked import is_distributed
 from attngen.runtime.arguments.given import TENSORS, Given
 from attngen.runtime.autograd.transforms import HEADS, SEQUENCES, stand_alone
 from attngen.runtime.registry.binding import find
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
 #: The module of DTensor, which is not imported for it.
 _MODULE = "torch.distributed.tensor"
@@ -38,6 +44,9 @@ _AXES = {
 _INPUTS = frozenset({"q", "k", "v", "k_pages", "v_pages"})
 
 _Shapes = Mapping[str, tuple[int, ...]]
+
+#: Placements that an operator takes, as torch asks for them.
+Strategy = Callable[["OpSchema"], "OpStrategy"]
 
 
 class ShardingError(CallError, NotImplementedError):
@@ -70,12 +79,12 @@ def refuse_mixed(given: Given) -> None:
 class Sharded:
     """One operator of a variant as torch's DTensor needs to know it."""
 
-    operator: Any  # an OpOverload
+    operator: OpOverload  # an OpOverload
     variant: Variant
     form: str
     backward: bool = False
 
-    def strategy(self, schema: Any) -> Any:
+    def strategy(self, schema: OpSchema) -> OpStrategy:
         """All placements that the operator takes; torch calls it with an ``OpSchema``. Raises ShardingError."""
         from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
@@ -102,7 +111,7 @@ class Sharded:
             )
         return offered
 
-    def _given(self, schema: Any) -> tuple[dict[str, Any], str]:
+    def _given(self, schema: OpSchema) -> tuple[dict[str, OpStrategy], str]:
         """The strategies of all arguments that are DTensors, in torch's order, and the layout."""
         from torch.distributed.tensor._op_schema import OpStrategy
 
@@ -131,12 +140,12 @@ class _Placing:
             self.over_batch = self.over_batch and tensor.shape.count("b") < 2
             self.over_heads = self.over_heads and tensor.shape.count("h") + tensor.shape.count("hk") < 2
 
-    def of_one_axis(self) -> list[list[Any]]:
+    def of_one_axis(self) -> list[list[Placement]]:
         """Placements of results and arguments along one axis of the mesh: all replicated, by sequence, by head."""
         from torch.distributed.tensor import Replicate
 
         everything = [*self._results(), *self._shapes]
-        placements: list[list[Any]] = [[Replicate() for _ in everything]]
+        placements: list[list[Placement]] = [[Replicate() for _ in everything]]
         for kind, offered in (("batch", self.over_batch), ("heads", self.over_heads)):
             if offered:
                 given = [self._placement(name, kind) for name in self._shapes]
@@ -150,14 +159,14 @@ class _Placing:
             return ["q", "k", "v", *own]
         return ["lse"] if len(self._sharded.operator._schema.returns) == 1 else ["out", "lse"]
 
-    def _result(self, name: str, kind: str) -> Any:
+    def _result(self, name: str, kind: str) -> Placement:
         """Placement of a result: what all ranks add to is a sum over them."""
         from torch.distributed.tensor import Partial
 
         placement = self._placement(name, kind)
         return Partial() if self._sharded.backward and placement.is_replicate() else placement
 
-    def _placement(self, name: str, kind: str) -> Any:
+    def _placement(self, name: str, kind: str) -> Placement:
         from torch.distributed.tensor import Replicate, Shard
 
         axis = self._axis(name, kind)
@@ -188,13 +197,13 @@ class _Placing:
         extents = ("b",) if kind == "batch" else ("h", "hk")
         return next((axis for axis, extent in enumerate(shape) if extent in extents), None)
 
-    def divides(self, spec: Any) -> bool:
+    def divides(self, spec: DTensorSpec) -> bool:
         """Whether each rank gets whole groups of heads, if q lies so."""
         axis = self._axis("q", "heads")
         ranks = prod(size for size, each in zip(spec.mesh.shape, spec.placements, strict=True) if each.is_shard(axis))
         return self._heads % ranks == 0 and (self._kv_heads == 1 or self._kv_heads % ranks == 0)
 
-    def check(self, name: str, spec: Any) -> None:
+    def check(self, name: str, spec: DTensorSpec) -> None:
         """Raise ShardingError for q, k or v in a placement that no strategy has."""
         axes = _AXES[self._layouts["rows" if name in ("q", "k", "v") else "keys"]]
         for placement in spec.placements:
@@ -211,7 +220,7 @@ class _Placing:
                     f"or {name}.to_local()"
                 )
 
-    def _reason(self, name: str, axis: str, placement: Any, spec: Any) -> str | None:
+    def _reason(self, name: str, axis: str, placement: Placement, spec: DTensorSpec) -> str | None:
         """Reason why q, k or v cannot be sharded so, or None."""
         from torch.distributed.tensor import Shard
 
@@ -234,10 +243,10 @@ def _index(axes: Sequence[str], axis: str) -> int | None:
 
 
 #: Strategies that wait until DTensor is imported.
-_waiting: list[tuple[Any, Callable[[Any], Any]]] = []
+_waiting: list[tuple[OpOverload, Strategy]] = []
 
 
-def register(operator: Any, strategy: Callable[[Any], Any]) -> None:
+def register(operator: OpOverload, strategy: Strategy) -> None:
     """Tell DTensor the strategy of an operator, now or as soon as a call finds that it was imported."""
     _waiting.append((operator, strategy))
     register_waiting()
@@ -256,10 +265,10 @@ def register_waiting() -> None:
         DTensor._op_dispatcher.sharding_propagator.register_op_strategy(operator, strategy, RuntimeSchemaInfo(0))
 
 
-def refuse(operator: Any, what: str) -> None:
+def refuse(operator: OpOverload, what: str) -> None:
     """Tell DTensor that an operator takes local tensors alone."""
 
-    def strategy(schema: Any) -> Any:
+    def strategy(schema: OpSchema) -> OpStrategy:
         raise ShardingError(f"{what} takes local tensors, and got DTensors; allowed: their .to_local()")
 
     register(operator, strategy)
