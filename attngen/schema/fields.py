@@ -28,15 +28,15 @@ IN_GROUPS = "groups"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Text that is one of ``allowed``, or one of ``aliases``, which stand for allowed names."""
+    """A value that is one of ``allowed``, or one of ``aliases``, which stand for allowed names."""
 
-    allowed: tuple[str, ...]
+    allowed: tuple[str | int, ...]
     aliases: tuple[tuple[str, str], ...] = ()
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         literal = core_schema.literal_schema([*self.allowed, *(alias for alias, _ in self.aliases)])
         table = dict(self.aliases)
-        return core_schema.no_info_after_validator_function(lambda name: table.get(name, name), literal)
+        return core_schema.no_info_after_validator_function(lambda value: table.get(value, value), literal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,35 +146,6 @@ def _expression(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _alignment(value: object) -> int | str:
-    if value not in ("element", 2, 4, 8, 16) or isinstance(value, bool | float):
-        raise ValueError(f"found {show(value)}; allowed: 2, 4, 8, 16 or 'element'")
-    return value
-
-
-def _descale(value: Any) -> int | str:
-    block: int | str = value
-    if isinstance(value, str | int) and not isinstance(value, bool) and value in dtypes.DESCALE_BLOCKS:
-        return block
-    raise ValueError(f"found {show(value)}; allowed: {', '.join(map(str, dtypes.DESCALE_BLOCKS))}")
-
-
-def _split_kv(value: object) -> bool | str:
-    if isinstance(value, bool):
-        return value
-    if value == SPLIT_TILES:
-        return SPLIT_TILES
-    raise ValueError(f"found {show(value)}; allowed: true, false or '{SPLIT_TILES}'")
-
-
-def _transposed(value: object) -> bool | str:
-    if isinstance(value, bool):
-        return value
-    if value == IN_GROUPS:
-        return IN_GROUPS
-    raise ValueError(f"found {show(value)}; allowed: true, false or '{IN_GROUPS}'")
-
-
 def _mask(value: object) -> bool | str:
     _refuse_function(value)
     if not isinstance(value, bool | str):
@@ -187,10 +158,12 @@ Literal = Annotated[bool | int | float, PlainValidator(_literal), WithJsonSchema
 Expression = Annotated[str, PlainValidator(_expression), WithJsonSchema({"type": ["string", "number"]})]
 MaskExpression = Annotated[bool | str, PlainValidator(_mask), WithJsonSchema({"type": ["string", "boolean"]})]
 SplitKv = Annotated[
-    bool | str, PlainValidator(_split_kv), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": SPLIT_TILES}]})
+    bool | str,
+    Choice((True, False, SPLIT_TILES)),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": SPLIT_TILES}]}),
 ]
 TransposedV = Annotated[
-    bool | str, PlainValidator(_transposed), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": IN_GROUPS}]})
+    bool | str, Choice((True, False, IN_GROUPS)), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": IN_GROUPS}]})
 ]
-Descale = Annotated[int | str, PlainValidator(_descale), WithJsonSchema({"enum": list(dtypes.DESCALE_BLOCKS)})]
-Alignment = Annotated[int | str, PlainValidator(_alignment), WithJsonSchema({"enum": ["element", 2, 4, 8, 16]})]
+Descale = Annotated[int | str, Choice(tuple(dtypes.DESCALE_BLOCKS))]
+Alignment = Annotated[int | str, Choice(("element", 2, 4, 8, 16))]

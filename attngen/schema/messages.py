@@ -148,7 +148,8 @@ def _sentence(detail: Any) -> str:
     if kind == "missing":
         return "missing"
     if kind == "literal_error":
-        allowed = re.findall(r"'([^']*)'", context["expected"])
+        choices = re.findall(r"'([^']*)'|(\d+|True|False)", context["expected"])
+        allowed = [text or value.lower() for text, value in choices]
         nearest = _nearest(str(value).removeprefix("torch."), allowed)
         return f"found {show(value)}{nearest}; allowed: {', '.join(allowed)}"
     if kind in _FORMS:

@@ -92,7 +92,7 @@ def test_blocks_that_share_the_keys_of_a_tile_are_a_forward_more():
     both = kernels("{variant: causal, head_dim: 64, split_kv: [true, tiles]}")
     assert [(k.split_kv, k.split_tiles) for k in both] == [(False, False), (True, False), (False, True)]
     assert expanded[1].locate("split_tiles").line == expanded[1].locate("split_kv").line
-    with pytest.raises(SpecError, match=r"split_kv: found 'rows'; allowed: true, false or 'tiles'"):
+    with pytest.raises(SpecError, match=r"split_kv: found 'rows'; allowed: true, false, tiles"):
         kernels("{variant: causal, head_dim: 64, split_kv: rows}")
 
 

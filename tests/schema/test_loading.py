@@ -161,7 +161,7 @@ def test_package_comes_from_the_file_name(tmp_path):
         (IN_KERNELS + "{variant: causal, head_dim: 0}", "head_dim.qk: found 0; allowed: at least 1"),
         (IN_KERNELS + "{variant: causal, head_dim: 64, tile: {m: '64'}}", "tile.m: found '64'; allowed: an integer"),
         (IN_KERNELS + "{variant: causal, head_dim: 64, fast_math: yes}", "found 'yes'; allowed: true or false"),
-        (IN_KERNELS + "{variant: causal, head_dim: 64, alignment: 3}", "allowed: 2, 4, 8, 16 or 'element'"),
+        (IN_KERNELS + "{variant: causal, head_dim: 64, alignment: 3}", "allowed: element, 2, 4, 8, 16"),
         (IN_KERNELS + "{variant: causal, head_dim: 64, allow: [spil]}", "did you mean 'spill'?"),
         (IN_KERNELS + "{variant: causal, head_dim: 64, warps: {count: 4, producer: 1}}", "'count' is for a kernel"),
         ("schema: 1\narch: [sm90]", ":2: arch[0]: found 'sm90'; did you mean 'sm90a'?; allowed: sm80, sm86"),
