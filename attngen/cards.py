@@ -29,7 +29,7 @@ SUPPORT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KernelKind:
     """A kind of kernel: the arches that have it in CUDA and in Triton.
 
     ``fields``, as an entry of ``kernels`` writes them, ask for it. Planning decides, not this table, which is for those
@@ -64,28 +64,30 @@ _E4M3_CACHE = "layout: paged, split_kv: true, kv_dtype: fp8_e4m3"
 
 #: By the name that messages and docs/cards.md have. A variant of ``keys: index`` is called ``listed``.
 KINDS = {
-    "forward": Kind("variant: causal", _MMA, _ALL),
-    "forward in fp32": Kind("variant: causal, dtype: fp32", (), _ALL),
-    "forward in e4m3": Kind("variant: causal, dtype: fp8_e4m3", _8_BITS),
-    "forward in e5m2": Kind("variant: causal, dtype: fp8_e5m2", _WGMMA),
-    "scales of blocks or tokens": Kind("variant: causal, dtype: fp8_e4m3, descale: 128", _WGMMA),
-    "packed heads": Kind("variant: causal, pack_gqa: true", _MMA),
-    "head dims beyond 256": Kind("variant: causal, head_dim: 512", _WGMMA),
-    "shared tiles": Kind("variant: causal, split_kv: tiles", _WGMMA),
-    "keys in pages": Kind("variant: causal, layout: paged", _MMA),
-    "split-KV": Kind("variant: causal, split_kv: true", _MMA),
-    "caches in e4m3": Kind(f"variant: causal, {_E4M3_CACHE}", _8_BITS),
-    "scales of pages": Kind(f"variant: causal, {_E4M3_CACHE}, descale: page", _WGMMA),
-    "backward": Kind("variant: causal, passes: backward", _MMA, _ALL),
-    "backward in fp32": Kind("variant: causal, passes: backward, dtype: fp32", (), _ALL),
-    "backward at head dim 256": Kind("variant: causal, passes: backward, head_dim: 256", _LARGE, _ALL),
-    "backward beyond head dim 256": Kind("variant: causal, passes: backward, head_dim: 512", _WGMMA, _WGMMA),
-    "latent attention": Kind(f"variant: causal, layout: paged, {_LATENT}", _WGMMA),
-    "backward of latent attention": Kind(f"variant: causal, passes: backward, {_LATENT}", _WGMMA),
-    "caches of latents in 8 bits": Kind(f"variant: causal, layout: paged, {_LATENT}, kv_dtype: fp8_mla_656", _WGMMA),
-    "keys by index": Kind("variant: listed", _MMA),
-    "backward of keys by index": Kind("variant: listed, passes: backward", _MMA),
-    "latent keys by index": Kind(f"variant: listed, {_LATENT}", _WGMMA),
-    "backward of latent keys by index": Kind(f"variant: listed, passes: backward, {_LATENT}", _WGMMA),
-    "index scores": Kind("variant: causal, passes: index_scores", _WGMMA),
+    "forward": KernelKind("variant: causal", _MMA, _ALL),
+    "forward in fp32": KernelKind("variant: causal, dtype: fp32", (), _ALL),
+    "forward in e4m3": KernelKind("variant: causal, dtype: fp8_e4m3", _8_BITS),
+    "forward in e5m2": KernelKind("variant: causal, dtype: fp8_e5m2", _WGMMA),
+    "scales of blocks or tokens": KernelKind("variant: causal, dtype: fp8_e4m3, descale: 128", _WGMMA),
+    "packed heads": KernelKind("variant: causal, pack_gqa: true", _MMA),
+    "head dims beyond 256": KernelKind("variant: causal, head_dim: 512", _WGMMA),
+    "shared tiles": KernelKind("variant: causal, split_kv: tiles", _WGMMA),
+    "keys in pages": KernelKind("variant: causal, layout: paged", _MMA),
+    "split-KV": KernelKind("variant: causal, split_kv: true", _MMA),
+    "caches in e4m3": KernelKind(f"variant: causal, {_E4M3_CACHE}", _8_BITS),
+    "scales of pages": KernelKind(f"variant: causal, {_E4M3_CACHE}, descale: page", _WGMMA),
+    "backward": KernelKind("variant: causal, passes: backward", _MMA, _ALL),
+    "backward in fp32": KernelKind("variant: causal, passes: backward, dtype: fp32", (), _ALL),
+    "backward at head dim 256": KernelKind("variant: causal, passes: backward, head_dim: 256", _LARGE, _ALL),
+    "backward beyond head dim 256": KernelKind("variant: causal, passes: backward, head_dim: 512", _WGMMA, _WGMMA),
+    "latent attention": KernelKind(f"variant: causal, layout: paged, {_LATENT}", _WGMMA),
+    "backward of latent attention": KernelKind(f"variant: causal, passes: backward, {_LATENT}", _WGMMA),
+    "caches of latents in 8 bits": KernelKind(
+        f"variant: causal, layout: paged, {_LATENT}, kv_dtype: fp8_mla_656", _WGMMA
+    ),
+    "keys by index": KernelKind("variant: listed", _MMA),
+    "backward of keys by index": KernelKind("variant: listed, passes: backward", _MMA),
+    "latent keys by index": KernelKind(f"variant: listed, {_LATENT}", _WGMMA),
+    "backward of latent keys by index": KernelKind(f"variant: listed, passes: backward, {_LATENT}", _WGMMA),
+    "index scores": KernelKind("variant: causal, passes: index_scores", _WGMMA),
 }

@@ -16,7 +16,7 @@ from attngen.errors import REMEDY, LoadError
 from attngen.formats import MANIFEST_FORMAT
 from attngen.lang.host import is_bound
 from attngen.lang.variant import VariantText
-from attngen.records import Axis, Count, Kind, MisfitError, Name, Signed, Size, Some, read, shown, written
+from attngen.records import Axis, Count, MisfitError, Name, Signed, Size, Some, ValueKind, read, shown, written
 
 #: Grids of split-KV launches, of those whose blocks share the keys of a tile of queries, and of those that merge
 #: partial results of the first.
@@ -41,7 +41,7 @@ KINDS = (
 
 Times = Annotated[
     tuple[float, ...],
-    Kind(
+    ValueKind(
         "three numbers of nanoseconds, or none",
         lambda v: (
             isinstance(v, list | tuple)
@@ -53,7 +53,7 @@ Times = Annotated[
 ]
 Visible = Annotated[
     tuple[Any, Any],
-    Kind("two bounds", lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(map(is_bound, v)), tuple),
+    ValueKind("two bounds", lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(map(is_bound, v)), tuple),
 ]
 
 
@@ -192,7 +192,7 @@ class LaunchFields:
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class LaunchMemory:
     """Shared memory of a launch's blocks, as the compiler reports it."""
 
     shared_memory: Count = 0  # bytes
@@ -204,7 +204,7 @@ class LaunchEntry(LaunchFields):
 
     threads: Some
     parameters: tuple[Argument, ...]
-    resources: Resources | None = None
+    resources: LaunchMemory | None = None
     sha256: str | None = None
 
 
@@ -258,7 +258,7 @@ class Manifest(KernelFields):
     l2_keys: Some
     main: Name
     launches: tuple[LaunchEntry, ...]
-    resources: Resources
+    resources: LaunchMemory
     operands: Mapping[str, Name] = field(default_factory=dict)
     sha256: str | None = None
     min_driver: Count | None = None

@@ -44,7 +44,7 @@ class MisfitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """The values that may stand in a place: in words, as a test, and as a conversion from JSON."""
 
     words: str
@@ -63,10 +63,12 @@ class Kind:
 
         return read_value
 
-    def or_null(self) -> Kind:
+    def or_null(self) -> ValueKind:
         """The same, or null."""
         fits, load = self.fits, self.load or (lambda value: value)
-        return Kind(f"{self.words} or null", lambda v: v is None or fits(v), lambda v: None if v is None else load(v))
+        return ValueKind(
+            f"{self.words} or null", lambda v: v is None or fits(v), lambda v: None if v is None else load(v)
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -80,31 +82,33 @@ def _number(value: Any) -> Any:
     return math.inf * value["inf"] if isinstance(value, dict) else value
 
 
-_FLAG = Kind("true or false", lambda v: isinstance(v, bool))
-_TEXT = Kind("a text", lambda v: isinstance(v, str) and "\0" not in v)
-_BOUND = Kind("a number or an extent", lambda v: isinstance(v, str) or _is_number(v), _number)
+_FLAG = ValueKind("true or false", lambda v: isinstance(v, bool))
+_TEXT = ValueKind("a text", lambda v: isinstance(v, str) and "\0" not in v)
+_BOUND = ValueKind("a number or an extent", lambda v: isinstance(v, str) or _is_number(v), _number)
 
-Name = Annotated[str, Kind("a name (at most 200 of A-Z, a-z, 0-9 and _, no digit first)", lambda v: is_name(v))]
+Name = Annotated[str, ValueKind("a name (at most 200 of A-Z, a-z, 0-9 and _, no digit first)", lambda v: is_name(v))]
 VariantName = Annotated[
     str,
-    Kind(
+    ValueKind(
         "a name (at most 200 of A-Z, a-z, 0-9, _ and -, no digit or - first)",
         lambda v: isinstance(v, str) and _HYPHENATED.fullmatch(v) is not None,
     ),
 ]
-Count = Annotated[int, Kind(f"a number from 0 to {_MOST}", lambda v: type(v) is int and 0 <= v <= _MOST)]
-Some = Annotated[int, Kind(f"a number from 1 to {_MOST}", lambda v: type(v) is int and 0 < v <= _MOST)]
-Signed = Annotated[int, Kind(f"a number from -1 to {_MOST}", lambda v: type(v) is int and -1 <= v <= _MOST)]
-Number = Annotated[bool | int | float, Kind("a number", _is_number, _number)]
+Count = Annotated[int, ValueKind(f"a number from 0 to {_MOST}", lambda v: type(v) is int and 0 <= v <= _MOST)]
+Some = Annotated[int, ValueKind(f"a number from 1 to {_MOST}", lambda v: type(v) is int and 0 < v <= _MOST)]
+Signed = Annotated[int, ValueKind(f"a number from -1 to {_MOST}", lambda v: type(v) is int and -1 <= v <= _MOST)]
+Number = Annotated[bool | int | float, ValueKind("a number", _is_number, _number)]
 Limit = Annotated[int | float | str, _BOUND]
 Size = Annotated[
-    int | str, Kind("a number or a size", lambda v: (type(v) is int and 0 <= v <= _MOST) or isinstance(v, str))
+    int | str, ValueKind("a number or a size", lambda v: (type(v) is int and 0 <= v <= _MOST) or isinstance(v, str))
 ]
-Axis = Annotated[int | str, Kind("an axis", lambda v: isinstance(v, str) or (type(v) is int and 0 <= v <= _MOST))]
-Extent = Annotated[int | str, Kind("an extent", lambda v: isinstance(v, str) or (type(v) is int and 0 < v <= _MOST))]
+Axis = Annotated[int | str, ValueKind("an axis", lambda v: isinstance(v, str) or (type(v) is int and 0 <= v <= _MOST))]
+Extent = Annotated[
+    int | str, ValueKind("an extent", lambda v: isinstance(v, str) or (type(v) is int and 0 < v <= _MOST))
+]
 Limits = Annotated[
     tuple[int | float | str | None, int | float | str | None],
-    Kind(
+    ValueKind(
         "two bounds",
         lambda v: isinstance(v, list | tuple) and len(v) == 2 and all(b is None or _BOUND.fits(b) for b in v),
         lambda v: (_number(v[0]), _number(v[1])),
@@ -188,8 +192,8 @@ def reader_of(form: Any) -> Reader:
     raise TypeError(f"no JSON value is read as {form}")
 
 
-def _kind_of(form: Any) -> Kind | None:
-    kind: Kind | None = get_args(form)[1] if get_origin(form) is Annotated else {bool: _FLAG, str: _TEXT}.get(form)
+def _kind_of(form: Any) -> ValueKind | None:
+    kind: ValueKind | None = get_args(form)[1] if get_origin(form) is Annotated else {bool: _FLAG, str: _TEXT}.get(form)
     return kind
 
 

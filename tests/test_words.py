@@ -77,3 +77,16 @@ def test_words(folder: str) -> None:
 )
 def test_faults(text: str, count: int) -> None:
     assert len(list(faults(text))) == count
+
+
+#: Names of several classes: public ones, those that engines ask for, and two that still have to be told apart.
+_SHARED = {"AttngenMLABackend", "AttngenMetadata", "Choice", "Explanation", "Plan", "Prepared"}
+
+
+def test_classes_of_attngen_have_names_of_their_own() -> None:
+    modules: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "attngen").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                modules.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: places for name, places in modules.items() if len(places) > 1 and name not in _SHARED} == {}

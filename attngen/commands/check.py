@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Report:
+class CheckReport:
     """Result of the check of one spec.
 
     ``plans`` are the first choices that no earlier build refused. ``unseen`` of them are in CUDA and were never
@@ -61,7 +61,7 @@ class Report:
         }
 
 
-def check_spec(path: str) -> Report:
+def check_spec(path: str) -> CheckReport:
     """Load, expand, plan and render a spec. Errors are kept, one for each kernel that cannot be made."""
     from attngen.build.compiles import Task, after_refusals
     from attngen.build.pipeline import prepare_each
@@ -70,7 +70,7 @@ def check_spec(path: str) -> Report:
     from attngen.schema.reading import errors_of, place_of
     from attngen.store.store import Store
 
-    report = Report(path)
+    report = CheckReport(path)
     try:
         draft = read_spec(path)
     except SpecError as error:  # nothing of it can be read
@@ -149,7 +149,7 @@ def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_jso
         context.exit(cli.EXIT_USAGE)
 
 
-def _print(report: Report) -> None:
+def _print(report: CheckReport) -> None:
     if report.plans:
         print_table(_SHOWN, [[row[name] for name in _SHOWN] for row in map(_row, report.plans)])
     for backend, reason in dict.fromkeys((plan.backend, plan.backend_reason) for plan in report.plans):

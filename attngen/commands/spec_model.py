@@ -11,7 +11,7 @@ from attngen.arch import ARCHES
 from attngen.cards import KINDS
 from attngen.errors import PackageError, PlanError, SpecError
 from attngen.integrations.shared import catalogue
-from attngen.integrations.transformers.model_requests import Asking, Request, Use
+from attngen.integrations.transformers.model_requests import Asking, ModelRequest, Use
 from attngen.packaging.sizes import WheelSizes, estimated
 from attngen.plan import plan
 from attngen.schema import expand, load_spec_text, preset_names
@@ -32,7 +32,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SpecEntry:
     """An entry of ``kernels``: one variant at one head dimension. The comment above it says which layers use it."""
 
     variant: str
@@ -43,7 +43,7 @@ class Entry:
     backward: bool = False
     split_kv: bool = False
     pack_gqa: bool = False
-    uses: tuple[tuple[Request, Use], ...] = field(default=(), compare=False)
+    uses: tuple[tuple[ModelRequest, Use], ...] = field(default=(), compare=False)
 
     def fields(self) -> dict[str, Any]:
         """Return the entry as a spec has it."""
@@ -61,7 +61,7 @@ class Entry:
             values["split_kv"] = True
         return values
 
-    def serves(self, request: Request, learns: bool) -> bool:
+    def serves(self, request: ModelRequest, learns: bool) -> bool:
         """Whether its kernels take the calls of a request."""
         form = (self.head_dim_qk, self.head_dim_v, self.dtype, self.layout)
         asked = (request.head_dim_qk, request.head_dim_v, request.dtype, request.layout)
@@ -97,10 +97,10 @@ def model_spec(
     """
     _check(asking, wish)
     remarks = list(dict.fromkeys(gap for each in asking for gap in each.gaps))
-    entries: list[Entry] = []
+    entries: list[SpecEntry] = []
     for entry in _entries(asking, wish):
         planned = _planned(entry, wish)
-        if isinstance(planned, Entry):
+        if isinstance(planned, SpecEntry):
             entries.append(planned)
         else:
             remarks.append(f"left out, since no kernel can be built: {entry}: {planned}")
@@ -129,12 +129,12 @@ def _check(asking: Sequence[Asking], wish: Wish) -> None:
             )
 
 
-def _entries(asking: Sequence[Asking], wish: Wish) -> list[Entry]:
+def _entries(asking: Sequence[Asking], wish: Wish) -> list[SpecEntry]:
     """Return an entry for each variant that is the most specific one of a request."""
-    uses_by_entry: dict[Entry, list[tuple[Request, Use]]] = {}
+    uses_by_entry: dict[SpecEntry, list[tuple[ModelRequest, Use]]] = {}
     for request, use in (pair for each in asking for pair in each.requests.items()):
         form = (request.head_dim_qk, request.head_dim_v, request.dtype, request.layout)
-        uses_by_entry.setdefault(Entry(request.variants[0], *form), []).append((request, use))
+        uses_by_entry.setdefault(SpecEntry(request.variants[0], *form), []).append((request, use))
     layouts = ("dense", "varlen", "paged")
     return sorted(
         (
@@ -152,7 +152,7 @@ def _entries(asking: Sequence[Asking], wish: Wish) -> list[Entry]:
     )
 
 
-def _planned(entry: Entry, wish: Wish) -> Entry | str:
+def _planned(entry: SpecEntry, wish: Wish) -> SpecEntry | str:
     """Return the entry, without packed heads or split keys if that cannot be planned, or why it cannot at all."""
     reason = ""
     for tried in dict.fromkeys((entry, replace(entry, pack_gqa=False), replace(entry, pack_gqa=False, split_kv=False))):
@@ -166,12 +166,12 @@ def _planned(entry: Entry, wish: Wish) -> Entry | str:
     return reason
 
 
-def _kernels(entries: Sequence[Entry], wish: Wish) -> tuple[KernelSpec, ...]:
+def _kernels(entries: Sequence[SpecEntry], wish: Wish) -> tuple[KernelSpec, ...]:
     fields = [entry.fields() for entry in entries]
     return expand(load_spec_text(spec_text(_declarations(entries), fields, "model", wish.arches)))
 
 
-def _within(entries: list[Entry], wish: Wish, most: int) -> tuple[list[Entry], list[str]]:
+def _within(entries: list[SpecEntry], wish: Wish, most: int) -> tuple[list[SpecEntry], list[str]]:
     """Return the entries that fit into a wheel of ``most`` bytes, by estimate, and remarks on those that do not."""
     remarks: list[str] = []
     while (sizes := estimated(_kernels(entries, wish))).total > most:
@@ -191,7 +191,7 @@ def _within(entries: list[Entry], wish: Wish, most: int) -> tuple[list[Entry], l
     return entries, remarks
 
 
-def _instead_of(entry: Entry, entries: Iterable[Entry]) -> list[Entry] | None:
+def _instead_of(entry: SpecEntry, entries: Iterable[SpecEntry]) -> list[SpecEntry] | None:
     """Return another entry for each use of one, or None if some calls have no other."""
     others = [each for each in entries if each is not entry]
     takes = [
@@ -212,7 +212,7 @@ def _too_large(sizes: WheelSizes, most: int) -> PackageError:
 # --- text -----------------------------------------------------------------------------------------------------
 
 
-def _text(entries: Sequence[Entry], wish: Wish, package: str, head: str, layers: Iterable[str]) -> str:
+def _text(entries: Sequence[SpecEntry], wish: Wish, package: str, head: str, layers: Iterable[str]) -> str:
     """Return a spec, with a line above each entry that says who uses it. Entries that differ in dtype alone are one."""
     rows: dict[str, tuple[str, dict[str, Any]]] = {}
     for entry in entries:
@@ -225,13 +225,13 @@ def _text(entries: Sequence[Entry], wish: Wish, package: str, head: str, layers:
     return spec_text(_declarations(entries), kernels, package, wish.arches, head, comments)
 
 
-def _declarations(entries: Iterable[Entry]) -> dict[str, Mapping[str, Any]]:
+def _declarations(entries: Iterable[SpecEntry]) -> dict[str, Mapping[str, Any]]:
     """Declarations of a spec: the variants that are not presets."""
     names = dict.fromkeys(entry.variant for entry in entries)
     return {name: declaration(catalogue.variant(name)) for name in names if name not in preset_names()}
 
 
-def _comment(entry: Entry, layers: Iterable[str]) -> str:
+def _comment(entry: SpecEntry, layers: Iterable[str]) -> str:
     """The layers that use an entry, in words, and when, if not always."""
     counts: Mapping[str, int] = _counts(entry.layers)
     totals = _counts(layers)

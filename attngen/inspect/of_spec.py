@@ -69,7 +69,7 @@ def explain_spec(
         raise CallError(f"{spec} has no kernel '{kernel}'{hint}")
     plans = [plan for plan in plans if operation_of(plan.direction) is ATTENTION]
     values = _values(plans, given or {})
-    measured = _Measured(
+    measured = _MeasuredTiles(
         seqlens, SEQLENS if len(plans) == 1 else SEQLENS_OF_MANY, values, _tensors(plans, files or {}), seed, b, h
     )
     explained = [_explain(plan, measured) for plan in plans]
@@ -127,7 +127,7 @@ def _tensors(plans: Sequence[Plan], files: Mapping[str, Path]) -> dict[str, torc
     return read
 
 
-class _Measured:
+class _MeasuredTiles:
     """Tile efficiencies; kernels that differ only in what does not affect them share one."""
 
     def __init__(
@@ -228,7 +228,7 @@ class _Measured:
         return GradientFloors.of(plan, lambda part: [visits.of_heads(1) for visits in self.of(part)[1]])
 
 
-def _explain(plan: Plan, measured: _Measured) -> PlanExplanation:
+def _explain(plan: Plan, measured: _MeasuredTiles) -> PlanExplanation:
     of_mask = bands(plan.variant.mask, Facts.of(plan.variant), over="kv", heads=plan.box_heads)
     memory = shared_memory(
         tile_m=plan.tile_m,

@@ -15,7 +15,7 @@ import numpy as np
 
 from attngen.parallel.cost import Cost
 from attngen.parallel.overlap import overlap
-from attngen.parallel.visits import Visits, runs_of_tiles
+from attngen.parallel.visits import TileRuns, runs_of_tiles
 
 #: Chunks for each rank that are tried.
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
@@ -57,7 +57,7 @@ class VariantLoad:
     """The visits of a variant, how many layers have it, and whether ranks call it over segments, so that rows which see
     only keys of their own run need not wait for others. Where heads are alike, they can be computed in groups."""
 
-    visits: Visits
+    visits: TileRuns
     layers: float
     segments: bool
     heads_alike: bool

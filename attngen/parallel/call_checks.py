@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.parallel.heads import against
-from attngen.parallel.layers import Layer
+from attngen.parallel.layers import PlanLayer
 from attngen.parallel.local import OF_TOKENS
 from attngen.parallel.sharding import Sharding
 from attngen.parallel.values import refuse_unknown
@@ -41,7 +41,7 @@ class Placement(Protocol):
 
 
 def axis_of_tokens(
-    plan: Placement, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]
+    plan: Placement, layer: PlanLayer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]
 ) -> int:
     """The axis of tokens of q, k and v. Raises CallError."""
     packed = plan.cu_seqlens is not None
@@ -84,7 +84,7 @@ def axis_of_tokens(
 
 
 def signature_of(
-    plan: Placement, layer: Layer, tensors: Sequence[Tensor], axis: int, values: Mapping[str, Any]
+    plan: Placement, layer: PlanLayer, tensors: Sequence[Tensor], axis: int, values: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Properties that must agree on all ranks: shapes without the tokens, and which tensors hold those of a
     rank."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attngen.parallel.stages import Options
+from attngen.parallel.stages import CallOptions
 from attngen.runtime.arguments.torch_state import recordable, recording
 
 #: All plans by their numbers, by which compiled programs name them.
@@ -19,12 +19,12 @@ plans_by_number: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ParallelCall:
     """A call but for its tensors: those of the variant follow q, k and v in the order of ``names``."""
 
     plan: Any
     layer: Any
-    options: Options
+    options: CallOptions
     numbers: Mapping[str, Any]
     names: tuple[str, ...]
 
@@ -66,21 +66,23 @@ class Call:
 
 
 def attend(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *, return_lse: bool
+    call: ParallelCall, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], *, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Output and log-sum-exp, (batch, rows, heads, head_dim) and (batch, heads, rows)."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tensors)):
-        out, lse = _Attention.apply(call, q, k, v, *tensors)
+        out, lse = _ParallelAttention.apply(call, q, k, v, *tensors)
         return out, lse if return_lse else None
     out, lse, _ = call.forward(q, k, v, tensors, lse=return_lse, keep=False)
     return out, lse
 
 
-class _Attention(torch.autograd.Function):
+class _ParallelAttention(torch.autograd.Function):
     """Attention by a plan, and its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, call: ParallelCall, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
         out, lse, kept = call.forward(q, k, v, tensors, lse=True, keep=True)
         assert lse is not None
         ctx.call, ctx.count = call, len(kept)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from attngen.parallel.visits import Visits
+from attngen.parallel.visits import TileRuns
 
 #: Most tiles, over those of one sequence without documents: more documents are so short that their tiles are small.
 _MOST = 1.5
@@ -60,13 +60,13 @@ class DocumentTiles:
         origin: np.ndarray = _places(self.begins, begins + 1) - 1
         return DocumentTiles(begins, self.document[origin], self.number[origin], self.seqlen, self.tile)
 
-    def work(self, alone: Visits, *, positions: bool) -> np.ndarray:
+    def work(self, alone: TileRuns, *, positions: bool) -> np.ndarray:
         """The work of each tile: the tiles of keys that it visits; see ``visits``."""
         if positions:
             return alone.tiles[self.number]
         return np.bincount(self.document)[self.document]
 
-    def visits(self, alone: Visits, *, positions: bool) -> Visits:
+    def visits(self, alone: TileRuns, *, positions: bool) -> TileRuns:
         """The visits of these tiles, from those of one sequence as long as all documents, for a variant that sees the
         same distances in both, and no later keys; without ``positions`` rows see all of their document.
 
@@ -91,9 +91,9 @@ class DocumentTiles:
             some = lo < hi
             row, lo, hi = row[some], lo[some], hi[some]
             tiles = np.bincount(row, weights=self.number[hi - 1] + 1 - self.number[lo], minlength=count)
-        return Visits(row, lo, hi, tiles)
+        return TileRuns(row, lo, hi, tiles)
 
-    def covering(self, visited: Visits) -> Visits:
+    def covering(self, visited: TileRuns) -> TileRuns:
         """At least the visits of these tiles, from those of equal tiles of the whole sequence, for any variant."""
         first: np.ndarray = self.begins // self.tile
         last: np.ndarray = (self.ends - 1) // self.tile
@@ -101,7 +101,7 @@ class DocumentTiles:
         hi = np.minimum(np.maximum(visited.last[first], visited.last[last]) * self.tile, self.seqlen)
         row = np.flatnonzero(lo < hi)
         lo, hi = _places(self.begins, lo[row] + 1) - 1, _places(self.begins, hi[row])
-        return Visits(row, lo, hi, np.bincount(row, weights=hi - lo, minlength=len(self.begins)))
+        return TileRuns(row, lo, hi, np.bincount(row, weights=hi - lo, minlength=len(self.begins)))
 
     def packed(self, work: np.ndarray, ranks: int) -> tuple[DocumentTiles, np.ndarray]:
         """Tiles, some of which are cut, and the rank of each: documents are packed whole, but for few that are cut, and

@@ -29,7 +29,7 @@ _POINTERS, _STRIDES, _SIZES = 10, 8, 7
 _VALUES = Struct(f"{_POINTERS}Q{_STRIDES}q{_SIZES}i4x")
 
 
-class Form(NamedTuple):
+class GatherForm(NamedTuple):
     """Compile-time parameters of a gather kernel."""
 
     dtype: torch.dtype
@@ -71,7 +71,7 @@ class Launcher:
 
     __slots__ = ("_device", "_driver", "_free", "_function", "_how")
 
-    def __init__(self, form: Form, device: int) -> None:
+    def __init__(self, form: GatherForm, device: int) -> None:
         """Raises LoadError if the cubin does not load."""
         self._driver, self._device = drivers.current(), device
         cubin, symbol, shared, scratch = compiled(form, self._driver.capability(device))
@@ -101,12 +101,12 @@ def _frame(scratch: int) -> tuple[Frame, int]:
 
 
 @cache
-def launcher_of(form: Form, device: int) -> Launcher:
+def launcher_of(form: GatherForm, device: int) -> Launcher:
     """The launcher of a form, compiled when it is first needed."""
     return Launcher(form, device)
 
 
-def compiled(form: Form, capability: int) -> tuple[bytes, str, int, int]:
+def compiled(form: GatherForm, capability: int) -> tuple[bytes, str, int, int]:
     """The cubin of a form, its symbol and shared memory, and how many pointers to scratch memory end its parameters."""
     import triton
     from triton.backends.compiler import GPUTarget

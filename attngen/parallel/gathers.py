@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attngen.parallel.gather_launch import SOURCES, Form, Launcher, columns_of, launcher_of, rows_of, takes
+from attngen.parallel.gather_launch import SOURCES, GatherForm, Launcher, columns_of, launcher_of, rows_of, takes
 
 
 class Rows(NamedTuple):
@@ -205,7 +205,7 @@ class _Launch:
         self._of = [(side[0], side[-1]) for side in of]
         self._itemsize, self._index = to.tensor.element_size(), device.index
         aligned = not any(number % 16 for number in (width, *strides))
-        self._form = Form(dtype, len(sources), pairs == 2, depth == 1, places is not None, columns, aligned)
+        self._form = GatherForm(dtype, len(sources), pairs == 2, depth == 1, places is not None, columns, aligned)
         self._launchers: list[Launcher | None] = [None, None]  # for addresses that are multiples of 16, and for others
 
     def __call__(self, sides: Sequence[Rows]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.parallel.exchange import Group, all_to_all
 from attngen.parallel.routes import Route
-from attngen.parallel.stages import Options, given_of, local_gradients
+from attngen.parallel.stages import CallOptions, given_of, local_gradients
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.autograd.transforms import HEADS, stand_alone
 from attngen.runtime.operations.attention.dispatch import run
@@ -57,7 +57,7 @@ class HeadParallelAttention:
         return [(rows, q[0], width), out, lse]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: Options, *, lse: bool, keep: bool
+        self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: CallOptions, *, lse: bool, keep: bool
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Output, log-sum-exp and what the backward needs. q, k and v are (batch, rows, heads, head_dim)."""
         whole = _to_rows(self.route, self.group, [x.transpose(0, 1) for x in (q, k, v)])
@@ -72,7 +72,7 @@ class HeadParallelAttention:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-        kept: Sequence[Tensor], values: Mapping[str, Any], asked: Sequence[str], options: Options,
+        kept: Sequence[Tensor], values: Mapping[str, Any], asked: Sequence[str], options: CallOptions,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k and v, and of the tensors ``asked``."""
         whole, computed, sums = kept
@@ -97,7 +97,7 @@ class HeadParallelAttention:
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1), own
 
     def _given(
-        self, whole: Tensor, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: Options
+        self, whole: Tensor, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: CallOptions
     ) -> Given:
         ranks = len(self.route.receive_counts)
         of_heads = [(x.shape[2], x.shape[3]) for x in (q, k, v)]

@@ -11,11 +11,11 @@ from attngen.lang.variant import Variant
 from attngen.parallel.overlap import Overlap
 from attngen.parallel.routes import Needs
 from attngen.parallel.values import passed, read_by_mask
-from attngen.parallel.visits import Visits
+from attngen.parallel.visits import TileRuns
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class PlanLayer:
     """One variant of a plan: its visits and needs, how many layers have it, and the values that the plan got.
 
     ``stated`` is the variant itself; ``variant`` that of one dense sequence, but with ``in_segments``, where ranks call
@@ -29,7 +29,7 @@ class Layer:
     layers: float
     method: str
     given: Mapping[str, Any]
-    visits: Visits
+    visits: TileRuns
     sent: Needs
     seen: Needs
     in_segments: bool = False

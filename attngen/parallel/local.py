@@ -47,7 +47,7 @@ Part = Literal["rows", "keys", "all"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class LocalTensor:
     """A tensor of a local variant: which tensor of the variant it is, and what of it lies along each axis of tokens."""
 
     of: str
@@ -59,7 +59,7 @@ class Local:
     """A variant over local rows and keys, and where its tensors come from, by name."""
 
     variant: Variant
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, LocalTensor]
     rows: Positions
     keys: Positions
 
@@ -83,7 +83,7 @@ def local_variant(variant: Variant, rows: Positions, keys: Positions) -> Local:
         "q": q, "q_pos": q, "kv": kv, "q_global": packed(q), "kv_global": packed(kv),
         "seqlen_q": tokens, "seqlen_k": tokens, "total_q": total, "total_k": total,
     }  # fmt: skip
-    cuts: dict[Cut, Tensor] = {}
+    cuts: dict[LocalTensor, Tensor] = {}
     taken: set[str] = set()
 
     def cut(load: Load) -> Expr:
@@ -102,7 +102,7 @@ def local_variant(variant: Variant, rows: Positions, keys: Positions) -> Local:
                 shape[axis] = "seqlen_k" if keys == "all" else names(TOKENS)
             elif extent in ("total_q", "total_k"):
                 shape[axis] = names(TOTAL)
-        key = Cut(load.tensor, tuple(axes))
+        key = LocalTensor(load.tensor, tuple(axes))
         if key not in cuts:
             parts = [part for _, part in axes if part != "all"]
             name = load.tensor + "".join(f"_of_{part}" for part in parts)

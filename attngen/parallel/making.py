@@ -21,7 +21,7 @@ from attngen.parallel.cost import Cost
 from attngen.parallel.document_tiles import DocumentTiles
 from attngen.parallel.groups import group_of
 from attngen.parallel.heads import heads_are_alike
-from attngen.parallel.layers import Layer
+from attngen.parallel.layers import PlanLayer
 from attngen.parallel.one_row import as_one_row, documents
 from attngen.parallel.overlap import forward_groups, overlap
 from attngen.parallel.plans import Plan
@@ -29,7 +29,7 @@ from attngen.parallel.routes import Needs
 from attngen.parallel.segments import is_relative, reads_no_positions
 from attngen.parallel.sharding import Sharding
 from attngen.parallel.values import passed, refuse_unknown, values_of_mask
-from attngen.parallel.visits import Visits, runs_of_tiles, visits
+from attngen.parallel.visits import TileRuns, runs_of_tiles, visits
 from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
 
@@ -49,7 +49,7 @@ _COPIES = 2.5
 _KEPT = 32
 
 #: The visits of a variant, and the tensors of its documents, if they were needed.
-_Counted = tuple[Visits, dict[str, Any] | None]
+_Counted = tuple[TileRuns, dict[str, Any] | None]
 
 _plans: OrderedDict[Any, tuple[Any, Plan]] = OrderedDict()
 atexit.register(_plans.clear)  # gloo's threads end with the group that a plan holds, and must do so before Python does
@@ -208,7 +208,7 @@ def _identities(values: Mapping[str, Any]) -> tuple[Any, ...]:
 def _layer(
     source: str | Variant, variant: Variant, layers: float, counted: _Counted, sharding: Sharding,
     method: str, offsets: tuple[int, ...] | None, values: Mapping[str, Any], cost: Cost,
-) -> Layer:  # fmt: skip
+) -> PlanLayer:  # fmt: skip
     visited, of_documents = counted
     if variant.dropout:
         _check_dropout(variant, sharding, method, offsets)
@@ -232,7 +232,7 @@ def _layer(
         tables = partial(documents, offsets) if of_documents is None else partial(dict, of_documents)
     weighed = visited, sharding.owner, sent.received, sharding.tile, cost
     way, _ = overlap(*weighed, segments=segments and not sent.runs.complete, heads_alike=_in_groups(variant))
-    return Layer(
+    return PlanLayer(
         variant.name, source, variant, as_one_row(variant) if one_row else variant, layers, method,
         own, visited, sent, seen, segments, positions, way,
         forward_groups(*weighed, way=way, heads_alike=_in_groups(variant)), tables,
@@ -266,7 +266,7 @@ def _in_groups(variant: Variant) -> bool:
     return heads_are_alike(variant) and not variant.dropout
 
 
-def _few_copies(visited: Visits, sharding: Sharding, sent: Needs, *, positions: bool) -> bool:
+def _few_copies(visited: TileRuns, sharding: Sharding, sent: Needs, *, positions: bool) -> bool:
     """Whether segments of no rank have many times the keys that it gets."""
     if not positions:
         return True

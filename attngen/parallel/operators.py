@@ -13,15 +13,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from attngen.errors import CallError
-from attngen.parallel.calls import Call, plans_by_number
-from attngen.parallel.stages import Options
+from attngen.parallel.calls import ParallelCall, plans_by_number
+from attngen.parallel.stages import CallOptions
 
-_calls: list[Call] = []
+_calls: list[ParallelCall] = []
 _numbers: dict[Any, int] = {}
 
 
 def traced(
-    plan: str, variant: Any, options: Options, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any]
+    plan: str, variant: Any, options: CallOptions, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of a call in a trace. q, k and v are (batch, tokens, heads, head_dim)."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -50,7 +50,7 @@ def _number(
                     raise CallError(f"'{name}' requires a gradient; allowed in a compiled program: pass it to the call")
             of.rank_attention(layer)
         _numbers[key] = len(_calls)
-        _calls.append(Call(of, layer, Options(*options), dict(numbers), names))
+        _calls.append(ParallelCall(of, layer, CallOptions(*options), dict(numbers), names))
     return _numbers[key]
 
 

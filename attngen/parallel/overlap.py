@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 from attngen.parallel.cost import Cost
-from attngen.parallel.segments import Segments
+from attngen.parallel.segments import RowSegments
 from attngen.parallel.sharding import Sharding
-from attngen.parallel.visits import Visits, in_order_of_ranks, runs_of_tiles
+from attngen.parallel.visits import TileRuns, in_order_of_ranks, runs_of_tiles
 
 #: By rows, by heads, or not at all.
 Overlap = Literal["rows", "heads", "none"]
@@ -59,14 +59,21 @@ def _groups(work: np.ndarray, sent: np.ndarray, cost: Cost) -> tuple[int, float]
     return best
 
 
-def local_tiles(visits: Visits, owner: np.ndarray) -> np.ndarray:
+def local_tiles(visits: TileRuns, owner: np.ndarray) -> np.ndarray:
     """Whether each tile of rows sees only keys of the run of tiles of its rank that it lies in."""
     start, end = runs_of_tiles(owner)
     return (visits.first >= start) & (visits.last <= end)
 
 
 def overlap(
-    visits: Visits, owner: np.ndarray, sending: np.ndarray, tile: int, cost: Cost, *, segments: bool, heads_alike: bool
+    visits: TileRuns,
+    owner: np.ndarray,
+    sending: np.ndarray,
+    tile: int,
+    cost: Cost,
+    *,
+    segments: bool,
+    heads_alike: bool,
 ) -> tuple[Overlap, float]:
     """Choose the overlap of a layer with the least time; also return the predicted seconds of the slowest rank.
 
@@ -91,7 +98,7 @@ def overlap(
 
 
 def forward_groups(
-    visits: Visits, owner: np.ndarray, sending: np.ndarray, tile: int, cost: Cost, *, way: Overlap, heads_alike: bool
+    visits: TileRuns, owner: np.ndarray, sending: np.ndarray, tile: int, cost: Cost, *, way: Overlap, heads_alike: bool
 ) -> int:
     """Groups of heads in which keys of a layer's forward pass travel: 1 where it does not overlap by heads.
 
@@ -108,7 +115,7 @@ def forward_groups(
     return 2 if work.min() / cost.passes > _HOST else 1
 
 
-def _alone(visits: Visits, owner: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def _alone(visits: TileRuns, owner: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Work of the tiles of each rank that see only keys of their own run, and the count of ``_tiles_in_parts``."""
     alone = local_tiles(visits, owner)
     here = np.bincount(owner, weights=np.where(alone, visits.tiles, 0.0), minlength=ranks)
@@ -126,7 +133,9 @@ def _tiles_in_parts(alone: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndar
     return np.where(runs > 1, np.bincount(owner[~alone], minlength=ranks), 0)
 
 
-def cut(segments: Segments, visits: Visits, sharding: Sharding, *, positions: bool) -> tuple[Segments, Segments]:
+def cut(
+    segments: RowSegments, visits: TileRuns, sharding: Sharding, *, positions: bool
+) -> tuple[RowSegments, RowSegments]:
     """The segments of one rank in two: those whose keys lie in their own run of rows, and the others."""
     start, end = runs_of_tiles(sharding.owner)
     bounds, run = sharding.bounds, sharding.tiles_of(segments.begin)

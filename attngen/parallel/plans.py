@@ -23,19 +23,19 @@ from attngen.parallel import local as names
 from attngen.parallel.agreement import agree
 from attngen.parallel.call_checks import axis_of_tokens, form_of, signature_of
 from attngen.parallel.called import called
-from attngen.parallel.calls import Call, attend, plans_by_number
+from attngen.parallel.calls import ParallelCall, attend, plans_by_number
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
 from attngen.parallel.explanation import Explanation, VariantSummary
 from attngen.parallel.heads import HeadParallelAttention, of_own_heads
-from attngen.parallel.layers import Layer
+from attngen.parallel.layers import PlanLayer
 from attngen.parallel.local import Local, Positions, local_variant, own_values
 from attngen.parallel.overlap import cut
 from attngen.parallel.rank_attention import RankAttention, by_positions, by_segments
 from attngen.parallel.routes import Needs, Route
-from attngen.parallel.segments import Segments
+from attngen.parallel.segments import RowSegments
 from attngen.parallel.sharding import Sharding
-from attngen.parallel.stages import Options
+from attngen.parallel.stages import CallOptions
 from attngen.parallel.values import Cutter, passed, read_by_mask
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.operations.attention.entry import attention
@@ -64,7 +64,7 @@ class Plan:
     tile: int
     chunks: int
     cost: Cost
-    layers: tuple[Layer, ...]
+    layers: tuple[PlanLayer, ...]
     sharding: Sharding
     cu_seqlens: tuple[int, ...] | None
     make: Callable[[Plan, str | Variant, Mapping[str, Any]], Plan]  # a plan of another variant for the same tokens
@@ -158,7 +158,7 @@ class Plan:
         and arguments, and fails on all ranks if they differ or one is wrong; under ``attngen.debug()`` every call does.
         Raises CallError, and what ``attngen.attention`` raises.
         """
-        options = Options(softmax_scale, backend, package, deterministic)
+        options = CallOptions(softmax_scale, backend, package, deterministic)
         packed = self.cu_seqlens is not None
         traced = torch.compiler.is_compiling()
         if not traced:
@@ -205,13 +205,13 @@ class Plan:
         tokens = tuple(map(int, self.sharding.counts))
         return Explanation(self.seqlen, self.tile, self.chunks, tokens, self.cost.token_bytes(), self.seconds, variants)
 
-    def _tiles(self, layer: Layer) -> np.ndarray:
+    def _tiles(self, layer: PlanLayer) -> np.ndarray:
         """Tiles of all heads that each rank visits, in tiles of one head."""
         if layer.method == "heads":
             return np.full(self.ranks, layer.visits.tiles.sum() / self.ranks)
         return np.bincount(self.sharding.owner, weights=layer.visits.tiles, minlength=self.ranks)
 
-    def _received(self, layer: Layer) -> np.ndarray:
+    def _received(self, layer: PlanLayer) -> np.ndarray:
         """Rows of K and V that each rank receives, or by heads as many bytes."""
         if layer.method == "heads":
             return self.cost.rows_of_heads(self.sharding.counts, self.ranks)
@@ -243,7 +243,9 @@ class Plan:
             digest.update(repr({n: v for n, v in layer.values.items() if not isinstance(v, Tensor)}).encode())
         return digest.hexdigest()[:16]
 
-    def _call(self, layer: Layer, values: Mapping[str, Any], options: Options) -> tuple[Call, list[Tensor]]:
+    def _call(
+        self, layer: PlanLayer, values: Mapping[str, Any], options: CallOptions
+    ) -> tuple[ParallelCall, list[Tensor]]:
         """A call, and its tensors of the variant: those that were passed, or have a gradient."""
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         tensors |= {
@@ -252,17 +254,17 @@ class Plan:
             if name not in tensors and isinstance(value, Tensor) and value.requires_grad
         }
         numbers = {name: value for name, value in values.items() if name not in tensors}
-        return Call(self, layer, options, numbers, tuple(tensors)), list(tensors.values())
+        return ParallelCall(self, layer, options, numbers, tuple(tensors)), list(tensors.values())
 
     def _alone(
-        self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: dict[str, Any]
+        self, layer: PlanLayer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """The call of a single rank."""
         arguments = self.arguments(layer, q, values)
         result: Any = attention(q, k, v, variant=self._called(layer), **options, **arguments)
         return result if options["return_lse"] else (result, None)
 
-    def rank_attention(self, layer: Layer) -> RankAttention | HeadParallelAttention:
+    def rank_attention(self, layer: PlanLayer) -> RankAttention | HeadParallelAttention:
         """Calls and exchanges of this rank for a layer."""
         if "rank_attention" not in layer.kept:
             rank = self._in_group()
@@ -290,14 +292,14 @@ class Plan:
                 )  # fmt: skip
         return layer.kept["rank_attention"]
 
-    def _segments(self, layer: Layer, rank: int) -> Segments:
+    def _segments(self, layer: PlanLayer, rank: int) -> RowSegments:
         """The segments of a rank's rows."""
         bounds, owner = self.sharding.bounds, self.sharding.owner
         breaks = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1, [len(owner)]])
         mine = owner[breaks[:-1]] == rank
         runs = bounds[np.stack([breaks[:-1][mine], breaks[1:][mine]], axis=1)]
         offsets = self.cu_seqlens if self.cu_seqlens is not None else (0, self.seqlen)
-        return Segments.of(runs, layer.visits.first, self.sharding, offsets, positions=layer.positions)
+        return RowSegments.of(runs, layer.visits.first, self.sharding, offsets, positions=layer.positions)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -344,7 +346,7 @@ class Plan:
             raise CallError(f"{what}: x has shape {tuple(x.shape)}; allowed along axis {dim}: {allowed}")
         return dim % x.dim()
 
-    def layer(self, variant: str | Variant | None) -> Layer:
+    def layer(self, variant: str | Variant | None) -> PlanLayer:
         """The layer of a variant, which may be left out if there is one. Raises CallError."""
         if variant is None:
             if len(self.layers) == 1:
@@ -359,7 +361,7 @@ class Plan:
         )
         raise CallError(f"variant must be one of the plan's, {got}; allowed: {named}")
 
-    def _route(self, layer: Layer, rank: int) -> Route:
+    def _route(self, layer: PlanLayer, rank: int) -> Route:
         if ("route", rank) not in layer.kept:
             layer.kept["route", rank] = layer.sent.route(rank)
         return layer.kept["route", rank]
@@ -379,13 +381,13 @@ class Plan:
             lambda x, axis: self._arrived(self._route_of_all(rank), x, axis),
         )  # fmt: skip
 
-    def _local(self, layer: Layer) -> Local:
+    def _local(self, layer: PlanLayer) -> Local:
         if "local" not in layer.kept:
             rows: Positions = "tiles" if layer.variant.dropout and self.ranks > 1 else self._row_kind
             layer.kept["local"] = local_variant(layer.variant, rows, layer.sent.keys)
         return layer.kept["local"]
 
-    def _called(self, layer: Layer) -> PythonVariant | str | Variant:
+    def _called(self, layer: PlanLayer) -> PythonVariant | str | Variant:
         alone = self.ranks == 1
         if (alone and self.cu_seqlens is None) or (not alone and (layer.method == "heads" or layer.in_segments)):
             return layer.source
@@ -400,7 +402,7 @@ class Plan:
         return arrived.reshape(len(arrived), *rows.shape[1:]).movedim(0, dim)  # a rank may have no row
 
     def arguments(
-        self, layer: Layer, q: Tensor, values: Mapping[str, Any], *, rank: int | None = None
+        self, layer: PlanLayer, q: Tensor, values: Mapping[str, Any], *, rank: int | None = None
     ) -> dict[str, Any]:
         """The scalars and tensors of a rank's call; those that the plan got are cut once."""
         given, rank = {**layer.values, **values}, self._rank(rank)
@@ -445,7 +447,7 @@ class Plan:
         arguments = {**scalars, **tensors, **cutter.values(cuts, given, layer.name), **own, **state}
         return {name: value for name, value in arguments.items() if name in wanted}
 
-    def check(self, layer: Layer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any]) -> None:
+    def check(self, layer: PlanLayer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any]) -> None:
         """Compare a compiled program's call, (batch, tokens, heads, head_dim), with those of other ranks."""
         packed = self.cu_seqlens is not None
         q, k, v = (x.squeeze(0) if packed else x for x in (q, k, v))
@@ -453,7 +455,7 @@ class Plan:
 
     # --- checks ---------------------------------------------------------------------------------------------
 
-    def _compare(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
+    def _compare(self, layer: PlanLayer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
         """Raise CallError for a wrong call, on the first call on all ranks."""
         key = (layer.name, layout, *(form_of(x) for x in (q, k, v)), *((n, form_of(x)) for n, x in values.items()))
         try:
@@ -465,7 +467,7 @@ class Plan:
         if key:
             self._checked.add(key)
 
-    def _compare_all(self, layer: Layer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
+    def _compare_all(self, layer: PlanLayer, q: Any, k: Any, v: Any, layout: Any, values: Mapping[str, Any]) -> None:
         problem: str | None = None
         signature: tuple[Any, ...] = ()
         try:

@@ -25,8 +25,8 @@ from attngen.parallel.exchange import Group
 from attngen.parallel.gathers import Gather, Rows, copy, in_pieces, of_each, side_by_side, widths_of
 from attngen.parallel.overlap import first_group
 from attngen.parallel.routes import Needs
-from attngen.parallel.segments import Segments
-from attngen.parallel.stages import HeadGroup, Options, Selection, Stage
+from attngen.parallel.segments import RowSegments
+from attngen.parallel.stages import CallOptions, HeadGroup, RowSelection, Stage
 from attngen.parallel.streams import Streams
 from attngen.parallel.transfers import PendingTransfer, Transfer, head_start
 
@@ -67,7 +67,7 @@ class RankAttention:
         return [(k[0], self.assembly.rows, count * (k[3] + v[3]))] if self.keeps else []
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: Options, *, lse: bool, keep: bool
+        self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: CallOptions, *, lse: bool, keep: bool
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Output, log-sum-exp and the keys to keep for the backward. q, k and v are (batch, rows, heads, head_dim)."""
         batch, held, heads, _ = q.shape
@@ -109,7 +109,7 @@ class RankAttention:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-        kept: Sequence[Tensor], values: Mapping[str, Any], asked: Sequence[str], options: Options,
+        kept: Sequence[Tensor], values: Mapping[str, Any], asked: Sequence[str], options: CallOptions,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of q, k and v, and of the tensors ``asked``, in float32."""
         heads, kv_heads = q.shape[2], k.shape[2]
@@ -202,11 +202,11 @@ class RankAttention:
         ends = [(kv_heads - first) * n // later for n in range(later + 1)]
         return _head_groups(heads, kv_heads, (first, *(b - a for a, b in pairwise(ends[:-1])), -1))
 
-    def _exchanged(self, k: Tensor, v: Tensor, key_groups: Sequence[HeadGroup]) -> list[_Keys]:
+    def _exchanged(self, k: Tensor, v: Tensor, key_groups: Sequence[HeadGroup]) -> list[_GatheredKeys]:
         """The keys of each group of heads, whose exchanges are started."""
         k, v = in_pieces(k), in_pieces(v)
         shared = None if self.by_heads or not key_groups else self.assembly.room(k, v)
-        keys: list[_Keys] = []
+        keys: list[_GatheredKeys] = []
         for key_group in key_groups:
             if keys:  # so that the exchange before begins, which packing more rows would delay
                 head_start(k.device)
@@ -268,7 +268,7 @@ class RankAttention:
         of_added = [np.arange(len(added)), *(np.searchsorted(added, each) for each in (rows, sent))]
         return Gather(len(added), np.concatenate(of_added), np.concatenate([second + added, *listed]), added)
 
-    def _start(self, k: Tensor, v: Tensor, head_group: HeadGroup, shared: Tensor | None) -> _Keys:
+    def _start(self, k: Tensor, v: Tensor, head_group: HeadGroup, shared: Tensor | None) -> _GatheredKeys:
         """The keys of some heads, whose exchange is started: in the part of these heads of ``shared``, or in a tensor
         of their own."""
         of_group = head_group.of_keys(k), head_group.of_keys(v)
@@ -279,22 +279,24 @@ class RankAttention:
             place = self.assembly.place(shared) if head_group.kv_heads[1] == k.shape[2] else None
             pending = self.transfer.start(*of_group, self.group, place)
             put = None if place is not None else partial(self.assembly.put_received, shared, columns, widths)
-            return _Keys(head_group, shared, columns, head_dims, pending, put)
+            return _GatheredKeys(head_group, shared, columns, head_dims, pending, put)
         room = self.assembly.room(*of_group)
         put_own = self.assembly.own_rows(room, *of_group)
         columns = 0, widths[0]
         if self.direct is not None and len(k) * self.direct.most <= MOST_RUNS:
             put_own()
             pending = self.direct.start(room, *of_group, self.group)
-            return _Keys(head_group, room, columns, head_dims, pending, partial(self.direct.put_received, room, widths))
+            return _GatheredKeys(
+                head_group, room, columns, head_dims, pending, partial(self.direct.put_received, room, widths)
+            )
         place = self.assembly.place(room)
         pending = self.transfer.start(*of_group, self.group, place)
         put = None if place is not None else partial(self.assembly.put_received, room, columns, widths)
-        return _Keys(head_group, room, columns, head_dims, pending, put, put_own)
+        return _GatheredKeys(head_group, room, columns, head_dims, pending, put, put_own)
 
 
 @dataclass
-class _Keys:
+class _GatheredKeys:
     """Keys of some heads that are put together in ``room``, (batch, keys, width): in each row, K of these heads is at
     the first of ``columns`` and V at the second."""
 
@@ -364,8 +366,8 @@ def _split(keys: Tensor, k: Tensor, v: Tensor, head_group: HeadGroup) -> tuple[T
 
 
 def by_segments(
-    needs: Needs, rank: int, group: Group, source: Any, variant: Variant, segments: Segments,
-    stages: tuple[Segments, Segments] | None, *, positions: bool, by_heads: bool, forward_groups: int,
+    needs: Needs, rank: int, group: Group, source: Any, variant: Variant, segments: RowSegments,
+    stages: tuple[RowSegments, RowSegments] | None, *, positions: bool, by_heads: bool, forward_groups: int,
     exchanges: bool, keeps: bool,
 ) -> RankAttention:  # fmt: skip
     """The calls of a rank whose rows are segments. ``stages`` are those whose keys all lie on the rank, and the others,
@@ -389,14 +391,14 @@ def by_segments(
         high: np.ndarray = sharding.local(own.hi - 1) + 1
         start, key = int(first[0]), int(low[0])
         lengths = _with_gaps(first - start, last - start, low - key, high - key)
-        rows = Selection(np.arange(start, int(last[-1])), held)
+        rows = RowSelection(np.arange(start, int(last[-1])), held)
         local_keys = key, int(high[-1]) - key
         local_stage = Stage(rows, source, variant, lengths if len(lengths[0]) > 1 else None, own.work)
         local_forwards = _forwards(local_stage, *local_keys, held, (first, last - first, low, high - low))
     remote_stage = None
     forwards: tuple[tuple[Stage, int, int], ...] = ()
     if len(rest):
-        rows = Selection(sharding.local(_ranges(rest.begin, rest.end)), held)
+        rows = RowSelection(sharding.local(_ranges(rest.begin, rest.end)), held)
         starts = np.flatnonzero(fresh)
         packed = np.add.reduceat(rest.end - rest.begin, starts), (rest.hi - rest.lo)[starts]
         remote_stage = Stage(rows, source, variant, packed if len(starts) > 1 else None, rest.work)
@@ -436,7 +438,7 @@ def _forwards(
         lengths = None if b == a + 1 else (rows[a:b], counts[a:b])
         work = float((rows[a:b] * (counts[a:b] - rows[a:b] / 2)).sum())
         stage = Stage(
-            Selection(np.arange(row[a], row[b - 1] + rows[b - 1]), held), whole.source, whole.variant, lengths, work
+            RowSelection(np.arange(row[a], row[b - 1] + rows[b - 1]), held), whole.source, whole.variant, lengths, work
         )
         calls.append((stage, int(key[a]), int(counts[a:b].sum())))
     return tuple(sorted(calls, key=lambda call: -call[0].work))
@@ -451,7 +453,7 @@ def by_positions(
     held = transfer.held
     assembly = Assembly.of(needs.key_positions(rank), transfer.places, needs.sharding, held, transfer.received)
     direct = DirectTransfer.of(needs, rank, transfer, assembly) if by_heads and not transfer.gathers else None
-    stage = Stage(Selection(np.arange(held), held), source, variant) if held else None
+    stage = Stage(RowSelection(np.arange(held), held), source, variant) if held else None
     return RankAttention(
         group, transfer, assembly, stage, by_heads=by_heads, forward_groups=forward_groups, direct=direct,
         exchanges=exchanges, keeps=keeps, forwards=_forwards(stage, 0, assembly.rows, held),

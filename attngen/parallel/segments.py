@@ -114,7 +114,7 @@ def _same_bounds(variant: Variant) -> bool:
 
 
 @dataclass(frozen=True)
-class Segments:
+class RowSegments:
     """Rows ``begin`` to ``end - 1`` of the sequence and the keys ``lo`` to ``hi - 1`` that they see; rows ascend."""
 
     begin: np.ndarray
@@ -125,7 +125,7 @@ class Segments:
     @classmethod
     def of(
         cls, runs: np.ndarray, first: np.ndarray, sharding: Sharding, offsets: Sequence[int], *, positions: bool = True
-    ) -> Segments:
+    ) -> RowSegments:
         """The segments of runs of rows, (n, 2). ``first`` is the first tile of keys that each tile of rows visits,
         ``offsets`` those of the documents. Without ``positions``, rows of a document see all of it and are one segment.
         """
@@ -153,12 +153,12 @@ class Segments:
         rows = self.end - self.begin
         return float((rows * (self.hi - self.lo - rows / 2)).sum())
 
-    def take(self, which: np.ndarray) -> Segments:
+    def take(self, which: np.ndarray) -> RowSegments:
         """Some of them."""
-        return Segments(self.begin[which], self.end[which], self.lo[which], self.hi[which])
+        return RowSegments(self.begin[which], self.end[which], self.lo[which], self.hi[which])
 
-    def split(self, at: np.ndarray, first: np.ndarray) -> tuple[Segments, Segments]:
+    def split(self, at: np.ndarray, first: np.ndarray) -> tuple[RowSegments, RowSegments]:
         """The rows of each segment before ``at``, and those from there on, which see keys from ``first`` on."""
-        before = Segments(self.begin, at, self.lo, np.where(at < self.end, at, self.hi))
-        after = Segments(at, self.end, np.maximum(self.lo, first), self.hi)
+        before = RowSegments(self.begin, at, self.lo, np.where(at < self.end, at, self.hi))
+        after = RowSegments(at, self.end, np.maximum(self.lo, first), self.hi)
         return before.take(at > self.begin), after.take(at < self.end)

@@ -15,7 +15,7 @@ import numpy as np
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.parallel.cost import Cost
-from attngen.parallel.layers import Layer
+from attngen.parallel.layers import PlanLayer
 from attngen.parallel.making import plan
 from attngen.parallel.overlap import local_tiles
 from attngen.parallel.plans import Plan
@@ -101,7 +101,7 @@ def simulate(
     )  # fmt: skip
 
 
-def _visible_share(layer: Layer) -> float:
+def _visible_share(layer: PlanLayer) -> float:
     """About which share of the pairs of visited tiles is visible: half of those at a bound of a band."""
     visits = layer.visits
     runs = len(visits.row)
@@ -109,7 +109,7 @@ def _visible_share(layer: Layer) -> float:
     return max(1.0 - 0.5 * runs / total, 0.5) if total else 1.0
 
 
-def _seconds(made: Plan, layer: Layer, links: Links, *, backward: bool) -> tuple[float, float]:
+def _seconds(made: Plan, layer: PlanLayer, links: Links, *, backward: bool) -> tuple[float, float]:
     """Seconds of the rank that takes longest, and how many of them are not hidden by kernels."""
     cost, ranks = made.cost, made.ranks
     speed = links.backward / _BACKWARD if backward else links.forward
@@ -135,7 +135,7 @@ def _seconds(made: Plan, layer: Layer, links: Links, *, backward: bool) -> tuple
     return float(total[worst]), float(exposed[worst])
 
 
-def _hidden(made: Plan, layer: Layer, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
+def _hidden(made: Plan, layer: PlanLayer, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
     """Seconds of what travels that kernels hide."""
     if layer.overlap == "rows":
         owner, visited = made.sharding.owner, layer.visits.tiles
@@ -149,7 +149,7 @@ def _hidden(made: Plan, layer: Layer, work: np.ndarray, sending: np.ndarray) -> 
     return np.zeros(made.ranks)
 
 
-def _sources(made: Plan, layer: Layer) -> np.ndarray:
+def _sources(made: Plan, layer: PlanLayer) -> np.ndarray:
     """Rows that each rank gets of each other one."""
     sizes, owner = made.sharding.sizes, made.sharding.owner
     rows = np.stack([

@@ -26,7 +26,7 @@ from attngen.runtime.launch.prepared_backward import NOWHERE, Places
 from attngen.runtime.operations.attention.dispatch import run
 
 
-class Options(NamedTuple):
+class CallOptions(NamedTuple):
     """Options of a call: all that it says beside its tensors."""
 
     softmax_scale: float | None = None
@@ -94,7 +94,7 @@ Packing = tuple[Tensor, Tensor, int, int]
 
 
 def given_of(
-    qkv: Sequence[Tensor], values: Mapping[str, Any], source: Any, options: Options, packing: Packing | None,
+    qkv: Sequence[Tensor], values: Mapping[str, Any], source: Any, options: CallOptions, packing: Packing | None,
     out: Tensor | None = None,
 ) -> Given:  # fmt: skip
     """A dense call, or one over packed sequences."""
@@ -121,7 +121,7 @@ def local_gradients(
     return dq, dk, dv, dict(zip(asked, own, strict=True))
 
 
-class Selection:
+class RowSelection:
     """Some rows of a rank, ascending: as a view where they follow one another, else as a copy."""
 
     def __init__(self, rows: np.ndarray, held: int) -> None:
@@ -184,7 +184,7 @@ class Stage:
     ``lengths`` of rows and keys of each packed sequence are None for a dense call.
     """
 
-    rows: Selection
+    rows: RowSelection
     source: Any  # what calls take as their variant
     variant: Variant
     lengths: tuple[np.ndarray, np.ndarray] | None = None
@@ -205,7 +205,7 @@ class Stage:
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, group: HeadGroup,
-        values: Mapping[str, Any], options: Options,
+        values: Mapping[str, Any], options: CallOptions,
     ) -> Callable[[], None]:  # fmt: skip
         """Compute the rows of ``out``, (batch, rows, heads, head_dim), and of ``lse``, (batch, heads, rows).
 
@@ -238,7 +238,7 @@ class Stage:
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
-        group: HeadGroup, values: Mapping[str, Any], asked: Sequence[str], options: Options, into: Places = NOWHERE,
+        group: HeadGroup, values: Mapping[str, Any], asked: Sequence[str], options: CallOptions, into: Places = NOWHERE,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
         """Gradients of the rows of q, of k and of v, all (batch, …, heads, head_dim), and of the tensors ``asked``.
 
@@ -262,7 +262,7 @@ class Stage:
         return dq, dk, dv, own
 
     def _given(
-        self, q: Tensor, k: Tensor, v: Tensor, group: HeadGroup, values: Mapping[str, Any], options: Options,
+        self, q: Tensor, k: Tensor, v: Tensor, group: HeadGroup, values: Mapping[str, Any], options: CallOptions,
         batch: int, heads: int, out: Tensor | None,
     ) -> Given:  # fmt: skip
         packing = None if self.lengths is None else self._packing(batch, q.device)

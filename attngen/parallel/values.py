@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.lang.variant import Variant
-from attngen.parallel.local import Cut
+from attngen.parallel.local import LocalTensor
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.shapes import bind
 
@@ -86,7 +86,7 @@ class Cutter:
         self._seqlen, self._places = seqlen, {"rows": rows, "keys": keys}
         self._exchanged = {"keys": keys_of, "all": all_of}
 
-    def values(self, cuts: Mapping[str, Cut], values: Mapping[str, Any], variant: str) -> dict[str, Tensor]:
+    def values(self, cuts: Mapping[str, LocalTensor], values: Mapping[str, Any], variant: str) -> dict[str, Tensor]:
         """The tensors that a local variant reads, from those of the variant. Raises CallError."""
         cut_tensors = {}
         for name, cut in cuts.items():

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Visits:
+class TileRuns:
     """Runs of tiles: the queries of tile ``row[i]`` visit the tiles of keys ``lo[i]`` to ``hi[i] - 1``.
 
     Runs of one sequence and head are disjoint; ``tiles`` counts the tiles of keys of each tile of queries, as the mean
@@ -66,7 +66,7 @@ class Visits:
         np.maximum.at(ends, self.row, self.hi)
         return ends
 
-    def of_owner(self, name: str, owner: np.ndarray, make: Callable[[Visits, np.ndarray, int], T], ranks: int) -> T:
+    def of_owner(self, name: str, owner: np.ndarray, make: Callable[[TileRuns, np.ndarray, int], T], ranks: int) -> T:
         """Result of ``make`` for an assignment of tiles to ranks, kept until another assignment comes."""
         if name not in self._kept or self._kept[name][0] is not owner:
             self._kept[name] = owner, make(self, owner, ranks)
@@ -81,7 +81,7 @@ class Visits:
         """Tiles of keys that the rows of each rank visit, each as often as it is visited."""
         return self.of_owner("work", owner, _work, ranks)
 
-    def in_documents(self, offsets: Sequence[int], tile: int, seqlen: int, *, positions: bool) -> Visits:
+    def in_documents(self, offsets: Sequence[int], tile: int, seqlen: int, *, positions: bool) -> TileRuns:
         """The visits of packed documents, from those of one sequence, for a variant that sees the same distances in
         both; without ``positions`` rows see all of their document."""
         begins = np.asarray(offsets, dtype=np.int64)
@@ -95,18 +95,18 @@ class Visits:
             row, lo, hi = self.row[some], lo[some], self.hi[some]
         else:
             row, lo, hi = np.arange(len(self.tiles)), begin, -(-begins[of_last + 1] // tile)
-        return Visits(row, lo, hi, np.bincount(row, weights=hi - lo, minlength=len(self.tiles)))
+        return TileRuns(row, lo, hi, np.bincount(row, weights=hi - lo, minlength=len(self.tiles)))
 
     def received(self, owner: np.ndarray, ranks: int) -> np.ndarray:
         """Number of tiles of keys that each rank visits and does not hold."""
         return self.of_owner("received", owner, _received, ranks)
 
 
-def _work(visited: Visits, owner: np.ndarray, ranks: int) -> np.ndarray:
+def _work(visited: TileRuns, owner: np.ndarray, ranks: int) -> np.ndarray:
     return np.bincount(owner, weights=visited.tiles, minlength=ranks)
 
 
-def _received(visited: Visits, owner: np.ndarray, ranks: int) -> np.ndarray:
+def _received(visited: TileRuns, owner: np.ndarray, ranks: int) -> np.ndarray:
     needs = visited.needs(owner, ranks)
     return needs.counts - np.bincount(owner, weights=needs.visited_by(owner), minlength=ranks)
 
@@ -135,7 +135,7 @@ class RankTiles:
     end: np.ndarray
 
     @classmethod
-    def of(cls, visited: Visits, owner: np.ndarray, ranks: int) -> RankTiles:
+    def of(cls, visited: TileRuns, owner: np.ndarray, ranks: int) -> RankTiles:
         """The tiles that the rows of each rank visit."""
         rank, tiles = owner[visited.row], len(owner)
         if visited.ascending:
@@ -202,7 +202,7 @@ class RankTiles:
 
 def visits(
     variant: Variant, seqlen: int, tile: int, values: Mapping[str, Any], batch: int, heads: int, kv_heads: int
-) -> Visits:
+) -> TileRuns:
     """Find the tiles of ``tile`` keys that each tile of ``tile`` queries visits in a dense call of ``seqlen`` tokens.
 
     ``values`` holds all that the mask reads, tensors on the CPU. What is visited is never less than what is visible.
@@ -211,13 +211,13 @@ def visits(
     shapes = {extent for name in loaded for extent in variant.tensor(name).shape}
     sequences = batch if "b" in read or "b" in shapes else 1
     places = [(b, h) for b in range(sequences) for h in range(heads if read & _HEADS else 1)]
-    each = [_Grid(variant, seqlen, tile, values, place, (batch, heads, kv_heads)).runs() for place in places]
+    each = [_SequenceGrid(variant, seqlen, tile, values, place, (batch, heads, kv_heads)).runs() for place in places]
     row, lo, hi = (np.concatenate(parts) for parts in zip(*each, strict=True))
     tiles = np.bincount(row, weights=hi - lo, minlength=-(-seqlen // tile))
-    return Visits(row, lo, hi, tiles * (batch / len(places)))
+    return TileRuns(row, lo, hi, tiles * (batch / len(places)))
 
 
-class _Grid:
+class _SequenceGrid:
     """All tiles of queries of one sequence and head: their corners as a column of numbers."""
 
     def __init__(

@@ -23,7 +23,7 @@ from attngen.manifest import (
 )
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.operands import Operands, dot_precision, kept_bytes
-from attngen.records import Kind, written
+from attngen.records import ValueKind, written
 
 __all__ = [
     "COLUMNS_OF_WORD", "Argument", "Columns", "Launch", "Plan", "Refused", "Region", "Role", "Structure", "TileMapAxes",
@@ -67,7 +67,7 @@ class Launch(LaunchFields):
 
 _Slow = Annotated[
     tuple[bool, int],
-    Kind(
+    ValueKind(
         "a flag and a number",
         lambda v: isinstance(v, list | tuple) and len(v) == 2 and type(v[0]) is bool and type(v[1]) is int,
         tuple,

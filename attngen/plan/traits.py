@@ -78,7 +78,7 @@ def key_loads(variant: Variant, heads: Heads = "single") -> frozenset[Load]:
 
 
 @dataclass(frozen=True, slots=True)
-class KeyValues:
+class LoadedKeyValues:
     """Values of a key, the same for all rows of a tile, that the loader of a forward may compute, in the order in which
     there is room for them: those that the mask loads (``key_loads``), which always fit, those of the score, and those
     that the mask divides for, the most costly first."""
@@ -90,18 +90,18 @@ class KeyValues:
     def __len__(self) -> int:
         return len(self.loads) + len(self.score) + len(self.divided)
 
-    def first(self, count: int) -> KeyValues:
+    def first(self, count: int) -> LoadedKeyValues:
         """The first ``count`` of them."""
         loads, score = self.loads[:count], self.score[: max(count - len(self.loads), 0)]
-        return KeyValues(loads, score, self.divided[: max(count - len(self.loads) - len(self.score), 0)])
+        return LoadedKeyValues(loads, score, self.divided[: max(count - len(self.loads) - len(self.score), 0)])
 
 
-NO_KEY_VALUES = KeyValues((), (), ())
+NO_KEY_VALUES = LoadedKeyValues((), (), ())
 
 
 def key_values(
     variant: Variant, heads: Heads = "single", *, fast_math: bool, bits: bool = False, tabled: bool = False
-) -> KeyValues:
+) -> LoadedKeyValues:
     """Values of a key, the same for all rows of a tile, that the loader of a forward may compute.
 
     ``bits``: a tile map has the mask as bits, so that only the score is left. ``tabled``: consumers hold the small
@@ -109,11 +109,11 @@ def key_values(
     """
     score = _key_values_of_score(variant, heads, fast_math, tabled)
     if bits:
-        return KeyValues((), score, ())
+        return LoadedKeyValues((), score, ())
     divided, loads = key_divisions(variant, heads), key_loads(variant, heads)
     if divided:
         loads &= frozenset(_loads_outside(_asked(variant), frozenset(divided)))
-    return KeyValues(tuple(loads), score, divided)
+    return LoadedKeyValues(tuple(loads), score, divided)
 
 
 def key_divisions(variant: Variant, heads: Heads = "single") -> tuple[Expr, ...]:

@@ -83,7 +83,7 @@ class QueryValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Probabilities:
+class ProbabilitySteps:
     """Conversion of products to probabilities: the steps of partial and of full tiles, and the argument of ``exp2``.
 
     dK and dQ are multiplied by ``factor`` at the end: what all pairs share of the derivative of the logit by the
@@ -105,7 +105,7 @@ class Probabilities:
     tables: tuple[SharedTable, ...]  # of which consumers hold copies
 
 
-def probabilities(plan: Plan) -> Probabilities:
+def probabilities(plan: Plan) -> ProbabilitySteps:
     """Return the lines of a step."""
     variant = plan.variant
     logit = fold_variant(variant, fast_math=plan.fast_math, by_position=True)
@@ -163,7 +163,7 @@ def probabilities(plan: Plan) -> Probabilities:
     if variant.score is None:
         block = {SCALE: None, **block}
     partial_steps, query_values = _with_query_values(plan, both[0], tuple(block))
-    return Probabilities(
+    return ProbabilitySteps(
         block=tuple(block),
         partial=partial_steps,
         full=both[1],

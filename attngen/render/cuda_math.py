@@ -25,7 +25,13 @@ from attngen.lang.powers import argument_of
 from attngen.lang.statements import Code, Statement, declared, depending, leaf, needed, reads, statement
 from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX
-from attngen.plan.traits import NO_KEY_VALUES, KeyValues, distance_values_of_score, key_values, query_values_of_score
+from attngen.plan.traits import (
+    NO_KEY_VALUES,
+    LoadedKeyValues,
+    distance_values_of_score,
+    key_values,
+    query_values_of_score,
+)
 from attngen.render.biases import LANE, Lookup, bias_bindings, lookup_bindings, with_biases, with_lookups
 from attngen.render.cuda_masking import ELEMENT, HIDE_BY_BITS, Case, bit_of, hide, masking, of_rows, row_values
 from attngen.render.cuda_statements import (
@@ -198,7 +204,7 @@ def held_entries(
     return [*values.hoisted, *values.body, *own]
 
 
-def planned_key_values(plan: Plan) -> KeyValues:
+def planned_key_values(plan: Plan) -> LoadedKeyValues:
     """Return the values of a key that a plan has room for."""
     if not plan.structure.key_values:
         return NO_KEY_VALUES

@@ -80,7 +80,7 @@ class Ranges:
 
 
 @dataclass(frozen=True, slots=True)
-class Visits:
+class TileLoops:
     """The lines that find the tiles of a block, the loops over them by kind (``visible``, or ``full`` and
     ``partial``; none where tiles are listed as bits of words), and the test whether a visible tile needs the mask.
 
@@ -205,7 +205,7 @@ def of_pairs(scored: EmittedMany, tile: str) -> Code:
 # --- which tiles a block visits -----------------------------------------------------------------------------
 
 
-def ranges(plan: Plan, along: Along = KEYS) -> Visits:
+def ranges(plan: Plan, along: Along = KEYS) -> TileLoops:
     """Return the tiles of a block: by ranges of visible and of full tiles, or the hull that a listing goes through."""
     visible = bands(plan.variant.mask, facts_of(plan), over=along.axis)
     if plan.iteration != "ranges":
@@ -215,7 +215,7 @@ def ranges(plan: Plan, along: Along = KEYS) -> Visits:
             rows = "{b} * {stride_tile_map_b} + {h} * {stride_tile_map_h} + "
             lines.append(assign("tile_map", f"{{tile_map_ptr}} + {rows}{own}"))
         ragged = _ragged([(values["visible_lo"], values["visible_hi"])])
-        return Visits(_with_corners(lines, words(plan, along).lines, along=along), (), None, ragged)
+        return TileLoops(_with_corners(lines, words(plan, along).lines, along=along), (), None, ragged)
     if plan.mask_code == "loop":
         pieces = segments(visible, along.tile, along.length, facts_of(plan))
         groups = {"full": list(pieces.full), "partial": list(pieces.partial)}
@@ -233,7 +233,7 @@ def ranges(plan: Plan, along: Along = KEYS) -> Visits:
     outside = [_outside(lo, hi) for lo, hi in _pairs(values, "full", len(whole))]
     condition = " & ".join(f"({test})" for test in outside) if len(outside) > 1 else "".join(outside)
     ragged = _ragged([pair for spans in pairs.values() for pair in spans])
-    return Visits(_with_corners(lines, values.values(), along=along), loops, condition or None, ragged)
+    return TileLoops(_with_corners(lines, values.values(), along=along), loops, condition or None, ragged)
 
 
 def _pairs(values: Mapping[str, Code], kind: str, count: int) -> list[tuple[Code, Code]]:

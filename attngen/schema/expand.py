@@ -63,7 +63,7 @@ _CUTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
+class _FieldValue:
     value: Any
     location: Location
     fallback: bool = False  # an arch that the spec's fallback names
@@ -132,7 +132,7 @@ def _each(spec: Spec, gathered: Gathered) -> list[KernelSpec]:
     return kernels
 
 
-def _is_redundant(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
+def _is_redundant(axes: dict[str, list[_FieldValue]], choice: tuple[_FieldValue, ...]) -> bool:
     """Whether a choice differs from an earlier one only in fields that do not concern it: a backward in fields of the
     forward, a split-KV forward in fields of the ordinary one."""
     chosen = dict(zip(axes, choice, strict=True))
@@ -149,7 +149,7 @@ def _left_to_the_plan(split_kv: bool | str) -> tuple[str, ...]:
     return _UNSPLIT_TILES if split_kv == SPLIT_TILES else _UNSPLIT if split_kv else ()
 
 
-def _needs_split_kv(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -> bool:
+def _needs_split_kv(axes: dict[str, list[_FieldValue]], choice: tuple[_FieldValue, ...]) -> bool:
     """Whether a choice is an ordinary forward of a cache that only split-KV kernels read: one in fewer bits than q, or
     one whose pages have scales."""
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
@@ -160,7 +160,7 @@ def _needs_split_kv(axes: dict[str, list[_Value]], choice: tuple[_Value, ...]) -
     return other or chosen["descale"] == "page"
 
 
-def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]:
+def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_FieldValue]]:
     """Return the values of each field that expands; one None where a field is left out."""
     lists: dict[str, Sequence[Any]] = {name: getattr(entry, name, None) or (None,) for name in _AXES}
     paths: dict[str, tuple[str | int, ...]] = {name: ("kernels", index, name) for name in _AXES}
@@ -180,7 +180,7 @@ def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]
     for name, values in lists.items():
         path = paths[name]
         places = (path if name == "split_kv" else (*path, i) for i in range(len(values)))
-        axes[name] = [_Value(value, spec.tree.locate(place)) for value, place in zip(values, places, strict=True)]
+        axes[name] = [_FieldValue(value, spec.tree.locate(place)) for value, place in zip(values, places, strict=True)]
         for i, value in enumerate(values):
             if value in values[:i]:
                 raise SpecError(
@@ -189,7 +189,7 @@ def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_Value]]
                     field=field_path(path),
                 )
     if entry.arch is None and fallback is not None and fallback not in lists["arch"]:
-        axes["arch"].append(_Value(fallback, spec.tree.locate(("fallback",)), fallback=True))
+        axes["arch"].append(_FieldValue(fallback, spec.tree.locate(("fallback",)), fallback=True))
     return axes
 
 
@@ -199,7 +199,7 @@ def _describe(value: object) -> str:
     return show(value.model_dump(exclude_none=True) if isinstance(value, TileModel | WarpsModel) else value)
 
 
-def _kernel(spec: Spec, index: int, chosen: dict[str, _Value]) -> KernelSpec:
+def _kernel(spec: Spec, index: int, chosen: dict[str, _FieldValue]) -> KernelSpec:
     entry = spec.model.kernels[index]
     values = {name: item.value for name, item in chosen.items()}
     declared = resolve(spec, values["variant"], chosen["variant"].location)
@@ -323,7 +323,7 @@ def _refuse_forward_fields(spec: Spec, index: int, entry: KernelModel) -> None:
         )
 
 
-def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
+def _refuse_paged(asked: _FieldValue, index: int, layout: str) -> None:
     """Raise SpecError for the backward of a layout that has none."""
     if layout == "paged":
         raise SpecError(
@@ -334,7 +334,7 @@ def _refuse_paged(asked: _Value, index: int, layout: str) -> None:
         )
 
 
-def _refuse_values_of_keys(asked: _Value, index: int, entry: KernelModel) -> None:
+def _refuse_values_of_keys(asked: _FieldValue, index: int, entry: KernelModel) -> None:
     """Raise SpecError for index scores, which have no values, with values that are columns of the keys."""
     if entry.v is not None:
         raise SpecError(
@@ -356,7 +356,7 @@ def _gradient(model: GradientModel) -> Gradient:
     return Gradient(tile.m, tile.n, model.stages, model.warps)
 
 
-def _places(spec: Spec, index: int, chosen: dict[str, _Value], declared: DeclaredVariant) -> dict[str, Location]:
+def _places(spec: Spec, index: int, chosen: dict[str, _FieldValue], declared: DeclaredVariant) -> dict[str, Location]:
     """Return the place of each field that the file gives: in the entry or, for some, in the variant."""
     entry = spec.model.kernels[index]
     places = {name: item.location for name, item in chosen.items()}

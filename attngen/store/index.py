@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from attngen.files import read_regular
-from attngen.records import Kind, MisfitError, Name, VariantName, read
+from attngen.records import MisfitError, Name, ValueKind, VariantName, read
 from attngen.store.key import digest
 from attngen.store.mark import KEY
 from attngen.store.store import Store, StoreWarning
@@ -20,7 +20,7 @@ INDEX_FORMAT = 1
 
 _FOLDER = "builds"
 
-_Key = Annotated[str, Kind("a key", lambda value: isinstance(value, str) and KEY.fullmatch(value) is not None)]
+_Key = Annotated[str, ValueKind("a key", lambda value: isinstance(value, str) and KEY.fullmatch(value) is not None)]
 
 
 @dataclass(frozen=True, slots=True)

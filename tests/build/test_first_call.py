@@ -184,15 +184,15 @@ def test_explain_names_what_the_call_would_have_compiled(asked: list[Any]) -> No
 
 def test_a_drop_in_misses_no_head_dim_and_no_mask(asked: list[Any]) -> None:
     """Eagerly, and in a compiled program."""
-    from attngen.integrations.shared.choice import Candidate, attend
+    from attngen.integrations.shared.choice import VariantCandidate, attend
 
     q = tensors(72)
     wanted = attngen.attention(q, q, q, variant="causal", backend="reference")
     with pytest.raises(NoKernelError):
-        attend([Candidate("causal")], q, q, q, spec="sdpa")
+        attend([VariantCandidate("causal")], q, q, q, spec="sdpa")
     with attngen.jit():
-        torch.testing.assert_close(attend([Candidate("causal")], q, q, q, spec="sdpa"), wanted)
-        traced = torch.compile(lambda q: attend([Candidate("causal")], q, q, q, spec="sdpa"), backend="eager")
+        torch.testing.assert_close(attend([VariantCandidate("causal")], q, q, q, spec="sdpa"), wanted)
+        traced = torch.compile(lambda q: attend([VariantCandidate("causal")], q, q, q, spec="sdpa"), backend="eager")
         torch.testing.assert_close(traced(q), wanted)
     assert [each.head_dim_qk for each in asked] == [72]
 

@@ -17,7 +17,7 @@ from attngen.commands import doctor
 from attngen.lab.bench import runner
 from attngen.lab.bench.grid import GridReport, GridResult, GridRow, GridSuite
 from attngen.lab.bench.ladder import RUNGS
-from attngen.lab.bench.runner import Observer, Options
+from attngen.lab.bench.runner import BenchOptions, Observer
 from attngen.lab.commands import bench as command
 from tests.lab.bench_support import SCHEMA, backward_report, report, result, without_libraries
 
@@ -107,9 +107,9 @@ def test_a_picture_needs_matplotlib(spec: Path, monkeypatch: pytest.MonkeyPatch)
     assert done.stderr == "this needs matplotlib, which is not installed; pip install 'attngen[bench]'\n"
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, report: GridReport) -> list[Options]:
+def measured(monkeypatch: pytest.MonkeyPatch, report: GridReport) -> list[BenchOptions]:
     """Let a run end with this report, case by case, and return the options that it had."""
-    seen: list[Options] = []
+    seen: list[BenchOptions] = []
 
     def bench(suite: GridSuite, observer: Observer) -> GridReport:
         seen.append(suite.options)
@@ -134,7 +134,7 @@ def test_the_file_to_send_back(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = measured(monkeypatch, report())
     done = run(spec, "--no-check", "--rounds", 5, "--json", tmp_path / "figures.json")
-    assert seen == [Options(rounds=5, check=False)]
+    assert seen == [BenchOptions(rounds=5, check=False)]
     table = [line.split() for line in done.stdout.splitlines()]
     assert table[0] == [
         "TFLOP/s", "flash", "flex", "attngen", "cuda", "attngen", "triton", "cuda", "/", "best", "peer", "triton", "/",
@@ -275,7 +275,7 @@ def test_a_dry_run_shows_what_changes_from_rung_to_rung(spec: Path, tmp_path: Pa
 
 def test_the_table_of_a_ladder(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec.write_text(CUDA)
-    planned = runner.dry_run(GridSuite(spec, Options(variants=("causal",), seqlens=(512,), ladder=True), None))
+    planned = runner.dry_run(GridSuite(spec, BenchOptions(variants=("causal",), seqlens=(512,), ladder=True), None))
     (ladder,), (row,) = planned.ladders, planned.rows
     speeds = [400 + 50 * number for number in range(len(RUNGS))]
     results = [result(each.contender, speed, own=True) for each, speed in zip(row.results, speeds, strict=True)]

@@ -15,7 +15,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry import sizes
 from attngen.runtime.geometry.cuts import Cut
 from attngen.runtime.geometry.splits import Capacity
-from attngen.runtime.kernels.module import Launch, read_kernel
+from attngen.runtime.kernels.module import KernelLaunch, read_kernel
 from attngen.schema import load_spec
 from attngen.store.store import Store
 from tests.fuzz.trials import plan_for_card
@@ -75,7 +75,7 @@ def test_kernels_of_other_cards(schedule: str) -> None:
 def test_parts_of_the_first_keys(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward kernels whose first tiles of keys are cut, into any number of parts."""
 
-    def any_cut(launch: Launch, call: Call, heads_in_l2: int, capacity: Capacity) -> Cut:
+    def any_cut(launch: KernelLaunch, call: Call, heads_in_l2: int, capacity: Capacity) -> Cut:
         rows = -(-call.seqlen_k // launch.tile_n)
         rows = random.Random(f"{rows} {parts}").choice([1, -(-rows // 2), rows])  # the same for the same call
         return Cut(call.batch * call.kv_heads * rows, parts)

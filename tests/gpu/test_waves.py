@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import attngen
 from attngen import cli
 from attngen.build.pipeline import build
-from attngen.lab.bench.runner import Options, bench
+from attngen.lab.bench.runner import BenchOptions, bench
 from attngen.lab.bench.small.oracle import OracleSuite
 from attngen.runtime.registry.lookup import registry
 
@@ -84,7 +84,7 @@ def test_the_kernel_that_is_taken_is_nearly_the_fastest() -> None:
     """Of all tiles, over sixty calls: at most 3 % is lost in the mean, and 8 % at worst."""
     registry.clear()
     folder = Path(__file__).parent
-    report = bench(OracleSuite(folder / "waves.yaml", Options(rounds=5), 90), lambda so_far, line: None)
+    report = bench(OracleSuite(folder / "waves.yaml", BenchOptions(rounds=5), 90), lambda so_far, line: None)
     registry.clear()
     assert not report.all_failures
     assert len(report.rows) == 60

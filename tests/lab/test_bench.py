@@ -12,7 +12,7 @@ from attngen.lab.bench import grid as tool
 from attngen.lab.bench.grid import GridReport, GridSuite, steps
 from attngen.lab.bench.ladder import RUNGS
 from attngen.lab.bench.machine import Ceilings, Reading
-from attngen.lab.bench.runner import Options, bench, dry_run
+from attngen.lab.bench.runner import BenchOptions, bench, dry_run
 from attngen.lab.verify.gpu import Gpu
 from tests.lab.bench_support import SPEC, StubPeer, compute_on_the_cpu
 
@@ -34,7 +34,7 @@ def run(spec: Path, seen: list[GridReport] | None = None, **options: Any) -> Gri
         if seen is not None:
             seen.append(so_far)
 
-    return bench(GridSuite(spec, Options(**options), 90), observe)
+    return bench(GridSuite(spec, BenchOptions(**options), 90), observe)
 
 
 def test_a_whole_run(spec: Path) -> None:
@@ -68,7 +68,7 @@ def test_backward_passes_follow_forward_passes(spec: Path) -> None:
     spec.write_text(SPEC.replace("head_dim: {qk: 32, v: 16}, dtype: fp16,",
                                  "head_dim: {qk: 32, v: 16}, dtype: fp16, passes: [forward, backward],"))  # fmt: skip
     sizes: dict[str, Any] = {"variants": ("full",), "tokens": 64, "seqlens": (32,), "rounds": 2}
-    planned = dry_run(GridSuite(spec, Options(**sizes), 90))
+    planned = dry_run(GridSuite(spec, BenchOptions(**sizes), 90))
     assert [row.case.name for row in planned.rows] == ["full d32x16 fp16 32", "full d32x16 fp16 backward 32"]
     alone = run(spec, **sizes, directions=("backward",))
     assert [row.case.name for row in alone.rows] == ["full d32x16 fp16 backward 32"]

@@ -31,13 +31,13 @@ from attngen.lab.bench.masks.report import (
     FRONT_END,
     SCALARS,
     UNLEARNED,
-    Cell,
+    MaskCell,
     MaskReport,
     MaskResult,
     MaskRow,
 )
 from attngen.lab.bench.masks.suite import MaskSuite, Ready, cells_of, compare, row_of, timed
-from attngen.lab.bench.runner import Options
+from attngen.lab.bench.runner import BenchOptions
 from attngen.lab.bench.timing import Timing
 from attngen.lab.commands import bench_masks as command
 from attngen.store.jobs import JobResult
@@ -47,9 +47,9 @@ CPU = torch.device("cpu")
 CASES = {case.name: case for case in mask_cases()}
 
 
-def small(case: MaskCase) -> Cell:
+def small(case: MaskCase) -> MaskCell:
     """A cell that plain torch computes in no time; videos need some tokens for each of their tiles."""
-    return Cell(case, 192 if case.seqlen else 100, 8, 8)
+    return MaskCell(case, 192 if case.seqlen else 100, 8, 8)
 
 
 def dense(
@@ -137,7 +137,7 @@ def test_what_failed_in_another_process_is_not_called_here(plain_flex: None) -> 
 def test_tiles_are_those_of_the_mask() -> None:
     """Also of a mask that heads do not share, and of one that a score stands for."""
     for name in ("sliding window", "window of each head", "documents in the score", "tanh", "sliding tiles"):
-        cell = Cell(CASES[name], 700, 16, 8)
+        cell = MaskCell(CASES[name], 700, 16, 8)
         made = Contenders.of(cell, CPU)
         seen = made.forms.hides or made.forms.mask_mod or (lambda b, h, q, kv: q == q + 0 * kv)
         rows = torch.arange(768, dtype=torch.int32).clamp(max=699)
@@ -148,7 +148,7 @@ def test_tiles_are_those_of_the_mask() -> None:
 
 def test_bytes_of_tensors_over_pairs_are_those_of_visited_tiles() -> None:
     for name, size in (("random bools", 1), ("random bools of heads", 8), ("bias of pairs", 2), ("ALiBi", 0)):
-        made = Contenders.of(Cell(CASES[name], 256, 16, 8), CPU)
+        made = Contenders.of(MaskCell(CASES[name], 256, 16, 8), CPU)
         assert made.pair_bytes(8 * 3) == size * 3 * 128 * 128
 
 
@@ -186,7 +186,7 @@ def result(name: str, forward: float, backward: float, mapped: Sequence[str] = (
     return MaskResult.of(name, status="measured", timings=timings, mapped=frozenset(mapped))
 
 
-CELL = Cell(CASES["sliding window"], 1024, 128, 8)  # 36 * 8 tiles of causal
+CELL = MaskCell(CASES["sliding window"], 1024, 128, 8)  # 36 * 8 tiles of causal
 
 
 def row(*results: MaskResult, **facts: Any) -> MaskRow:
@@ -265,29 +265,29 @@ def test_the_document_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_cells_are_chosen_by_parts_of_their_names() -> None:
-    every = cells_of(Options())
+    every = cells_of(BenchOptions())
     assert len(every) == len(CASES)
     assert {cell.name for cell in every} >= {"sliding tiles d128 69376", "natten 3-D d128 24k", "tanh d128 8k"}
-    named = cells_of(Options(cells=("tiles", "tanh"), seqlens=(8192, 16384), head_dims=(64, 128)))
+    named = cells_of(BenchOptions(cells=("tiles", "tanh"), seqlens=(8192, 16384), head_dims=(64, 128)))
     assert [cell.name for cell in named] == [
         "sliding tiles d64 69376", "tanh d64 8k", "tanh d64 16k", "sliding tiles d128 69376", "tanh d128 8k",
         "tanh d128 16k",
     ]  # fmt: skip
     with pytest.raises(CallError, match="no cell of the masks suite has 'tahn' in its name; did you mean 'tanh'"):
-        cells_of(Options(cells=("tahn",)))
+        cells_of(BenchOptions(cells=("tahn",)))
 
 
 def test_tensors_over_pairs_end_at_16k() -> None:
-    assert not cells_of(Options(seqlens=(32768,)))[0].case.max_seqlen
+    assert not cells_of(BenchOptions(seqlens=(32768,)))[0].case.max_seqlen
     with pytest.raises(CallError, match="no cell"):
-        cells_of(Options(cells=("random bools",), seqlens=(32768,)))
+        cells_of(BenchOptions(cells=("random bools",), seqlens=(32768,)))
 
 
 def test_processes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished processes return their results when time is up, and the others are killed."""
     monkeypatch.setattr(first_calls, "_LOAD", "time:sleep")  # fails, which is no error
     monkeypatch.setattr(first_calls, "_FIRST", "tests.lab.test_bench_masks:sleep_but_once")
-    cells = [Cell(CASES[name], 128, 8, 8) for name in ("tanh", "causal", "softcap")]
+    cells = [MaskCell(CASES[name], 128, 8, 8) for name in ("tanh", "causal", "softcap")]
     began = time.monotonic()
     ends, results = [began + 60], []
     for one in first_calls.in_processes(cells, {}, 2, lambda: ends[-1]):
@@ -307,7 +307,7 @@ def test_cells_without_time_are_not_prepared(plain_flex: None, monkeypatch: pyte
     """Preparing ends while there is time to measure what is prepared; a process that died fails its cell."""
     ends: list[float] = []
 
-    def in_processes(cells: Sequence[Cell], environment: Any, jobs: Any, until: Any) -> Any:
+    def in_processes(cells: Sequence[MaskCell], environment: Any, jobs: Any, until: Any) -> Any:
         ends.append(until())
         yield JobResult(0, value={})
         ends.append(until())
@@ -315,7 +315,7 @@ def test_cells_without_time_are_not_prepared(plain_flex: None, monkeypatch: pyte
 
     monkeypatch.setattr(first_calls, "in_processes", in_processes)
     monkeypatch.setattr(MaskSuite, "_read_kernels", lambda self: None)
-    suite = MaskSuite(Options(rounds=2))
+    suite = MaskSuite(BenchOptions(rounds=2))
     suite.cells = [small(CASES[name]) for name in ("tanh", "causal", "softcap")]
     suite._deadline = 1000.0
     first, second = suite.prepared(CPU)
@@ -338,7 +338,7 @@ class FakeGpu:
 def test_a_whole_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Cells are compared and timed in turn, reports are written meanwhile, and what there is no time for is named."""
 
-    def in_processes(cells: Sequence[Cell], environment: Any, jobs: Any, until: Any) -> Any:
+    def in_processes(cells: Sequence[MaskCell], environment: Any, jobs: Any, until: Any) -> Any:
         yield JobResult([cell.case.name for cell in cells].index("sliding window"), value={CONSTANTS: 2.5})
         yield JobResult([cell.case.name for cell in cells].index("tanh"), value={FRONT_END: "CallError: no"})
 

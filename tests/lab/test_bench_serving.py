@@ -22,11 +22,11 @@ from attngen import cli
 from attngen.build.pipeline import prepare
 from attngen.lab.bench import graphs
 from attngen.lab.bench.graphs import Replays
-from attngen.lab.bench.runner import Options, bench
+from attngen.lab.bench.runner import BenchOptions, bench
 from attngen.lab.bench.serving import suite as tool
-from attngen.lab.bench.serving.cells import WINDOW, Cell, Form, Lane, Problem, ancestors, cells
-from attngen.lab.bench.serving.contents import Contents, Oracle
-from attngen.lab.bench.serving.peers import Sdpa, serving_peers
+from attngen.lab.bench.serving.cells import WINDOW, CacheShape, Lane, Problem, ServingCell, ancestors, cells
+from attngen.lab.bench.serving.contents import ServingInputs, ServingOracle
+from attngen.lab.bench.serving.peers import ServingSdpa, serving_peers
 from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.lab.bench.serving.suite import ServingSuite
 from attngen.lab.bench.timing import Contender, Timing, interleaved
@@ -46,8 +46,8 @@ kernels:
 SMALL = Problem(4, 2, (37, 64, 12), 3)
 
 
-def contents(problem: Problem = SMALL, l2_bytes: int = 1) -> Contents:
-    return Contents(problem, torch.device("cpu"), l2_bytes, torch.Generator().manual_seed(0))
+def contents(problem: Problem = SMALL, l2_bytes: int = 1) -> ServingInputs:
+    return ServingInputs(problem, torch.device("cpu"), l2_bytes, torch.Generator().manual_seed(0))
 
 
 # --- cells ------------------------------------------------------------------------------------------------------
@@ -105,9 +105,9 @@ def test_sets_exceed_twice_the_cache() -> None:
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("page_size", [None, 16, 64, 256])
 def test_each_form_reads_a_sequence_as_its_table_says(page_size: int | None, heads_first: bool) -> None:
-    held, form = contents(), Form(page_size, heads_first)
+    held, form = contents(), CacheShape(page_size, heads_first)
     k_cache, _ = held.cache(0, form)
-    assert k_cache.data_ptr() == held.cache(0, Form())[0].data_ptr()
+    assert k_cache.data_ptr() == held.cache(0, CacheShape())[0].data_ptr()
     for b, length in enumerate(SMALL.lengths):
         keys, values = held.of_sequence(0, form, b, 1)
         assert keys.shape == values.shape == (length, 128)
@@ -124,11 +124,11 @@ def test_caches_in_8_bits_have_half_the_bytes_and_scales() -> None:
     held, both = contents(narrow), contents(replace(narrow, dtype="fp8_e4m3"))
     assert 2 * narrow.cache_bytes == SMALL.cache_bytes
     assert narrow.flops == SMALL.flops
-    assert (held.queries[0].dtype, held.cache(0, Form())[0].dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+    assert (held.queries[0].dtype, held.cache(0, CacheShape())[0].dtype) == (torch.bfloat16, torch.float8_e4m3fn)
     assert set(held.scales) == {"k_descale", "v_descale"}
     assert set(both.scales) == {"q_descale", "k_descale", "v_descale"}
     assert both.queries[0].dtype == torch.float8_e4m3fn
-    assert held.of_sequence(0, Form(16), 0, 1)[0].shape == (37, 128)
+    assert held.of_sequence(0, CacheShape(16), 0, 1)[0].shape == (37, 128)
     for cell in cells():
         if cell.group == "e4m3":
             assert not cell.problems_of_peers
@@ -155,11 +155,11 @@ def package(clean_registry: None) -> str:
     return "mine"
 
 
-@pytest.mark.parametrize("form", [Form(), Form(16), Form(64, heads_first=True)], ids=str)
+@pytest.mark.parametrize("form", [CacheShape(), CacheShape(16), CacheShape(64, heads_first=True)], ids=str)
 @pytest.mark.parametrize("variant", ["causal", "softcap"])
-def test_the_oracle_knows_outputs_and_notices_wrong_ones(form: Form, variant: str, package: str) -> None:
+def test_the_oracle_knows_outputs_and_notices_wrong_ones(form: CacheShape, variant: str, package: str) -> None:
     held = contents()
-    oracle = Oracle(held, SMALL.of(variant), form, package)
+    oracle = ServingOracle(held, SMALL.of(variant), form, package)
     number = held.sets - 1
     out = torch.full((3, 3, 4, 128), math.nan)
     for b in range(3):
@@ -228,11 +228,17 @@ def rows() -> tuple[ServingRow, ...]:
     def result(name: str, time: float | None, size: int | None, **more: Any) -> ServingResult:
         timing = None if time is None else Timing((time / 1e3, (time + 1) / 1e3, (time - 1) / 1e3), 9.0, True)
         status = "unsupported" if time is None else "measured"
-        facts = {"problem": problem, "form": Form(size), "status": status, "timing": timing, "flops": problem.flops}
+        facts = {
+            "problem": problem,
+            "form": CacheShape(size),
+            "status": status,
+            "timing": timing,
+            "flops": problem.flops,
+        }
         return ServingResult(name, peer="lane" not in more, **facts, **more)
 
     def lane(name: str, size: int | None, beside: str | None = None) -> Lane:
-        return Lane(name, problem, Form(size), beside)
+        return Lane(name, problem, CacheShape(size), beside)
 
     decoded = ServingRow(cell=cells()[4], input_sets=4, results=(
         result("flash", 40.0, None), result("flash", 50.0, 64), result("flash", 44.0, 256), result("xqa", None, 64),
@@ -241,7 +247,7 @@ def rows() -> tuple[ServingRow, ...]:
         result("attngen pages 64", 33.0, 64, lane=lane("pages 64", 64, "contiguous"), kernel="fwd_paged", error=1e-3),
     ))  # fmt: skip
     again = replace(decoded, cell=cells()[5])
-    tree = Lane("tree", problem.of("tree"), Form(64), "causal")
+    tree = Lane("tree", problem.of("tree"), CacheShape(64), "causal")
     failed = ServingResult("attngen tree", status="unsupported", problem=tree.problem, form=tree.form, lane=tree)
     return decoded, again, ServingRow(cell=cells()[-4], results=(failed,))
 
@@ -320,10 +326,10 @@ class Stub:
     def missing(self) -> str | None:
         return self.absent
 
-    def forms(self, problem: Problem) -> Sequence[Form]:
-        return Form(), Form(16)
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
+        return CacheShape(), CacheShape(16)
 
-    def enter(self, contents: Contents, form: Form) -> Contender:
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
         if form.page_size is None:
             calls = [
                 partial(
@@ -356,13 +362,20 @@ class Stub:
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) -> Path:
     """A spec, small cells, and a GPU whose calls the CPU computes."""
-    lanes = [Lane(Form(size).name, SMALL, Form(size), None if size is None else "contiguous") for size in (None, 16)]
+    lanes = [
+        Lane(CacheShape(size).name, SMALL, CacheShape(size), None if size is None else "contiguous")
+        for size in (None, 16)
+    ]
     tree, new = replace(SMALL, variant="tree"), Problem(4, 2, (64, 64), 3, APPEND_VARIANT)
     own = (
-        Cell("decode", "small", tuple(lanes)),
-        Cell("variants", "scores", (lanes[1], Lane("softcap", SMALL.of("softcap"), Form(16), "pages 16"))),
-        Cell("variants", "trees", (lanes[1], Lane("tree", tree, Form(16), "pages 16"))),
-        Cell("append_kv", "writes", (Lane("contiguous", new, Form()), Lane("pages 16", new, Form(16), "contiguous"))),
+        ServingCell("decode", "small", tuple(lanes)),
+        ServingCell("variants", "scores", (lanes[1], Lane("softcap", SMALL.of("softcap"), CacheShape(16), "pages 16"))),
+        ServingCell("variants", "trees", (lanes[1], Lane("tree", tree, CacheShape(16), "pages 16"))),
+        ServingCell(
+            "append_kv",
+            "writes",
+            (Lane("contiguous", new, CacheShape()), Lane("pages 16", new, CacheShape(16), "contiguous")),
+        ),
     )
     peers = (
         Stub("good"), Stub("wrong", lambda out: out + 1.0), Stub("bad", lambda out: 1 / 0), Stub("gone", absent="no"),
@@ -379,7 +392,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
 
 def test_a_whole_run(spec: Path) -> None:
     seen: list[int] = []
-    report = bench(ServingSuite(spec, Options(rounds=2), 90), lambda so_far, line: seen.append(len(so_far.rows)))
+    report = bench(ServingSuite(spec, BenchOptions(rounds=2), 90), lambda so_far, line: seen.append(len(so_far.rows)))
     assert seen == [1, 2, 3, 4]
     small, scores, trees, writes = report.rows
     statuses = {(one.contender, one.form.name): one.status for one in small.results}
@@ -435,7 +448,7 @@ def test_what_widens_a_cache_in_8_bits_is_there_for_many_queries() -> None:
     spec = f"{SPEC}  - {{{kernel}}}\n  - {{{kernel}, kv_dtype: fp8_e4m3, split_kv: true}}\n"
     prepared = prepare(load_spec_text(spec))
     chosen = [cell for cell in cells() if cell.group == "e4m3"]
-    kernels = tool._kernels(prepared, chosen, Options(), 90)
+    kernels = tool._kernels(prepared, chosen, BenchOptions(), 90)
     assert [kernel.plan.direction for kernel in kernels].count("widen") == 1
 
 
@@ -463,10 +476,10 @@ def test_libraries_that_are_not_here_say_so() -> None:
 @pytest.mark.parametrize("tokens", [1, 64])
 def test_sdpa_is_called_right(tokens: int, package: str) -> None:
     problem = Problem(4, 2, (64, 64), tokens)
-    held, (form,) = contents(problem), Sdpa("SDPA math", "MATH").forms(problem)
-    contender = Sdpa("SDPA math", "MATH").enter(held, form)
+    held, (form,) = contents(problem), ServingSdpa("SDPA math", "MATH").forms(problem)
+    contender = ServingSdpa("SDPA math", "MATH").enter(held, form)
     with contender.session():
         out = contender.as_bshd(contender.calls[-1]())
-    assert Oracle(held, problem, form, package).error(out) < 1e-2
-    assert not Sdpa("SDPA math", "MATH").forms(Problem(4, 2, (64, 63), 1))
-    assert not Sdpa("SDPA math", "MATH").forms(Problem(4, 2, (64, 64), 2))
+    assert ServingOracle(held, problem, form, package).error(out) < 1e-2
+    assert not ServingSdpa("SDPA math", "MATH").forms(Problem(4, 2, (64, 63), 1))
+    assert not ServingSdpa("SDPA math", "MATH").forms(Problem(4, 2, (64, 64), 2))

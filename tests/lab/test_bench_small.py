@@ -17,11 +17,11 @@ from attngen import cli
 from attngen.build.pipeline import prepare
 from attngen.lab.bench import graphs
 from attngen.lab.bench.report import Result
-from attngen.lab.bench.runner import Options, bench
+from attngen.lab.bench.runner import BenchOptions, bench
 from attngen.lab.bench.small import oracle as oracle_tool
 from attngen.lab.bench.small import suite as tool
 from attngen.lab.bench.small.fit import Timed, fit
-from attngen.lab.bench.small.inputs import Inputs, call_of
+from attngen.lab.bench.small.inputs import SmallInputs, call_of
 from attngen.lab.bench.small.oracle import OracleSuite, compared
 from attngen.lab.bench.small.shapes import WINDOW, Shape, oracle_shapes, small_shapes
 from attngen.lab.bench.small.suite import SmallSuite
@@ -86,7 +86,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
 @pytest.mark.parametrize("sustained", [False, True])
 def test_a_whole_run(spec: Path, sustained: bool) -> None:
     seen: list[int] = []
-    suite = SmallSuite(spec, Options(rounds=2, sustained=sustained), 90)
+    suite = SmallSuite(spec, BenchOptions(rounds=2, sustained=sustained), 90)
     report = bench(suite, lambda so_far, line: seen.append(len(so_far.rows)))
     assert seen == [1, 2]
     first = report.rows[0]
@@ -126,7 +126,7 @@ def test_the_command_prints_tables_and_writes_the_document(spec: Path, tmp_path:
 
 
 def test_the_kernel_taken_is_compared_with_the_fastest_one(spec: Path, tmp_path: Path) -> None:
-    report = bench(OracleSuite(spec, Options(rounds=1), 90), lambda so_far, line: None)
+    report = bench(OracleSuite(spec, BenchOptions(rounds=1), 90), lambda so_far, line: None)
     assert [row.shape for row in report.rows] == list(SHAPES)
     assert [len(row.measured) for row in report.rows] == [3, 4]  # what packs heads has nothing to pack there
     assert report.fit is not None
@@ -177,7 +177,7 @@ def test_constants_are_recovered_from_times_that_follow_them() -> None:
 
 
 def test_inputs_know_their_expected_output() -> None:
-    inputs = Inputs(SHAPES[0], torch.device("cpu"), 10**5, torch.Generator().manual_seed(0))
+    inputs = SmallInputs(SHAPES[0], torch.device("cpu"), 10**5, torch.Generator().manual_seed(0))
     assert (len(inputs.sets) - 1) * SHAPES[0].input_bytes < 2 * 10**5 <= len(inputs.sets) * SHAPES[0].input_bytes
     q, k, v = (each.double() for each in inputs.sets[-1])
     from attngen.runtime.operations.attention.entry import attention

@@ -20,7 +20,7 @@ from attngen.lab.bench.runner import Bench
 from attngen.lab.bench.timing import Timing
 from attngen.lab.tune import run as tool
 from attngen.lab.tune import search
-from attngen.lab.tune.run import Options, TuneReport, tune
+from attngen.lab.tune.run import TuneOptions, TuneReport, tune
 from attngen.lab.verify.gpu import Gpu
 from attngen.plan import plan
 from attngen.schema import expand, load_spec
@@ -89,7 +89,7 @@ def spec(tmp_path: Path) -> Path:
 
 
 def searched(spec: Path, **options: Any) -> TuneReport:
-    return tune(spec, spec.with_name("card.yaml"), Options(**options), lambda row, done, total: None)
+    return tune(spec, spec.with_name("card.yaml"), TuneOptions(**options), lambda row, done, total: None)
 
 
 def narrow_is_faster(kernel: Prepared, case: BenchCase) -> float:

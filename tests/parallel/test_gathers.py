@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attngen.parallel.gather_launch import Form, columns_of, compiled
+from attngen.parallel.gather_launch import GatherForm, columns_of, compiled
 from attngen.parallel.gathers import Gather, Rows, of_each, side_by_side, widths_of
 
 
@@ -38,10 +38,10 @@ def test_sums_are_in_float32() -> None:
 
 
 @pytest.mark.parametrize("form", [
-    Form(torch.bfloat16, 1, True, True, False, columns_of(1024), True),
-    Form(torch.float32, 3, False, False, True, columns_of(24), False),
+    GatherForm(torch.bfloat16, 1, True, True, False, columns_of(1024), True),
+    GatherForm(torch.float32, 3, False, False, True, columns_of(24), False),
 ], ids=["copies", "sums"])  # fmt: skip
-def test_the_kernel_compiles_without_a_gpu(form: Form) -> None:
+def test_the_kernel_compiles_without_a_gpu(form: GatherForm) -> None:
     """And has the parameters that its launches pass."""
     pytest.importorskip("triton")
     cubin, symbol, _, scratch = compiled(form, 90)

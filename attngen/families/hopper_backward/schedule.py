@@ -159,7 +159,7 @@ class Relief:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _HopperTile:
     """Tile, stages of dO and roles of a kernel, before its shared memory is known."""
 
     choice: _Choice
@@ -286,7 +286,9 @@ def _parts_of_dout(spec: KernelSpec, v: int) -> int:
     return HopperBackward.parts_of(v) if is_wide(spec) else 1
 
 
-def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk: int, v: int, element: DType) -> _Tile:
+def _tile(
+    spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk: int, v: int, element: DType
+) -> _HopperTile:
     """Return the tile and the roles for what the loader stores; ``_with_memory`` decides the stages of Q and biases."""
     wide = is_wide(spec)
     per_pair = per_pair_of(spec, brought)
@@ -350,7 +352,7 @@ def _tile(spec: KernelSpec, relief: Relief, brought: Brought, iteration: str, qk
         heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
         divides = heavy and family in ("light", "divided", "tight")
         draft = _clustered(draft, qk, v, element, _column_blocks(spec), divides=divides)
-    return _Tile(choice, stages, draft)
+    return _HopperTile(choice, stages, draft)
 
 
 def alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
@@ -497,7 +499,7 @@ def _memory_layouts(
         yield replace(roles, shared=pipes(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions)
 
 
-def _memory_refusal(spec: KernelSpec, arch: Arch, tile: _Tile, qk: int, v: int, operands: Operands) -> PlanError:
+def _memory_refusal(spec: KernelSpec, arch: Arch, tile: _HopperTile, qk: int, v: int, operands: Operands) -> PlanError:
     """Return the error for a tile that exceeds shared memory even with the fewest stages."""
     *_, least = _memory_layouts(tile.choice.tile_m, tile.stages, qk, v, operands, tile.roles)
     listed = " + ".join(

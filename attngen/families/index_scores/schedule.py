@@ -51,7 +51,7 @@ _WITHOUT_MEANING = ("h", "hk", "kv_heads", "softmax_scale")
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class IndexTile:
     """The tile of a launch: heads and queries of a product, warpgroups, stages; and its bytes of shared memory."""
 
     heads: int
@@ -82,14 +82,14 @@ class Tile:
         return 4 * self.groups + (4 if self.groups > 1 else 1)
 
 
-def tiles_of(head_dim: int, element_bytes: int, shared_memory: int) -> dict[str, Tile]:
+def tiles_of(head_dim: int, element_bytes: int, shared_memory: int) -> dict[str, IndexTile]:
     """The tiles of a kernel by the names of their launches."""
     row = head_dim * element_bytes
     tiles = {}
     for heads in HEADS:
         stages = min(_STAGES, (shared_memory - GROUPS * COLUMNS * row - 256) // (KEYS * row))
-        tiles[f"heads_{heads}"] = Tile(heads, COLUMNS // heads, GROUPS, stages, row)
-        tiles[f"heads_{heads}_few"] = Tile(heads, max(FEW_COLUMNS // heads, 1), 1, _FEW_STAGES, row)
+        tiles[f"heads_{heads}"] = IndexTile(heads, COLUMNS // heads, GROUPS, stages, row)
+        tiles[f"heads_{heads}_few"] = IndexTile(heads, max(FEW_COLUMNS // heads, 1), 1, _FEW_STAGES, row)
     return tiles
 
 
@@ -123,7 +123,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     )
     products = spec.head_dim_qk // element.mma_k
 
-    def launch(name: str, tile: Tile) -> Launch:
+    def launch(name: str, tile: IndexTile) -> Launch:
         return Launch(
             name, naming.launch_name(planned.name, name), GRID, tile.queries * tile.groups, KEYS, tile.stages,
             tile.warps, arguments=tuple(_arguments(planned, tile)), max_spills=SPILLS.bytes, products=products,
@@ -133,7 +133,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     return planned.with_launches(*(launch(name, tile) for name, tile in tiles.items()))
 
 
-def _arguments(plan: Plan, tile: Tile) -> Iterator[Argument]:
+def _arguments(plan: Plan, tile: IndexTile) -> Iterator[Argument]:
     paged, variant = plan.key_access == "paged", plan.variant
     swizzle = min(tile.row_bytes, SWIZZLE_BYTES)
     columns = swizzle // plan.operands.q.bytes

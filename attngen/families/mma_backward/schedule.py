@@ -75,7 +75,7 @@ _ROUND_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _BackwardTile:
     """Queries of a step, keys, stages of Q and dO, warps, and how many blocks a multiprocessor should run at once.
 
     ``beside_s``: dQ of the step before is added among the products of S alone, which takes fewer registers than among
@@ -93,22 +93,22 @@ class _Tile:
 #: (family, largest sum of the columns of dK and dV) -> tile, first match wins. The families are those of the forward,
 #: "narrow": masks that show few queries to a key, so that they hide more of a larger tile; and "large window": of these
 #: on large cards, those that read no tensor, so that a thread has registers for dK and dV of 64 keys.
-_TABLE: tuple[tuple[str, int, _Tile], ...] = (
-    ("gather", 128, _Tile(64, 128, 2, 8, 1)),
-    ("gather", 192, _Tile(32, 128, 2, 8, 1)),
-    ("gather", 256, _Tile(32, 128, 1, 8, 1)),
-    ("gather", 320, _Tile(64, 64, 1, 8, 1)),
-    ("narrow", 128, _Tile(64, 64, 1, 4, 2)),
-    ("large window", 256, _Tile(64, 64, 1, 4, 2, beside_s=True)),
-    ("large", 128, _Tile(128, 128, 2, 8, 1)),
-    ("large", 192, _Tile(64, 128, 2, 8, 1)),
-    ("large", 256, _Tile(64, 128, 2, 8, 1)),
-    ("large", 384, _Tile(64, 64, 2, 8, 1)),
-    ("large", 512, _Tile(64, 64, 1, 8, 1)),
-    ("any", 128, _Tile(64, 64, 1, 4, 2)),
-    ("any", 192, _Tile(32, 128, 2, 8, 1)),
-    ("any", 256, _Tile(32, 128, 1, 8, 1)),
-    ("any", 320, _Tile(64, 64, 1, 8, 1)),
+_TABLE: tuple[tuple[str, int, _BackwardTile], ...] = (
+    ("gather", 128, _BackwardTile(64, 128, 2, 8, 1)),
+    ("gather", 192, _BackwardTile(32, 128, 2, 8, 1)),
+    ("gather", 256, _BackwardTile(32, 128, 1, 8, 1)),
+    ("gather", 320, _BackwardTile(64, 64, 1, 8, 1)),
+    ("narrow", 128, _BackwardTile(64, 64, 1, 4, 2)),
+    ("large window", 256, _BackwardTile(64, 64, 1, 4, 2, beside_s=True)),
+    ("large", 128, _BackwardTile(128, 128, 2, 8, 1)),
+    ("large", 192, _BackwardTile(64, 128, 2, 8, 1)),
+    ("large", 256, _BackwardTile(64, 128, 2, 8, 1)),
+    ("large", 384, _BackwardTile(64, 64, 2, 8, 1)),
+    ("large", 512, _BackwardTile(64, 64, 1, 8, 1)),
+    ("any", 128, _BackwardTile(64, 64, 1, 4, 2)),
+    ("any", 192, _BackwardTile(32, 128, 2, 8, 1)),
+    ("any", 256, _BackwardTile(32, 128, 1, 8, 1)),
+    ("any", 320, _BackwardTile(64, 64, 1, 8, 1)),
 )
 
 
@@ -240,7 +240,7 @@ def _sums(workspace: str = "dq_sum") -> Argument:
     return Argument(f"{workspace}_ptr", "pointer", "*fp32", of=workspace, divisibility=16)
 
 
-def _late_columns(tile: _Tile, warp_dq: int, columns: int, *, ordered: bool) -> int:
+def _late_columns(tile: _BackwardTile, warp_dq: int, columns: int, *, ordered: bool) -> int:
     """Columns of dQ of a warp that are added during the next step: none where dQ is added in a fixed order, or where
     warps differ in their columns."""
     alike = warp_dq * _ROWS * tile.warps == columns * tile.m
@@ -249,24 +249,24 @@ def _late_columns(tile: _Tile, warp_dq: int, columns: int, *, ordered: bool) -> 
     return warp_dq if warp_dq <= 3 * _DQ_ROWS else _LATE_COLUMNS
 
 
-def _columns_of_warps(columns: int, tile: _Tile) -> int:
+def _columns_of_warps(columns: int, tile: _BackwardTile) -> int:
     """Columns of dK or dV that the warps of a tile's keys keep, each whole products of 16."""
     warps = _query_warps(tile)
     return -(-columns // (_DQ_ROWS * warps)) * _DQ_ROWS * warps
 
 
-def _query_warps(tile: _Tile) -> int:
+def _query_warps(tile: _BackwardTile) -> int:
     """Number of warps that have the same keys, and divide the queries of a step."""
     return _ROWS * tile.warps // tile.n
 
 
-def _query_values(spec: KernelSpec, tile: _Tile) -> int:
+def _query_values(spec: KernelSpec, tile: _BackwardTile) -> int:
     """Number of values of a query that the mask reads, and that are loaded a step ahead. In steps of fewer queries that
     spills."""
     return query_loads(spec.variant) if iteration_of(spec, "q") == "ranges" and tile.m >= _VALUED_QUERIES else 0
 
 
-def _regions(tile: _Tile, width_qk: int, width_v: int, size: int, spec: KernelSpec) -> tuple[Region, ...]:
+def _regions(tile: _BackwardTile, width_qk: int, width_v: int, size: int, spec: KernelSpec) -> tuple[Region, ...]:
     """Return the regions of shared memory. Blocks that add dQ up in a fixed order take tiles from a counter."""
     keys, regions, at, values = tile.n, [], 0, _query_values(spec, tile)
     pairs = keys * tile.m * size
@@ -301,7 +301,7 @@ def _is_narrow(spec: KernelSpec) -> bool:
     return (len(visible) == 1 and visible[0].hi is not None) or reads_positions(replace(spec.variant, score=None))
 
 
-def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _Tile:
+def _tile(spec: KernelSpec, arch: Arch, qk: int, v: int) -> _BackwardTile:
     """Return the tile of the table, within the shared memory of the arch."""
     families = _families(spec, arch)
     given = (spec.backward or Backward()).dkdv

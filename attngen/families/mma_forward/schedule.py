@@ -85,7 +85,7 @@ _LARGE = 163 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _ForwardTile:
     """Rows, keys, stages and warps of a block, and how many blocks a multiprocessor should run at once.
 
     ``q_operand`` says where the products with K find Q; the last ``q_kept`` columns stay in shared memory even if it
@@ -107,21 +107,21 @@ class _Tile:
 #: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key;
 #: "unmasked" attends to all keys; "large" cards have 163 KB of shared memory, others 99 KB; for "sm120" kernels spill
 #: less with other tiles. Measured on Hopper cards, with their shared memory (docs/notebook/mma.md).
-_TABLE: tuple[tuple[str, int, _Tile], ...] = (
-    ("gather", 64, _Tile(64, 64, 3, 4, 2)),
-    ("gather", 128, _Tile(64, 32, 3, 4, 2)),
-    ("gather", 256, _Tile(64, 16, 3, 4, 1)),
-    ("unmasked", 64, _Tile(128, 64, 3, 4, 2, "registers")),
-    ("large", 64, _Tile(128, 64, 4, 4, 3)),
-    ("large", 128, _Tile(128, 64, 3, 4, 2)),
-    ("large", 192, _Tile(64, 64, 3, 4, 2, "registers", pairs=True)),
-    ("large", 256, _Tile(64, 64, 2, 4, 2, "registers", pairs=True, q_kept=64)),
-    ("any", 64, _Tile(128, 64, 2, 4, 3)),
-    ("any", 96, _Tile(128, 64, 2, 4, 2)),
-    ("any", 128, _Tile(128, 32, 2, 4, 2)),
-    ("any", 192, _Tile(64, 64, 2, 4, 2, "registers")),
-    ("sm120", 256, _Tile(64, 64, 2, 4, 1, "registers", pairs=True, q_kept=64)),
-    ("any", 256, _Tile(64, 64, 2, 4, 1, "registers", pairs=True, q_kept=128)),
+_TABLE: tuple[tuple[str, int, _ForwardTile], ...] = (
+    ("gather", 64, _ForwardTile(64, 64, 3, 4, 2)),
+    ("gather", 128, _ForwardTile(64, 32, 3, 4, 2)),
+    ("gather", 256, _ForwardTile(64, 16, 3, 4, 1)),
+    ("unmasked", 64, _ForwardTile(128, 64, 3, 4, 2, "registers")),
+    ("large", 64, _ForwardTile(128, 64, 4, 4, 3)),
+    ("large", 128, _ForwardTile(128, 64, 3, 4, 2)),
+    ("large", 192, _ForwardTile(64, 64, 3, 4, 2, "registers", pairs=True)),
+    ("large", 256, _ForwardTile(64, 64, 2, 4, 2, "registers", pairs=True, q_kept=64)),
+    ("any", 64, _ForwardTile(128, 64, 2, 4, 3)),
+    ("any", 96, _ForwardTile(128, 64, 2, 4, 2)),
+    ("any", 128, _ForwardTile(128, 32, 2, 4, 2)),
+    ("any", 192, _ForwardTile(64, 64, 2, 4, 2, "registers")),
+    ("sm120", 256, _ForwardTile(64, 64, 2, 4, 1, "registers", pairs=True, q_kept=64)),
+    ("any", 256, _ForwardTile(64, 64, 2, 4, 1, "registers", pairs=True, q_kept=128)),
 )
 
 
@@ -235,7 +235,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
     )  # fmt: skip
 
 
-def _may_pair(spec: KernelSpec, tile: _Tile) -> bool:
+def _may_pair(spec: KernelSpec, tile: _ForwardTile) -> bool:
     """Whether pairs of warps may divide the columns of O: warps of 16 rows, where there are many columns."""
     element = operands_of(spec).v
     row_bytes = (widths(head_dim, element).width * element.bytes for head_dim in (spec.head_dim_qk, spec.head_dim_v))
@@ -249,12 +249,12 @@ def _may_pair(spec: KernelSpec, tile: _Tile) -> bool:
     )
 
 
-def _q_in_ring(tile: _Tile) -> bool:
+def _q_in_ring(tile: _ForwardTile) -> bool:
     """Whether Q has room in a stage of the ring, which it leaves before this is filled."""
     return tile.q_operand == "registers" and tile.m <= tile.n
 
 
-def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
+def _tile(spec: KernelSpec, arch: Arch, width: int) -> _ForwardTile:
     """Return the spec's tile, completed from the table, and within the shared memory of the arch."""
     families = {"any"}
     if arch.shared_memory >= _LARGE:
@@ -286,7 +286,7 @@ def _tile(spec: KernelSpec, arch: Arch, width: int) -> _Tile:
         rows = [m for m in (_ROWS * warps, _MOST_BLOCKS * _ROWS * warps) if m % _TILE_ROWS == 0]
     check_sizes(spec, (("tile.m", spec.tile_m, rows),))
     m = spec.tile_m or (table.m if table.m in rows else rows[-1])
-    tile = _Tile(m, spec.tile_n or table.n, spec.stages or table.stages, warps, table.blocks, table.q_operand)
+    tile = _ForwardTile(m, spec.tile_n or table.n, spec.stages or table.stages, warps, table.blocks, table.q_operand)
     tile = replace(tile, pairs=table.pairs and _may_pair(spec, tile))
     if _q_in_ring(tile) and tile.pairs and spec.head_dim_qk == width:
         tile = replace(tile, q_kept=table.q_kept)
@@ -333,13 +333,13 @@ def _key_values(spec: KernelSpec) -> int:
     return len(values.loads)
 
 
-def _blocks(tile: _Tile, spec: KernelSpec, arch: Arch) -> int:
+def _blocks(tile: _ForwardTile, spec: KernelSpec, arch: Arch) -> int:
     """Blocks that a multiprocessor runs at once, no more than the tile says; 0 if there is no room for one."""
     room = arch.shared_memory + _RESERVED
     return min(tile.blocks, room // (_memory(tile, spec) + _RESERVED), _MOST_WARPS // tile.warps)
 
 
-def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
+def _regions_of(tile: _ForwardTile, spec: KernelSpec) -> tuple[Region, ...]:
     """Regions of shared memory: Q, which may lie in the last stage of the ring; the ring of K and V; P and factors of
     rows, which pairs of warps exchange; values of keys."""
     element = operands_of(spec).q
@@ -360,7 +360,7 @@ def _regions_of(tile: _Tile, spec: KernelSpec) -> tuple[Region, ...]:
     return tuple(regions)
 
 
-def _memory(tile: _Tile, spec: KernelSpec) -> int:
+def _memory(tile: _ForwardTile, spec: KernelSpec) -> int:
     last = _regions_of(tile, spec)[-1]
     return last.offset + last.bytes
 

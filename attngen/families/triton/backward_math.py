@@ -21,7 +21,7 @@ _ELEMENT = _Q | _KV
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TileOrientation:
     """Layout of a kernel's tile, and the axis of its loop: keys by rows and queries by columns, or the other way.
 
     ``row`` and ``key`` turn the name of a vector into one of a tile.
@@ -38,13 +38,13 @@ class Form:
 
 
 #: dK and dV: keys by rows, so that the products with P and dS take these from registers.
-BY_KEYS = Form(QUERIES, "[None, :]", "[:, None]", "[BLOCK_N, BLOCK_M]")
+BY_KEYS = TileOrientation(QUERIES, "[None, :]", "[:, None]", "[BLOCK_N, BLOCK_M]")
 #: dQ: queries by rows, as in the forward.
-BY_QUERIES = Form(KEYS, "[:, None]", "[None, :]", "[BLOCK_M, BLOCK_N]")
+BY_QUERIES = TileOrientation(KEYS, "[:, None]", "[None, :]", "[BLOCK_M, BLOCK_N]")
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class GradientLines:
     """Everything of a kernel that depends on mask and score: lines before its loop, inside it and after it.
 
     A step goes from the product to the ``logit``, hides what is not visible (``mask``, where a tile needs it), and
@@ -80,7 +80,7 @@ class _Tensor:
         return f"gradient_{self.number}"
 
 
-def gradients(plan: Plan, form: Form, before: Sequence[Statement]) -> Gradients:
+def gradients(plan: Plan, form: TileOrientation, before: Sequence[Statement]) -> GradientLines:
     """Return the statements of a kernel; ``before`` are those that stand earlier, whose names are not used again."""
     variant, inner = plan.variant, form.along.axis
     logit = fold_variant(variant, fast_math=plan.fast_math)
@@ -116,7 +116,7 @@ def gradients(plan: Plan, form: Form, before: Sequence[Statement]) -> Gradients:
         hoisted.insert(0, assign(kept, number))
     by_row = [tensor for tensor in tensors if "kv" not in tensor.axes]
     of_head, shared = depending(hoisted, {"h"})
-    return Gradients(
+    return GradientLines(
         hoisted=shared,
         of_head=of_head,
         logit=tuple(lines),
@@ -141,7 +141,7 @@ def _own_tensors(slope: Slope, scored: EmittedMany) -> list[_Tensor]:
     return tensors
 
 
-def _number_pairs(form: Form, lines: list[Statement], earlier: Sequence[Statement]) -> None:
+def _number_pairs(form: TileOrientation, lines: list[Statement], earlier: Sequence[Statement]) -> None:
     """Put the statements that number the queries or keys of a step before the first ones that read them."""
     read, known = reads(lines), declared(earlier)
     needed = (
@@ -156,7 +156,7 @@ def _number_pairs(form: Form, lines: list[Statement], earlier: Sequence[Statemen
 
 def _derivative(
     plan: Plan,
-    form: Form,
+    form: TileOrientation,
     logit: str,
     multiplier: Code,
     scored: EmittedMany,
@@ -201,7 +201,7 @@ def _factor(value: Code) -> Code:
     return in_product(value, TRITON)
 
 
-def _dropped(form: Form, derivative: Sequence[Statement]) -> list[Statement]:
+def _dropped(form: TileOrientation, derivative: Sequence[Statement]) -> list[Statement]:
     """Return the statements from the logit to dS with dropout: what is dropped has a dP of 0 and no part in dV."""
     unit = written("{b} * {heads} + {h}" if form is BY_KEYS else "{unit}")
     state = "{dropout_seed}, {dropout_offset}, {}, {dropout_threshold}"
@@ -214,7 +214,7 @@ def _dropped(form: Form, derivative: Sequence[Statement]) -> list[Statement]:
     return [*lines, assign("p", "tl.where({kept}, {p}, 0.0)")] if form is BY_KEYS else lines
 
 
-def _elements(plan: Plan, form: Form) -> dict[str, Binding]:
+def _elements(plan: Plan, form: TileOrientation) -> dict[str, Binding]:
     """Return the bindings inside a step. What a block keeps stays inside its sequence by repeating the last one."""
     nothing: frozenset[str] = frozenset()
     by_keys = form is BY_KEYS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from attngen.families.triton.backward import has_window, results_of, through_descriptor
-from attngen.families.triton.backward_math import BY_KEYS, BY_QUERIES, Form, Gradients, gradients
+from attngen.families.triton.backward_math import BY_KEYS, BY_QUERIES, GradientLines, TileOrientation, gradients
 from attngen.families.triton.forward_view import (
     begins,
     column_offsets,
@@ -138,7 +138,7 @@ def backward_view(plan: Plan, template: str) -> BackwardView:
     )
 
 
-def _kernel(plan: Plan, part: Launch, form: Form) -> GradientKernel:
+def _kernel(plan: Plan, part: Launch, form: TileOrientation) -> GradientKernel:
     own = plan.of_launch(part)
     spans, listed = ranges(own, form.along), words(own, form.along)
     code = gradients(own, form, [*spans.lines, *listed.lines])
@@ -214,7 +214,7 @@ def _blocks(plan: Plan, name: str) -> tuple[tuple[Columns, ...], int]:
     return (plan.columns_qk, plan.head_dim_qk) if name in ("q", "k") else (plan.columns_v, plan.head_dim_v)
 
 
-def _keep(plan: Plan, form: Form, written: tuple[str, ...]) -> tuple[str, ...]:
+def _keep(plan: Plan, form: TileOrientation, written: tuple[str, ...]) -> tuple[str, ...]:
     """Return the lines that load what a block keeps; through pointers, so that it lies in shared memory."""
     lines = []
     names, head, index, length, begin = (
@@ -235,7 +235,7 @@ def _keep(plan: Plan, form: Form, written: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _heads(plan: Plan, part: Launch, form: Form) -> tuple[str, ...]:
+def _heads(plan: Plan, part: Launch, form: TileOrientation) -> tuple[str, ...]:
     """Return the lines that find the rows of a head of what the loops load, where these have pointers."""
     lines = []
     names, head, begin = (("q", "dout"), "h", "q_begin") if form is BY_KEYS else (("k", "v"), "hk", "k_begin")
@@ -246,7 +246,7 @@ def _heads(plan: Plan, part: Launch, form: Form) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _load(plan: Plan, part: Launch, form: Form, names: tuple[str, str], which: int) -> tuple[str, ...]:
+def _load(plan: Plan, part: Launch, form: TileOrientation, names: tuple[str, str], which: int) -> tuple[str, ...]:
     """Return the lines that load one tile of what the loops go along; rows after the end of a sequence are 0."""
     name = names[which]
     head, index, start, length, begin, rows = (
@@ -278,7 +278,7 @@ def _load(plan: Plan, part: Launch, form: Form, names: tuple[str, str], which: i
 # --- one step -----------------------------------------------------------------------------------------------
 
 
-def _step(plan: Plan, part: Launch, form: Form, code: Gradients, condition: str | None) -> BackwardStep:
+def _step(plan: Plan, part: Launch, form: TileOrientation, code: GradientLines, condition: str | None) -> BackwardStep:
     precision = precision_of(plan)
 
     def product(result: str, left: str, right: str, blocks: tuple[Columns, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from attngen.render.triton_math import Body, Math, Ranges, assign, classifier, m
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ColumnBlock:
     """One column block of V and of the accumulator."""
 
     suffix: str
@@ -85,7 +85,7 @@ class TritonView:
     range_lines: tuple[str, ...]
     q_load_lines: tuple[str, ...]
     hoisted_lines: tuple[str, ...]
-    v_blocks: tuple[Block, ...]
+    v_blocks: tuple[ColumnBlock, ...]
     loops: tuple[Loop, ...]
     word_lines: tuple[str, ...]
     step: ForwardStep
@@ -159,11 +159,11 @@ def precision_of(plan: Plan) -> str:
     return f', input_precision="{plan.dot_precision}"' if plan.dot_precision else ""
 
 
-def _block(plan: Plan, index: int) -> Block:
+def _block(plan: Plan, index: int) -> ColumnBlock:
     block = plan.columns_v[index]
     inside = f" & (column[None, :] < {plan.head_dim_v})" if block.used < block.width else ""
     columns = f"{block.start} + " * (block.start > 0) + f"tl.arange(0, {block.width})"
-    return Block(block_suffix(plan.columns_v, index), block.width, columns, f"stored{inside}")
+    return ColumnBlock(block_suffix(plan.columns_v, index), block.width, columns, f"stored{inside}")
 
 
 # --- loads --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from attngen.dtypes import HEAD_DIMS
 from attngen.errors import CallError
 from attngen.integrations.shared import choice
 from attngen.integrations.shared.arguments import refused, tensor
-from attngen.integrations.shared.choice import NO_LIMIT, Candidate, Packing, Pages, attend
+from attngen.integrations.shared.choice import NO_LIMIT, Packing, Pages, VariantCandidate, attend
 from attngen.lang.ir import MAX_SEQLEN
 
 #: The shipped spec that builds what these functions ask for.
@@ -48,7 +48,7 @@ def candidates_for(
     alibi_slopes: Tensor | None,
     batch: int,
     chunk: int = 0,
-) -> list[Candidate]:
+) -> list[VariantCandidate]:
     """The variants that serve the arguments, the most specific first; ``chunk`` 0 means none."""
     left, right = sides_of(window_size)
     if causal:
@@ -65,23 +65,26 @@ def candidates_for(
     if alibi_slopes is not None:
         slope = slopes_of(alibi_slopes, batch, q.shape[-2])
         if softcap:
-            return [Candidate("window_softcap_alibi", {**sides, "cap": softcap, "slope": slope})]
-        general = Candidate("window_alibi", {**sides, "slope": slope})
+            return [VariantCandidate("window_softcap_alibi", {**sides, "cap": softcap, "slope": slope})]
+        general = VariantCandidate("window_alibi", {**sides, "slope": slope})
         plain = alibi_slopes.dim() == 1 and (left, right) == (NO_LIMIT, 0)
-        return [Candidate("alibi", {"slope": alibi_slopes}), general] if plain else [general]
+        return [VariantCandidate("alibi", {"slope": alibi_slopes}), general] if plain else [general]
     capped, suffix = ({"cap": softcap}, "_softcap") if softcap else ({}, "")
-    general = Candidate(f"window{suffix}", {**sides, **capped})
+    general = VariantCandidate(f"window{suffix}", {**sides, **capped})
     if (left, right) == (NO_LIMIT, 0):
-        return [Candidate("softcap" if softcap else "causal", capped), general]
+        return [VariantCandidate("softcap" if softcap else "causal", capped), general]
     if right == 0:
-        return [Candidate("softcap_window" if softcap else "sliding_window", {"window": left + 1, **capped}), general]
+        return [
+            VariantCandidate("softcap_window" if softcap else "sliding_window", {"window": left + 1, **capped}),
+            general,
+        ]
     if (left, right) == (NO_LIMIT, NO_LIMIT) and not softcap:
-        return [Candidate("full"), general]
+        return [VariantCandidate("full"), general]
     return [general]
 
 
 def attend_wide(
-    candidates: Sequence[Candidate], q: Tensor, k: Tensor, v: Tensor, *, pages: Pages | None = None,
+    candidates: Sequence[VariantCandidate], q: Tensor, k: Tensor, v: Tensor, *, pages: Pages | None = None,
     return_lse: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
     """As ``attend``, also for a v that is wider than kernels are: one call for each of its parts.
@@ -145,16 +148,18 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def _in_chunks(sides: Mapping[str, int], chunk: int, softcap: float, alibi_slopes: Tensor | None) -> list[Candidate]:
+def _in_chunks(
+    sides: Mapping[str, int], chunk: int, softcap: float, alibi_slopes: Tensor | None
+) -> list[VariantCandidate]:
     """The variants in which queries see their own chunk of keys only."""
     if alibi_slopes is not None:
         raise refused("alibi_slopes", "no variant of this integration has both ALiBi and attention_chunk")
     given = {**sides, "chunk": chunk}
     if softcap:
-        return [Candidate("window_chunk_softcap", {**given, "cap": softcap})]
-    general = Candidate("window_chunk", given)
+        return [VariantCandidate("window_chunk_softcap", {**given, "cap": softcap})]
+    general = VariantCandidate("window_chunk", given)
     causal = (sides["left"], sides["right"]) == (NO_LIMIT, 0)
-    return [Candidate("chunked", {"chunk": chunk}), general] if causal else [general]
+    return [VariantCandidate("chunked", {"chunk": chunk}), general] if causal else [general]
 
 
 def slopes_of(slopes: Tensor, batch: int, heads: int) -> Tensor:

@@ -17,7 +17,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import CallError
 from attngen.integrations.flash_attn.arguments import Window, attend_wide, candidates_for, sequences_of, sides_of
 from attngen.integrations.shared.arguments import contiguous_rows, refused, tensor
-from attngen.integrations.shared.choice import Candidate, Pages
+from attngen.integrations.shared.choice import Pages, VariantCandidate
 from attngen.runtime.arguments.checked import TORCH_DTYPES
 from attngen.runtime.arguments.torch_state import is_traced
 from attngen.runtime.operations.append.call import append_kv
@@ -213,7 +213,7 @@ def _lengths(call: CachedCall, batch: int) -> Tensor | None:
     return lengths.to(torch.int32).contiguous()
 
 
-def candidates_over_cache(call: CachedCall, batch: int) -> list[Candidate]:
+def candidates_over_cache(call: CachedCall, batch: int) -> list[VariantCandidate]:
     """The variants that serve a call."""
     candidates = candidates_for(
         call.q, call.causal, call.window_size, call.softcap, call.alibi_slopes, batch, call.chunk
@@ -226,10 +226,10 @@ def candidates_over_cache(call: CachedCall, batch: int) -> list[Candidate]:
         raise refused("cache_leftpad", "no variant of this integration has it together with sinks")
     general = candidates[-1]
     skipped = {**general.arguments, "leftpad": call.leftpad.to(torch.int32)}
-    return [Candidate(general.variant + LEFTPAD, skipped)]
+    return [VariantCandidate(general.variant + LEFTPAD, skipped)]
 
 
-def _with_sink(candidate: Candidate, sinks: Tensor, heads: int) -> Candidate:
+def _with_sink(candidate: VariantCandidate, sinks: Tensor, heads: int) -> VariantCandidate:
     """Return the sibling of a variant with a logit (h,) of each head that joins the softmax."""
     if candidate.variant not in ("causal", "sliding_window"):
         raise refused(
@@ -237,7 +237,7 @@ def _with_sink(candidate: Candidate, sinks: Tensor, heads: int) -> Candidate:
         )
     if tensor("s_aux", sinks).shape != (heads,):
         raise CallError(f"s_aux must have shape ({heads},), one number for each head, got {tuple(sinks.shape)}")
-    return Candidate(f"{candidate.variant}_sink", {**candidate.arguments, "sinks": sinks.float()})
+    return VariantCandidate(f"{candidate.variant}_sink", {**candidate.arguments, "sinks": sinks.float()})
 
 
 def _with_new_keys(call: CachedCall, used: Tensor | None) -> tuple[CachedCall, Tensor]:

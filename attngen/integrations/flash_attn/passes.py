@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from attngen.errors import CallError
 from attngen.integrations.flash_attn.arguments import SPEC, candidates_for, packing_of, sequences_of
 from attngen.integrations.shared.arguments import contiguous_rows, refused, tensor
-from attngen.integrations.shared.choice import Candidate, Packing, attend, with_dropout
+from attngen.integrations.shared.choice import Packing, VariantCandidate, attend, with_dropout
 from attngen.integrations.shared.gradients import gradients_of, row_sums
 from attngen.runtime.operations.attention.dropout_state import random_state
 
@@ -185,14 +185,14 @@ def _state(q: Tensor, rate: float) -> Tensor | None:
     return random_state(q) if rate else None
 
 
-def _dropping_again(plain: list[Candidate], rate: float, state: Tensor | None) -> Sequence[Candidate]:
+def _dropping_again(plain: list[VariantCandidate], rate: float, state: Tensor | None) -> Sequence[VariantCandidate]:
     if rate and state is None:
         raise CallError("a backward pass with dropout needs the rng_state that the forward pass returned")
     return with_dropout(plain, rate, state)
 
 
 def _run(
-    candidates: Sequence[Candidate], q: Tensor, k: Tensor, v: Tensor, packing: Packing | None,
+    candidates: Sequence[VariantCandidate], q: Tensor, k: Tensor, v: Tensor, packing: Packing | None,
     softmax_scale: float | None, seqused_k: Tensor | None, state: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     with torch.no_grad():

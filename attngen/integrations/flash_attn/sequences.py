@@ -19,7 +19,7 @@ from attngen.integrations.flash_attn.arguments import SPEC, attend_wide
 from attngen.integrations.flash_attn.cache import QUANTIZED
 from attngen.integrations.flash_attn.used_queries import UsedQueries, checked
 from attngen.integrations.shared.arguments import contiguous_rows, tensor
-from attngen.integrations.shared.choice import Candidate, Packing
+from attngen.integrations.shared.choice import Packing, VariantCandidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Packed:
 
 
 def attend_sequences(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[VariantCandidate],
     q: Tensor,
     k: Tensor,
     v: Tensor,

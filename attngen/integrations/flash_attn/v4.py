@@ -19,7 +19,7 @@ from attngen.integrations.flash_attn.arguments import CUTE_MASKS, GATHERED_KEYS,
 from attngen.integrations.flash_attn.cache import CachedCall, attend_cached
 from attngen.integrations.flash_attn.sequences import Sequences, attend_sequences
 from attngen.integrations.shared.arguments import refuse, refused, tensor, without_gradient
-from attngen.integrations.shared.choice import Candidate
+from attngen.integrations.shared.choice import VariantCandidate
 from attngen.integrations.shared.gradients import join_sinks
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -158,7 +158,7 @@ def _attend(
     fused = []  # variants with sinks, which need kernels of their own; what trains has those of the plain variants
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, sink))):
         fused = [
-            Candidate(f"{each.variant}_sink", {**each.arguments, "sinks": sink})
+            VariantCandidate(f"{each.variant}_sink", {**each.arguments, "sinks": sink})
             for each in candidates
             if each.variant in ("causal", "sliding_window")
         ]

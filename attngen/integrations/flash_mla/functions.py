@@ -20,7 +20,7 @@ from attngen.errors import CallError, NoKernelError
 from attngen.integrations.shared import recalled
 from attngen.integrations.shared.arguments import contiguous_rows, refuse, tensor
 from attngen.integrations.shared.catalogue import variant
-from attngen.integrations.shared.choice import Candidate, Pages, attend
+from attngen.integrations.shared.choice import Pages, VariantCandidate, attend
 from attngen.integrations.shared.constants import Key, counted, filled
 from attngen.runtime.arguments.given import Given
 
@@ -184,8 +184,8 @@ def flash_mla_with_kvcache(
     (q,) = contiguous_rows(q=q)
     pages = Pages(tensor("block_table", block_table), num_splits=1 if enable_batch_invariant else None)
     out, lse = attend(
-        [Candidate("causal" if causal else "full")], q, k_cache, k_cache[..., :head_dim_v], spec=SPEC, pages=pages,
-        softmax_scale=softmax_scale, seqused_k=tensor("cache_seqlens", cache_seqlens), return_lse=True,
+        [VariantCandidate("causal" if causal else "full")], q, k_cache, k_cache[..., :head_dim_v], spec=SPEC,
+        pages=pages, softmax_scale=softmax_scale, seqused_k=tensor("cache_seqlens", cache_seqlens), return_lse=True,
         descales=descales,
     )  # fmt: skip
     return out, lse
@@ -422,7 +422,7 @@ def _listed(
         _check_sink(q, attn_sink)
         own = {**own, "sinks": attn_sink}
     out, lse = attend(
-        [Candidate(_name(own), own)], q, k, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale,
+        [VariantCandidate(_name(own), own)], q, k, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale,
         seqused_k=seqused_k, return_lse=True,
     )  # fmt: skip
     return out, lse

@@ -67,7 +67,7 @@ _default_dtype, _autocasts = torch.get_default_dtype, torch._C._is_any_autocast_
 _CELL, _ABSENT, _UNKNOWN = object(), object(), "unknown"
 
 
-class Reading:
+class FunctionInputs:
     """The inputs of functions, at the time when this is made.
 
     ``key`` is the same for functions that compute the same, given tensors of the same shapes, dtypes and devices.
@@ -287,7 +287,7 @@ class Watch:
     def __init__(self, *functions: Callable[..., Any] | None) -> None:
         self._modes = modes()
         self.clear()
-        Reading(*functions, watch=self)
+        FunctionInputs(*functions, watch=self)
 
     def clear(self) -> None:
         """Forget what was taken note of."""

@@ -19,7 +19,7 @@ from torch import Tensor
 import attngen
 from attngen.errors import SpecError
 from attngen.integrations.flex.facts import Look, looks
-from attngen.integrations.flex.identity import Reading, state_of
+from attngen.integrations.flex.identity import FunctionInputs, state_of
 from attngen.integrations.flex.plain import legal, plain
 from attngen.integrations.flex.trace import Trace, refusal, traced
 from attngen.integrations.flex.translate import WORDS, Translator
@@ -219,7 +219,7 @@ class Functions:
         pairs = (("mask_mod", mask_mod), ("score_mod", score_mod))
         self._functions = {kind: function for kind, function in pairs if function is not None}
         self._device = device
-        self._reading = Reading(*self._functions.values())
+        self._reading = FunctionInputs(*self._functions.values())
         self._key = (*self._functions, str(device), self._reading.key)
         self._tensors = [tensor for _, tensor in self._reading.tensors]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attngen.integrations.flex.trace import Given, Step, Trace
+from attngen.integrations.flex.trace import CapturedTensor, Trace, TraceStep
 
 #: Most steps beside the arguments, the longest expression, and most axes of a tensor: the language
 #: allows more.
@@ -38,7 +38,7 @@ _LEAVES = {
 def plain(trace: Trace) -> bool:
     """Whether the language takes a mask for certain, whichever numbers its tensors hold."""
     steps = trace.steps
-    bits: dict[Step, int] = {}  # of each step that is an integer, with its sign; 0 of others
+    bits: dict[TraceStep, int] = {}  # of each step that is an integer, with its sign; 0 of others
     if len(steps) > _MOST_STEPS + 4:
         return False
     for step in steps:
@@ -51,7 +51,7 @@ def plain(trace: Trace) -> bool:
     return trace.result is not None and trace.result.dtype is torch.bool
 
 
-def _bits(step: Step, known: Mapping[Step, int]) -> int | None:
+def _bits(step: TraceStep, known: Mapping[TraceStep, int]) -> int | None:
     """Return the bits of a step, or None if it is not known that the language takes it."""
     name, args = step.name, step.args
     width: int
@@ -80,21 +80,21 @@ def _bits(step: Step, known: Mapping[Step, int]) -> int | None:
     return width if width <= _WIDEST else None
 
 
-def _size(operand: Any, known: Mapping[Step, int]) -> int | None:
+def _size(operand: Any, known: Mapping[TraceStep, int]) -> int | None:
     """Return the bits of an operand: a step, a number, or a captured tensor of one number."""
-    if type(operand) is Step:
+    if type(operand) is TraceStep:
         return known[operand]
     if type(operand) is int:
         return operand.bit_length() + 1 if operand.bit_length() <= _WIDEST else None
-    number = type(operand) is Given and not operand.shape and not operand.requires_grad
+    number = type(operand) is CapturedTensor and not operand.shape and not operand.requires_grad
     return _LEAVES.get(operand.dtype) if number else None
 
 
 def _element(tensor: Any, indices: Sequence[Any]) -> int | None:
     """Return the bits of an element of a captured tensor at indices that are integers or numbers."""
-    if type(tensor) is not Given or tensor.requires_grad or not 0 < len(indices) == len(tensor.shape) <= _AXES:
+    if type(tensor) is not CapturedTensor or tensor.requires_grad or not 0 < len(indices) == len(tensor.shape) <= _AXES:
         return None
-    integers = all(type(i) is int or (type(i) is Step and i.dtype in (torch.int32, torch.int64)) for i in indices)
+    integers = all(type(i) is int or (type(i) is TraceStep and i.dtype in (torch.int32, torch.int64)) for i in indices)
     return _LEAVES.get(tensor.dtype) if integers else None
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attngen.errors import CallError
 from attngen.integrations.flex.direct import DIRECT, Rule
 from attngen.integrations.flex.effects import Kept, effect_of
-from attngen.integrations.flex.identity import Reading
+from attngen.integrations.flex.identity import FunctionInputs
 
 _aten = torch.ops.aten
 _NO_TENSORS: frozenset[int] = frozenset()
@@ -30,7 +30,7 @@ _DIVIDES = frozenset({_aten.div, _aten.floor_divide, _aten.remainder, _aten.fmod
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class TraceStep:
     """An argument, or an operation on what depends on arguments; args hold other operands, and Python's numbers."""
 
     name: str  # such as "add"; of an argument "argument"
@@ -43,7 +43,7 @@ class Step:
 
 
 @dataclass(eq=False, slots=True)
-class Given:
+class CapturedTensor:
     """A captured tensor: its place among those of the reading, and its name."""
 
     slot: int
@@ -66,18 +66,18 @@ class Made:
     shape: torch.Size
     sources: frozenset[int]  # slots of the captured tensors that it was computed from
     line: int | None
-    element: tuple[Given, tuple[int, ...]] | None = None
+    element: tuple[CapturedTensor, tuple[int, ...]] | None = None
 
 
-Operand = Step | Given | Made
+Operand = TraceStep | CapturedTensor | Made
 
 
 @dataclass(slots=True)
 class Trace:
     """The trace of a function: steps in order, and the one that it returns."""
 
-    steps: list[Step] = field(default_factory=list)
-    result: Step | None = None
+    steps: list[TraceStep] = field(default_factory=list)
+    result: TraceStep | None = None
     #: Slots of captured tensors whose values, not only shapes, decided what was recorded.
     fixed: set[int] = field(default_factory=set)
     #: Whether a tensor was met that the reading of the function did not find.
@@ -148,7 +148,7 @@ class _Recorder(TorchDispatchMode):
         self,
         function: Callable[..., Any],
         arguments: Sequence[Tensor],
-        reading: Reading,
+        reading: FunctionInputs,
         device: torch.device,
         words: Container[str],
     ) -> None:
@@ -160,11 +160,11 @@ class _Recorder(TorchDispatchMode):
         self._place = arguments[-1].device
         self._alive: list[Any] = list(arguments)  # so that nothing else gets the identity of what is known
         self.known: dict[int, Operand] = {
-            id(tensor): Given(slot, name, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
+            id(tensor): CapturedTensor(slot, name, tensor.dtype, tensor.shape, tensor.device, tensor.requires_grad)
             for slot, (name, tensor) in enumerate(reading.tensors)
         }
         for argument in arguments:
-            step = Step("argument", "", (), {}, argument.dtype, argument.shape)
+            step = TraceStep("argument", "", (), {}, argument.dtype, argument.shape)
             self.known[id(argument)] = step
             self.trace.steps.append(step)
 
@@ -172,13 +172,13 @@ class _Recorder(TorchDispatchMode):
         """Refuse a captured tensor that is on another device than the call."""
         if tensor.dim() and tensor.device.type != self._device.type:
             known = self.known.get(id(tensor))
-            name = f"'{known.name}' " if isinstance(known, Given) else ""
+            name = f"'{known.name}' " if isinstance(known, CapturedTensor) else ""
             raise _OperationError(f"the captured tensor {name}is on {tensor.device}, the call on {self._device}")
 
     def element(self, tensor: Tensor, indices: tuple[int, ...]) -> Tensor:
         """Return an element of a tensor, which is read where it is used, unless its value is looked at here."""
         known = self.known.get(id(tensor))
-        if not isinstance(known, Given):
+        if not isinstance(known, CapturedTensor):
             return _aten.index(tensor, [torch.tensor(i, device="cpu") for i in indices])
         places = tuple(i + size if i < 0 else i for i, size in zip(indices, known.shape, strict=True))
         with torch._C._DisableTorchDispatch():
@@ -203,9 +203,9 @@ class _Recorder(TorchDispatchMode):
                 operands.append(value)
             else:
                 known = self.known.get(id(value))
-                if type(known) is Step:
+                if type(known) is TraceStep:
                     depends = True
-                elif type(known) is not Given or known.requires_grad:
+                elif type(known) is not CapturedTensor or known.requires_grad:
                     return None
                 if known.shape:
                     return None
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
     def gather(self, tensor: Tensor, indices: Sequence[Any]) -> Tensor | None:
         """Return an element of a captured tensor at indices that are steps or numbers; None of any other."""
         source = self.known.get(id(tensor))
-        if type(source) is not Given:
+        if type(source) is not CapturedTensor:
             return None
         places: list[Any] = []
         for index, size in zip(indices, source.shape, strict=True):
@@ -225,7 +225,7 @@ class _Recorder(TorchDispatchMode):
                 places.append(index if index >= 0 else index + size)
                 continue
             place = self.known.get(id(index))
-            if type(place) is not Step or place.dtype not in _AN_INDEX:
+            if type(place) is not TraceStep or place.dtype not in _AN_INDEX:
                 return None
             places.append(place)
         return self._written("index", "aten.index.Tensor", (source, places), source.dtype)
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):
         zero = _ZEROS.get((dtype, self._place))
         with torch._C._DisableTorchDispatch():
             result = (_zero(dtype, self._place) if zero is None else zero).detach()
-        step = Step(name, overload, args, {}, dtype, result.shape, self._line())
+        step = TraceStep(name, overload, args, {}, dtype, result.shape, self._line())
         self.trace.steps.append(step)
         self.known[id(result)] = step
         self._alive.append(result)
@@ -245,7 +245,7 @@ class _Recorder(TorchDispatchMode):
         """Take note that the values of tensors were read."""
         for tensor in _tensors(values):
             known = self.known.get(id(tensor))
-            if isinstance(known, Given):
+            if isinstance(known, CapturedTensor):
                 self.trace.fixed.add(known.slot)
             elif isinstance(known, Made):
                 self.trace.fixed |= known.sources
@@ -259,7 +259,7 @@ class _Recorder(TorchDispatchMode):
         known, tensors = self.known, list(_tensors((args, kwargs)))
         for tensor in tensors:
             self.expect(tensor)
-        depends = any(type(known.get(id(tensor))) is Step for tensor in tensors)
+        depends = any(type(known.get(id(tensor))) is TraceStep for tensor in tensors)
         if not depends and tensors:
             return self._constant(func, args, kwargs, tensors)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -303,9 +303,9 @@ class _Recorder(TorchDispatchMode):
         del steps[before:]  # a refusal names the operation that the function has, not a part of it
         return None
 
-    def _step(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> Step:
+    def _step(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> TraceStep:
         given = {key: self._operand(value) for key, value in kwargs.items()}
-        step = Step(_name(func), str(func), self._operands(args), given, result.dtype, result.shape, self._line())
+        step = TraceStep(_name(func), str(func), self._operands(args), given, result.dtype, result.shape, self._line())
         self.trace.steps.append(step)
         return step
 
@@ -321,7 +321,7 @@ class _Recorder(TorchDispatchMode):
         if func is not _aten.lift_fresh.default:  # of a number that the function made a tensor
             for tensor in tensors:
                 known = self.known.get(id(tensor))
-                if isinstance(known, Given):
+                if isinstance(known, CapturedTensor):
                     sources.add(known.slot)
                 elif isinstance(known, Made):
                     sources |= known.sources
@@ -412,7 +412,7 @@ def _runs(device: torch.device) -> bool:
 
 
 def traced(
-    function: Callable[..., Any], kind: str, device: torch.device, reading: Reading, words: Container[str]
+    function: Callable[..., Any], kind: str, device: torch.device, reading: FunctionInputs, words: Container[str]
 ) -> Trace:
     """Trace a function of (b, h, q_idx, kv_idx), or with ``kind='score_mod'`` of (score, b, h, …).
 
@@ -439,7 +439,7 @@ def traced(
             function, kind, f"it changes {changed}, which a trace does only once; a function must have no side effects"
         )
     result = recorder.known.get(id(returned)) if isinstance(returned, Tensor) else None
-    if not isinstance(result, Step):
+    if not isinstance(result, TraceStep):
         raise refusal(function, kind, "it returns no tensor that depends on its arguments")
     recorder.trace.result = result
     return recorder.trace

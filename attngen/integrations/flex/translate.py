@@ -11,7 +11,7 @@ import torch
 
 from attngen.errors import CallError
 from attngen.integrations.flex.facts import Look
-from attngen.integrations.flex.trace import Given, Made, Operand, Step, Trace, refusal
+from attngen.integrations.flex.trace import CapturedTensor, Made, Operand, Trace, TraceStep, refusal
 from attngen.integrations.flex.values import (
     _INDICES,
     _NARROW,
@@ -53,9 +53,11 @@ class Translator:
     def __init__(self, function: Callable[..., Any], kind: str, trace: Trace, into: Translation) -> None:
         """``function`` is what errors name."""
         self._function, self._kind, self._trace, self._into, self._values = function, kind, trace, into, into.values
-        self._text: dict[Step, str] = {}
-        self._sources: dict[Step, Given | Made] = {}  # the tensor that a step is an element of
-        self._rows: dict[Step, tuple[Given | Made, list[Any]]] = {}  # some indices are given: row[h] of row[h][q]
+        self._text: dict[TraceStep, str] = {}
+        self._sources: dict[TraceStep, CapturedTensor | Made] = {}  # the tensor that a step is an element of
+        self._rows: dict[
+            TraceStep, tuple[CapturedTensor | Made, list[Any]]
+        ] = {}  # some indices are given: row[h] of row[h][q]
 
     def expression(self) -> str:
         """Return the function's result as an expression. Raises CallError for what cannot be expressed."""
@@ -76,9 +78,11 @@ class Translator:
         return self._of(result)
 
     def _refuse(self, operand: Operand, reason: str) -> CallError:
-        return refusal(self._function, self._kind, reason, None if isinstance(operand, Given) else operand.line)
+        return refusal(
+            self._function, self._kind, reason, None if isinstance(operand, CapturedTensor) else operand.line
+        )
 
-    def detached(self, step: Step) -> str:
+    def detached(self, step: TraceStep) -> str:
         """Text of a detached value, which must have no gradient: expressions cannot cut one."""
         if step.dtype.is_floating_point and self._has_gradient(step):
             raise self._refuse(
@@ -90,11 +94,11 @@ class Translator:
 
     def _has_gradient(self, operand: Any) -> bool:
         """Whether a value depends on the score or on a learned tensor through numbers."""
-        if isinstance(operand, Given):
+        if isinstance(operand, CapturedTensor):
             return operand.requires_grad
         if isinstance(operand, list | tuple):
             return any(map(self._has_gradient, operand))
-        if not isinstance(operand, Step) or not operand.dtype.is_floating_point:
+        if not isinstance(operand, TraceStep) or not operand.dtype.is_floating_point:
             return False
         return operand.name == "argument" or self._has_gradient(operand.args)
 
@@ -112,13 +116,13 @@ class Translator:
             if math.isinf(operand):
                 return "inf" if operand > 0 else "(-inf)"
             return repr(operand) if math.copysign(1.0, operand) > 0 else f"(-{-operand!r})"
-        if isinstance(operand, Given | Made):
+        if isinstance(operand, CapturedTensor | Made):
             return self._number(operand)
         if operand in self._rows:
             raise self._refuse(operand, "a row of a captured tensor is used where a number is expected")
         return self._text[operand]
 
-    def _number(self, operand: Given | Made) -> str:
+    def _number(self, operand: CapturedTensor | Made) -> str:
         """Return a tensor of one number: as an element, or as the number if it is only on the CPU."""
         if isinstance(operand, Made) and operand.element is not None:
             source, places = operand.element
@@ -139,7 +143,7 @@ class Translator:
         if operand.sources & self._values.closed:
             raise self._refuse(operand, "it computes with a captured tensor before it indexes it")
 
-    def _captured(self, operand: Given | Made) -> Captured:
+    def _captured(self, operand: CapturedTensor | Made) -> Captured:
         if operand.dtype not in DTYPES and operand.dtype not in CONVERTED:
             raise self._refuse(operand, f"a captured tensor is {_short(operand.dtype)}")
         if isinstance(operand, Made):
@@ -148,7 +152,7 @@ class Translator:
 
     # --- operations -----------------------------------------------------------------------------------------
 
-    def _call(self, step: Step) -> None:
+    def _call(self, step: TraceStep) -> None:
         own, rule = getattr(self, f"_aten_{step.name}", None), _RULES.get(step.name)
         if own is None and rule is None:
             raise self._refuse(step, f"{step.overload} has no equivalent in attngen's language")
@@ -159,9 +163,9 @@ class Translator:
             for operand in step.args[:2]:
                 self._narrow(operand)
 
-    def _check_numbers(self, step: Step) -> None:
+    def _check_numbers(self, step: TraceStep) -> None:
         """Refuse a Python integer that the narrow integers of an operation lack: torch computes with another one."""
-        operands = [operand for operand in step.args if isinstance(operand, Step | Given | Made)]
+        operands = [operand for operand in step.args if isinstance(operand, TraceStep | CapturedTensor | Made)]
         dtype = reduce(torch.promote_types, map(_dtype, operands)) if operands else step.dtype
         if step.name in _UNCHANGED or dtype not in _NARROW or _is_float(step):
             return
@@ -173,10 +177,10 @@ class Translator:
                     "the tensor's .int()"
                 )  # fmt: skip
 
-    def _aten_index(self, step: Step) -> str:
+    def _aten_index(self, step: TraceStep) -> str:
         tensor, indices = step.args[0], step.args[1]
         tensor, before = self._rows.get(tensor, (tensor, []))
-        if isinstance(tensor, Step) or (isinstance(tensor, Made) and tensor.element is not None):
+        if isinstance(tensor, TraceStep) or (isinstance(tensor, Made) and tensor.element is not None):
             raise self._refuse(step, "only captured tensors have indices")
         indices = [*before, *indices]
         if len(indices) > len(tensor.shape) or any(i is None for i in indices):
@@ -206,27 +210,29 @@ class Translator:
 
         What is asked about tensors does not depend on the answers.
         """
-        if isinstance(operand, Step) and operand not in self._sources:
-            answers = [self._narrow(each) for each in operand.args if isinstance(each, Step)]  # all of them are asked
+        if isinstance(operand, TraceStep) and operand not in self._sources:
+            answers = [
+                self._narrow(each) for each in operand.args if isinstance(each, TraceStep)
+            ]  # all of them are asked
             return all(answers)
-        source = self._sources.get(operand) if isinstance(operand, Step) else operand
+        source = self._sources.get(operand) if isinstance(operand, TraceStep) else operand
         if isinstance(source, Made) and source.element is not None:
             source = source.element[0]
-        if not isinstance(source, Given | Made) or source.dtype != torch.int64:
+        if not isinstance(source, CapturedTensor | Made) or source.dtype != torch.int64:
             return True
-        entry = self._into.tensors.get(source.slot if isinstance(source, Given) else id(source))
+        entry = self._into.tensors.get(source.slot if isinstance(source, CapturedTensor) else id(source))
         if entry is None:  # a number of the text
             return True
-        if isinstance(source, Given):
+        if isinstance(source, CapturedTensor):
             entry.narrow = self._values.fact(source.slot, "narrow")
         else:
             entry.narrow = source.tensor is not None and Look(source.tensor).narrow
         return entry.narrow
 
-    def _natural(self, tensor: Given | Made) -> bool:
+    def _natural(self, tensor: CapturedTensor | Made) -> bool:
         """Whether a tensor holds no negative number, which is then declared of it."""
         entry = self._captured(tensor)
-        if isinstance(tensor, Given):
+        if isinstance(tensor, CapturedTensor):
             natural = self._values.fact(tensor.slot, "natural")
         else:
             natural = tensor.tensor is not None and Look(tensor.tensor).natural
@@ -236,9 +242,9 @@ class Translator:
 
     def _never_negative(self, operand: Any) -> bool:
         """Whether a number is known not to be negative. What is asked about tensors does not depend on the answers."""
-        if not isinstance(operand, Step | Given | Made):
+        if not isinstance(operand, TraceStep | CapturedTensor | Made):
             return bool(operand >= 0)
-        if isinstance(operand, Given):
+        if isinstance(operand, CapturedTensor):
             if operand.device.type == "cpu" and not operand.shape.numel() > 1 and not operand.requires_grad:
                 return operand.slot not in self._values.closed and self._values.number(operand.slot) >= 0
             return self._natural(operand)
@@ -272,7 +278,7 @@ class Translator:
         answers = [self._never_negative(operand) for operand in operands]  # all of them are asked
         return all(answers)
 
-    def _divisor(self, step: Step, operand: Any) -> str:
+    def _divisor(self, step: TraceStep, operand: Any) -> str:
         """Return a divisor, which must be known not to be 0."""
         if isinstance(operand, int | float) and operand == 0:
             raise self._refuse(step, "it divides by 0")
@@ -285,14 +291,14 @@ class Translator:
 
         What is asked about tensors does not depend on the answers.
         """
-        if isinstance(operand, Step) and operand not in self._sources:
+        if isinstance(operand, TraceStep) and operand not in self._sources:
             for each in operand.args if operand.name in _OF_POSITIVE else ():
                 self._declare_positive(each)
             return
-        source = self._sources.get(operand) if isinstance(operand, Step) else operand
+        source = self._sources.get(operand) if isinstance(operand, TraceStep) else operand
         if isinstance(source, Made) and source.element is not None:
             source = source.element[0]
-        if isinstance(source, Given):
+        if isinstance(source, CapturedTensor):
             key: Any = source.slot
             positive = source.slot not in self._values.fixed and self._values.fact(source.slot, "positive")
         elif isinstance(source, Made) and source.tensor is not None:
@@ -302,16 +308,16 @@ class Translator:
         if positive and key in self._into.tensors:
             self._into.tensors[key].least = 1
 
-    def _aten_sub(self, step: Step) -> str:
+    def _aten_sub(self, step: TraceStep) -> str:
         """A difference; of elements that are never negative it stays within int32."""
         if step.dtype == torch.int32 and not step.kwargs:
             for operand in step.args[:2]:
-                source = self._sources.get(operand) if isinstance(operand, Step) else None
-                if isinstance(source, Given) and source.dtype == torch.int32:
+                source = self._sources.get(operand) if isinstance(operand, TraceStep) else None
+                if isinstance(source, CapturedTensor) and source.dtype == torch.int32:
                     self._natural(source)
         return _infix("-")(self, step)
 
-    def _aten_div(self, step: Step) -> str:
+    def _aten_div(self, step: TraceStep) -> str:
         x, y = self._of(step.args[0]), self._divisor(step, step.args[1])
         mode = step.kwargs.get("rounding_mode")
         if mode is None:
@@ -322,29 +328,29 @@ class Translator:
             return f"trunc({x} / {y})"
         return f"({x} // {y})" if mode == "floor" else self._truncated(step, x, y)
 
-    def _truncated(self, step: Step, x: str, y: str) -> str:
+    def _truncated(self, step: TraceStep, x: str, y: str) -> str:
         if self._none_negative(step.args[:2]):
             return f"({x} // {y})"
         return f"({x} // {y} if ({x} >= 0) == ({y} > 0) else -((-{x}) // {y}))"
 
-    def _aten_floor_divide(self, step: Step) -> str:
+    def _aten_floor_divide(self, step: TraceStep) -> str:
         x, y = self._of(step.args[0]), self._divisor(step, step.args[1])
         return f"floor({x} / {y})" if _is_float(step) else f"({x} // {y})"
 
-    def _aten_remainder(self, step: Step) -> str:
+    def _aten_remainder(self, step: TraceStep) -> str:
         x, y = self._of(step.args[0]), self._divisor(step, step.args[1])
         return f"({x} - floor({x} / {y}) * {y})" if _is_float(step) else f"({x} % {y})"
 
-    def _aten_fmod(self, step: Step) -> str:
+    def _aten_fmod(self, step: TraceStep) -> str:
         x, y = self._of(step.args[0]), self._divisor(step, step.args[1])
         quotient = f"trunc({x} / {y})" if _is_float(step) else self._truncated(step, x, y)
         return f"({x} - {quotient} * {y})"
 
-    def _aten_where(self, step: Step) -> str:
+    def _aten_where(self, step: TraceStep) -> str:
         condition, chosen, other = (self._of(operand) for operand in step.args)
         return f"({chosen} if {condition} else {other})"
 
-    def _aten__to_copy(self, step: Step) -> str:
+    def _aten__to_copy(self, step: TraceStep) -> str:
         source, wanted = _dtype(step.args[0]), _dtype(step)
         text = self._of(step.args[0])
         if wanted.is_floating_point:
@@ -355,40 +361,40 @@ class Translator:
             return text if source == torch.bool else f"({text} != 0)"
         return f"int({text})" if source == torch.bool or source.is_floating_point else text
 
-    def _aten_pow(self, step: Step) -> str:
+    def _aten_pow(self, step: TraceStep) -> str:
         base, exponent = step.args[0], step.args[1]
-        if isinstance(exponent, Step) and isinstance(base, int | float) and base > 0:
+        if isinstance(exponent, TraceStep) and isinstance(base, int | float) and base > 0:
             return f"exp2({self._of(exponent)} * {self._of(float(math.log2(base)))})"
         return f"({self._of(base)} ** {self._of(exponent)})"
 
-    def _aten_round(self, step: Step) -> str:
+    def _aten_round(self, step: TraceStep) -> str:
         text, decimals = self._of(step.args[0]), step.kwargs.get("decimals", 0)
         if decimals == 0 or not _is_float(step):
             return f"round({text})" if _is_float(step) else text
         scale = repr(10.0 ** abs(decimals))
         return f"(round({text} * {scale}) / {scale})" if decimals > 0 else f"(round({text} / {scale}) * {scale})"
 
-    def _aten_clamp(self, step: Step) -> str:
+    def _aten_clamp(self, step: TraceStep) -> str:
         text, limits = self._of(step.args[0]), [*step.args[1:], None, None]
         low = limits[0] if len(step.args) > 1 else step.kwargs.get("min")
         high = limits[1] if len(step.args) > 2 else step.kwargs.get("max")
         text = text if low is None else f"max({text}, {self._of(low)})"
         return text if high is None else f"min({text}, {self._of(high)})"
 
-    def _compared(self, step: Step, sign: str) -> str:
+    def _compared(self, step: TraceStep, sign: str) -> str:
         """Return a comparison. A tensor that is compared with itself, as document numbers are, may be in order."""
         sides = step.args[:2]
-        first, second = (self._sources.get(side) if isinstance(side, Step) else None for side in sides)
+        first, second = (self._sources.get(side) if isinstance(side, TraceStep) else None for side in sides)
         if first is not None and first is second and first.shape:
             entry = self._captured(first)
-            if isinstance(first, Given):
+            if isinstance(first, CapturedTensor):
                 entry.monotone = self._values.fact(first.slot, "rises")
             elif first.tensor is not None:
                 entry.monotone = Look(first.tensor).rises
         return f"({self._of(sides[0])} {sign} {self._of(sides[1])})"
 
 
-def _is_float(step: Step) -> bool:
+def _is_float(step: TraceStep) -> bool:
     return step.dtype.is_floating_point
 
 
@@ -413,8 +419,8 @@ def _short(dtype: torch.dtype) -> str:
 _OF_CONDITIONS = {"+": "or", "*": "and"}
 
 
-def _infix(sign: str) -> Callable[[Translator, Step], str]:
-    def rule(self: Translator, step: Step) -> str:
+def _infix(sign: str) -> Callable[[Translator, TraceStep], str]:
+    def rule(self: Translator, step: TraceStep) -> str:
         x, y = (self._of(operand) for operand in step.args[:2])
         if step.dtype == torch.bool and sign in _OF_CONDITIONS:
             return f"({x} {_OF_CONDITIONS[sign]} {y})"
@@ -424,42 +430,42 @@ def _infix(sign: str) -> Callable[[Translator, Step], str]:
     return rule
 
 
-def _function(name: str) -> Callable[[Translator, Step], str]:
+def _function(name: str) -> Callable[[Translator, TraceStep], str]:
     return lambda self, step: f"{name}({', '.join(self._of(operand) for operand in step.args)})"
 
 
-def _logic(word: str, sign: str) -> Callable[[Translator, Step], str]:
+def _logic(word: str, sign: str) -> Callable[[Translator, TraceStep], str]:
     """Conditions by ``word``, integers by ``sign``."""
 
-    def rule(self: Translator, step: Step) -> str:
+    def rule(self: Translator, step: TraceStep) -> str:
         sides = [self._of(operand) for operand in step.args[:2]]
         return f"({f' {word if _dtype(step) == torch.bool else sign} '.join(sides)})"
 
     return rule
 
 
-def _written(pattern: str) -> Callable[[Translator, Step], str]:
+def _written(pattern: str) -> Callable[[Translator, TraceStep], str]:
     """A text over the arguments ``{x}`` and ``{y}``."""
 
-    def rule(self: Translator, step: Step) -> str:
+    def rule(self: Translator, step: TraceStep) -> str:
         return pattern.format(**dict(zip("xy", map(self._of, step.args), strict=False)))
 
     return rule
 
 
-def _whole(name: str) -> Callable[[Translator, Step], str]:
+def _whole(name: str) -> Callable[[Translator, TraceStep], str]:
     """A function that rounds floats, and leaves integers as they are."""
     return lambda self, step: f"{name}({self._of(step.args[0])})" if _is_float(step) else self._of(step.args[0])
 
 
-def _comparison(sign: str) -> Callable[[Translator, Step], str]:
+def _comparison(sign: str) -> Callable[[Translator, TraceStep], str]:
     return lambda self, step: self._compared(step, sign)
 
 
-def _conditions(word: str) -> Callable[[Translator, Step], str]:
+def _conditions(word: str) -> Callable[[Translator, TraceStep], str]:
     """Logic of anything that counts as a condition."""
 
-    def rule(self: Translator, step: Step) -> str:
+    def rule(self: Translator, step: TraceStep) -> str:
         sides = []
         for operand in step.args[:2]:
             text = self._of(operand)
@@ -469,23 +475,23 @@ def _conditions(word: str) -> Callable[[Translator, Step], str]:
     return rule
 
 
-def _first(self: Translator, step: Step) -> str:
+def _first(self: Translator, step: TraceStep) -> str:
     return self._of(step.args[0])
 
 
-def _not(self: Translator, step: Step) -> str:
+def _not(self: Translator, step: TraceStep) -> str:
     text, dtype = self._of(step.args[0]), _dtype(step.args[0])
     if dtype == torch.bool:
         return f"(not {text})"
     return f"({text} == 0)" if _dtype(step) == torch.bool else f"(~{text})"
 
 
-def _constant(self: Translator, step: Step) -> str:
+def _constant(self: Translator, step: TraceStep) -> str:
     return self._of(step.args[0])
 
 
-def _filled(value: float) -> Callable[[Translator, Step], str]:
-    def rule(self: Translator, step: Step) -> str:
+def _filled(value: float) -> Callable[[Translator, TraceStep], str]:
+    def rule(self: Translator, step: TraceStep) -> str:
         dtype = _dtype(step)
         return self._of(bool(value) if dtype == torch.bool else value if dtype.is_floating_point else int(value))
 
@@ -493,7 +499,7 @@ def _filled(value: float) -> Callable[[Translator, Step], str]:
 
 
 #: The translation of each operation into the language.
-_RULES: Mapping[str, Callable[[Translator, Step], str]] = {
+_RULES: Mapping[str, Callable[[Translator, TraceStep], str]] = {
     "add": _infix("+"), "sub": _infix("-"), "mul": _infix("*"),
     "rsub": lambda self, step: f"({self._of(step.args[1])} - {self._of(step.args[0])})",  # of numbers: alpha is 1
     "neg": lambda self, step: f"(-{self._of(step.args[0])})",

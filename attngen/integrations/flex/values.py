@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.integrations.flex.trace import Given, Made, Step
+from attngen.integrations.flex.trace import CapturedTensor, Made, TraceStep
 from attngen.lang.declarations import RESERVED
 from attngen.lang.ranges import INT32
 
@@ -103,27 +103,27 @@ class Translation:
     values: Values
     tensors: dict[Any, Captured] = field(default_factory=dict)
 
-    def captured(self, operand: Given | Made) -> Captured:
+    def captured(self, operand: CapturedTensor | Made) -> Captured:
         """Return the entry of a tensor."""
-        key = operand.slot if isinstance(operand, Given) else id(operand)
+        key = operand.slot if isinstance(operand, CapturedTensor) else id(operand)
         entry = self.tensors.get(key)
         if entry is None:
             taken = {name for one in self.tensors.values() for name in (one.name, *extents(one.name, one.dims))}
-            name = plain = legal(operand.name if isinstance(operand, Given) else "constant")
+            name = plain = legal(operand.name if isinstance(operand, CapturedTensor) else "constant")
             number = 2
             while not taken.isdisjoint((name, *extents(name, len(operand.shape)))):
                 name, number = f"{plain}_{number}", number + 1
-            slot, constant = (operand.slot, None) if isinstance(operand, Given) else (None, operand.tensor)
-            learned = isinstance(operand, Given) and operand.requires_grad
+            slot, constant = (operand.slot, None) if isinstance(operand, CapturedTensor) else (None, operand.tensor)
+            learned = isinstance(operand, CapturedTensor) and operand.requires_grad
             entry = self.tensors[key] = Captured(name, slot, constant, operand.dtype, len(operand.shape), learned)
         return entry
 
 
 def is_integer_of_tensor(operand: Any) -> bool:
     """Whether an index is an integer from another tensor, maybe converted to another dtype."""
-    while isinstance(operand, Step) and operand.name in ("_to_copy", "to", "convert_element_type"):
+    while isinstance(operand, TraceStep) and operand.name in ("_to_copy", "to", "convert_element_type"):
         operand = operand.args[0]
-    return isinstance(operand, Step) and operand.name == "index" and not operand.dtype.is_floating_point
+    return isinstance(operand, TraceStep) and operand.name == "index" and not operand.dtype.is_floating_point
 
 
 def legal(name: str) -> str:

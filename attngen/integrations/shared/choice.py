@@ -53,7 +53,7 @@ NO_LIMIT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class VariantCandidate:
     """A variant that computes what a call asks for, and the variant's own arguments.
 
     ``late`` returns further arguments: tensors that are made only when the candidate is tried. ``finish`` computes the
@@ -70,7 +70,9 @@ class Candidate:
         return self.arguments if self.late is None else {**self.arguments, **self.late()}
 
 
-def with_dropout(candidates: Sequence[Candidate], rate: float, rng_state: Tensor | None = None) -> Sequence[Candidate]:
+def with_dropout(
+    candidates: Sequence[VariantCandidate], rate: float, rng_state: Tensor | None = None
+) -> Sequence[VariantCandidate]:
     """Return candidates that also drop probabilities at a rate; at a rate of 0 the candidates as they are.
 
     ``rng_state`` holds seed and offset, (2,) int64; without it each call draws its own. Raises CallError for a rate
@@ -92,7 +94,7 @@ _LAST: RecentCache[int] = RecentCache(512)
 
 
 def attend(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[VariantCandidate],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -167,14 +169,14 @@ def attend(
     return _call(candidates[0], variant(candidates[0].variant), q, k, v, packing, pages, options)
 
 
-def _learns(candidates: Sequence[Candidate], *tensors: Tensor) -> bool:
+def _learns(candidates: Sequence[VariantCandidate], *tensors: Tensor) -> bool:
     """Whether a call is to be differentiated."""
     own = candidates[0].arguments.values()
     return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (*tensors, *own))
 
 
 def reason_against(
-    candidate: Candidate,
+    candidate: VariantCandidate,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -203,7 +205,7 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def _call(
-    candidate: Candidate,
+    candidate: VariantCandidate,
     chosen: str | Variant,
     q: Tensor,
     k: Tensor,
@@ -239,14 +241,14 @@ def _layout(packing: Packing | None, pages: Pages | None) -> str:
 
 
 def _kind(
-    candidates: Sequence[Candidate], q: Tensor, v: Tensor, layout: str, learns: bool, ordered: bool
+    candidates: Sequence[VariantCandidate], q: Tensor, v: Tensor, layout: str, learns: bool, ordered: bool
 ) -> tuple[Any, ...]:
     names = tuple(candidate.variant for candidate in candidates)
     ordering = ordered if learns else None
     return (names, q.dtype, v.dtype, q.shape[-1], v.shape[-1], layout, ordering, q.device.index, registry.generation)
 
 
-def _with_backward(candidates: Sequence[Candidate], q: Tensor, v: Tensor, layout: str, ordered: bool) -> int:
+def _with_backward(candidates: Sequence[VariantCandidate], q: Tensor, v: Tensor, layout: str, ordered: bool) -> int:
     """Return the first candidate that can be differentiated, or else the first."""
     places = (
         i for i, candidate in enumerate(candidates) if has_backward(candidate.variant, q, v, layout, ordered=ordered)
@@ -254,7 +256,7 @@ def _with_backward(candidates: Sequence[Candidate], q: Tensor, v: Tensor, layout
     return next(places, 0)
 
 
-def none_takes(candidates: Sequence[Candidate], spec: str, error: NoKernelError | None) -> NoKernelError:
+def none_takes(candidates: Sequence[VariantCandidate], spec: str, error: NoKernelError | None) -> NoKernelError:
     """Return the error that says which variants were tried, why the last one failed, and what to build."""
     tried = ", ".join(candidate.variant for candidate in candidates)
     lines = [f"no built kernel takes this call; variants that would serve it: {tried}"]
@@ -378,7 +380,7 @@ def _built_at_trace(
                 return place, f"{packages[0]}/{name}"
     if on_demand.maker is not None:  # the program has the kernel compiled when it first runs
         return 0, _declared(names[0])
-    raise none_takes([Candidate(name) for name in names], spec, None)
+    raise none_takes([VariantCandidate(name) for name in names], spec, None)
 
 
 def _packages_of(

@@ -14,7 +14,7 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.shared import choice
 from attngen.integrations.shared.catalogue import variant
-from attngen.integrations.shared.choice import Candidate, Packing
+from attngen.integrations.shared.choice import Packing, VariantCandidate
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.torch_state import recordable
 from attngen.runtime.autograd import training
@@ -27,7 +27,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 @torch.compiler.disable  # in a trace nothing has an address
 @torch.no_grad()
 def gradients_of(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[VariantCandidate],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -103,7 +103,7 @@ def _aligned(given: Tensor) -> bool:
     return given.stride(-1) == 1 and given.data_ptr() % 16 == 0 and all(step * size % 16 == 0 for step in steps)
 
 
-def _of_candidate(call: Given, candidate: Candidate) -> Given:
+def _of_candidate(call: Given, candidate: VariantCandidate) -> Given:
     return call._replace(variant=variant(candidate.variant), arguments=candidate.own())
 
 

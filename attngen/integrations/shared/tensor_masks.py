@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attngen.integrations.shared.arguments import contiguous_last
-from attngen.integrations.shared.choice import Candidate
+from attngen.integrations.shared.choice import VariantCandidate
 
 #: Name of a bias's dtype in variants. The reference takes that of float32 for float64 inputs.
 BIAS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp32"}
@@ -17,7 +17,7 @@ def full_size(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     return contiguous_last(mask.expand(shape))
 
 
-def candidate_of(mask: Tensor, shape: tuple[int, ...], *, cap: float | None = None) -> Candidate:
+def candidate_of(mask: Tensor, shape: tuple[int, ...], *, cap: float | None = None) -> VariantCandidate:
     """The variant of a mask of four dimensions that broadcasts to ``shape`` (batch, heads, queries, keys).
 
     With a ``cap`` on logits, bools must be alike for all heads.
@@ -25,8 +25,8 @@ def candidate_of(mask: Tensor, shape: tuple[int, ...], *, cap: float | None = No
     capped = {} if cap is None else {"cap": cap}
     if mask.dtype != torch.bool:
         prefix = "softcap_" if capped else ""
-        return Candidate(f"{prefix}bias_{BIAS[mask.dtype]}", {**capped, "bias": full_size(mask, shape)})
+        return VariantCandidate(f"{prefix}bias_{BIAS[mask.dtype]}", {**capped, "bias": full_size(mask, shape)})
     if mask.shape[1] > 1:
-        return Candidate("allowed_by_head", {"allowed": full_size(mask, shape)})
+        return VariantCandidate("allowed_by_head", {"allowed": full_size(mask, shape)})
     allowed = full_size(mask, (shape[0], 1, *shape[2:]))[:, 0]
-    return Candidate("allowed_softcap" if capped else "allowed", {"allowed": allowed, **capped})
+    return VariantCandidate("allowed_softcap" if capped else "allowed", {"allowed": allowed, **capped})

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
-from attngen.integrations.shared.choice import Candidate
+from attngen.integrations.shared.choice import VariantCandidate
 from attngen.integrations.shared.tensor_masks import candidate_of
 from attngen.lang.dropout import MAX_RATE
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
@@ -131,10 +131,10 @@ def option_against(dropout_p: float, causal: str | None, mask: Tensor | None, sc
     return None
 
 
-def candidate_for(q: Tensor, k: Tensor, mask: Tensor | None, causal: str | None, three: bool) -> Candidate | str:
+def candidate_for(q: Tensor, k: Tensor, mask: Tensor | None, causal: str | None, three: bool) -> VariantCandidate | str:
     """Return the variant of a call: q is (b, h, L, E), k (b, hk, S, E), the mask broadcasts to (b, h, L, S)."""
     if mask is None:
-        return Candidate(causal or "full")
+        return VariantCandidate(causal or "full")
     given = tuple(mask.shape)
     if len(given) not in ((2, 3) if three else (2, 3, 4)):
         return f"the mask has {len(given)} dimensions"

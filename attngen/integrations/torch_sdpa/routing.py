@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from attngen.errors import CallError
 from attngen.integrations.shared import choice
-from attngen.integrations.shared.choice import Candidate, attend, has_backward, reason_against, with_dropout
+from attngen.integrations.shared.choice import VariantCandidate, attend, has_backward, reason_against, with_dropout
 from attngen.integrations.torch_sdpa.checks import (
     PLAIN,
     autocast,
@@ -158,7 +158,7 @@ class Routing:
         if three:
             q, k, v = (tensor.unsqueeze(1) for tensor in (q, k, v))
         candidate = candidate_for(q, k, mask, causal, three)
-        assert isinstance(candidate, Candidate)
+        assert isinstance(candidate, VariantCandidate)
         (candidate,) = with_dropout((candidate,), dropout_p)
         try:
             out = attend(

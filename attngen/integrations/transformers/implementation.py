@@ -26,12 +26,12 @@ from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.shared.arguments import contiguous_last
-from attngen.integrations.shared.choice import NO_LIMIT, Candidate, Packing, attend, with_dropout
+from attngen.integrations.shared.choice import NO_LIMIT, Packing, VariantCandidate, attend, with_dropout
 from attngen.integrations.shared.gradients import join_sinks
 from attngen.integrations.shared.tensor_masks import BIAS, candidate_of, full_size
 from attngen.integrations.transformers import paged as transformers_paged
 from attngen.integrations.transformers import versions as transformers_versions
-from attngen.integrations.transformers.mask_structure import Structure, StructuredMask
+from attngen.integrations.transformers.mask_structure import MaskStructure, StructuredMask
 from attngen.integrations.transformers.masks import USED, mask
 
 NAME = "attngen"
@@ -103,7 +103,7 @@ class Asked:
     Each of the candidates computes it. ``used`` (b,) int32 are the keys that count, where a cache has room for more.
     """
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[VariantCandidate]
     q: Tensor
     k: Tensor
     v: Tensor
@@ -150,18 +150,18 @@ def asked(
     if indices is not None and indices.shape[-1] < k.shape[1]:  # else each query selects all keys
         given = _selected(indices, given, k.shape[1], causal=is_causal and q.shape[1] > 1)
     packing = _packing(q, given, kwargs)
-    structure: Structure | None = None
+    structure: MaskStructure | None = None
     if packing is not None:
         structure = _packed_structure(given, is_causal, sliding_window, position_bias)
         q, k, v = q[0], k[0], v[0]
     elif given is None:
-        structure = Structure(right=0 if is_causal and q.shape[1] > 1 else NO_LIMIT)
+        structure = MaskStructure(right=0 if is_causal and q.shape[1] > 1 else NO_LIMIT)
     elif isinstance(given, StructuredMask) and given.shape[-1] == k.shape[1]:
         structure = given.structure
     elif hasattr(given, USED) and given.shape[-1] == k.shape[1]:
-        structure = Structure(right=0, used=getattr(given, USED))
+        structure = MaskStructure(right=0, used=getattr(given, USED))
     candidates = _structured(structure, q, k, packing, softcap, position_bias) if structure is not None else []
-    with_sinks: list[Candidate] = []
+    with_sinks: list[VariantCandidate] = []
     if structure is not None and candidates and softcap is None and position_bias is None and s_aux is not None:
         with_sinks = _structured_with_sinks(structure, q, k, packing, s_aux)
     used = structure.used if structure is not None and candidates else None
@@ -260,24 +260,24 @@ def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Pack
 
 def _packed_structure(
     given: Tensor | None, is_causal: bool, sliding_window: int | None, bias: Tensor | None
-) -> Structure:
+) -> MaskStructure:
     """The keys that a query sees in its own sequence: the sides of the model's mask, or of the module."""
     if bias is not None:
         raise NoKernelError("no variant has both packed sequences and a position bias")
     if isinstance(given, StructuredMask):
         if given.structure.start is not None:
             raise CallError("packed sequences have no padding, but the attention mask hides some keys")
-        return Structure(given.structure.left, given.structure.right)
+        return MaskStructure(given.structure.left, given.structure.right)
     if sliding_window is None:
-        return Structure(right=0 if is_causal else NO_LIMIT)
+        return MaskStructure(right=0 if is_causal else NO_LIMIT)
     if not is_causal:
         raise CallError("packed sequences with a window that is not causal need the mask that their model makes")
-    return Structure(sliding_window - 1, 0)
+    return MaskStructure(sliding_window - 1, 0)
 
 
 def _structured(
-    structure: Structure, q: Tensor, k: Tensor, packing: Packing | None, softcap: float | None, bias: Tensor | None
-) -> list[Candidate]:
+    structure: MaskStructure, q: Tensor, k: Tensor, packing: Packing | None, softcap: float | None, bias: Tensor | None
+) -> list[VariantCandidate]:
     """Return the variants that compute a mask of this structure, the most specific first; empty if none does."""
     left, right = structure.left, structure.right
     sides = {"left": left, "right": right}
@@ -286,49 +286,53 @@ def _structured(
     if structure.chunk is not None:
         return [] if softcap is not None or bias is not None else _chunked(structure, q, k)
     if structure.doc is not None:
-        general = Candidate(f"span_documents{suffix}", {**sides, **cap, "doc": structure.doc})
+        general = VariantCandidate(f"span_documents{suffix}", {**sides, **cap, "doc": structure.doc})
         preset = {(NO_LIMIT, 0): "packed_documents", (NO_LIMIT, NO_LIMIT): "packed_bidirectional"}.get((left, right))
         if bias is not None:
             return []
-        return [general] if preset is None or cap else [Candidate(preset, {"doc": structure.doc}), general]
+        return [general] if preset is None or cap else [VariantCandidate(preset, {"doc": structure.doc}), general]
     padding = partial(_padding, structure, q, k, packing)
     if bias is not None:
         if softcap is not None:
             return []
-        return [Candidate(f"span_bias_{BIAS[bias.dtype]}", {**sides, "bias": full_size(bias, _shape(q, k))}, padding)]
-    general = Candidate(f"span{suffix}", {**sides, **cap}, padding)
+        return [
+            VariantCandidate(f"span_bias_{BIAS[bias.dtype]}", {**sides, "bias": full_size(bias, _shape(q, k))}, padding)
+        ]
+    general = VariantCandidate(f"span{suffix}", {**sides, **cap}, padding)
     if structure.start is not None:
         return [general]
     window = {"window": left + 1}
     if softcap is not None:
-        special = {(NO_LIMIT, 0): Candidate("softcap", cap)}.get((left, right))
+        special = {(NO_LIMIT, 0): VariantCandidate("softcap", cap)}.get((left, right))
         if right == 0 and special is None:
-            special = Candidate("softcap_window", {**window, **cap})
+            special = VariantCandidate("softcap_window", {**window, **cap})
     else:
-        special = {(NO_LIMIT, 0): Candidate("causal"), (NO_LIMIT, NO_LIMIT): Candidate("full")}.get((left, right))
+        special = {(NO_LIMIT, 0): VariantCandidate("causal"), (NO_LIMIT, NO_LIMIT): VariantCandidate("full")}.get(
+            (left, right)
+        )
         if right == 0 and special is None:
-            special = Candidate("sliding_window", window)
+            special = VariantCandidate("sliding_window", window)
     return [general] if special is None else [special, general]
 
 
 def _structured_with_sinks(
-    structure: Structure, q: Tensor, k: Tensor, packing: Packing | None, sinks: Tensor
-) -> list[Candidate]:
+    structure: MaskStructure, q: Tensor, k: Tensor, packing: Packing | None, sinks: Tensor
+) -> list[VariantCandidate]:
     """Return the variants with sinks that compute a mask of this structure; empty if none does."""
     if structure.chunk is not None or structure.doc is not None:
         return []
     left, right = structure.left, structure.right
     given = {"sinks": sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)}
     padding = partial(_padding, structure, q, k, packing)
-    general = Candidate("span_sink", {"left": left, "right": right, **given}, padding)
+    general = VariantCandidate("span_sink", {"left": left, "right": right, **given}, padding)
     if structure.start is not None or right != 0:
         return [general]
     if left == NO_LIMIT:
-        return [Candidate("causal_sink", given), general]
-    return [Candidate("sliding_window_sink", {"window": left + 1, **given}), general]
+        return [VariantCandidate("causal_sink", given), general]
+    return [VariantCandidate("sliding_window_sink", {"window": left + 1, **given}), general]
 
 
-def _chunked(structure: Structure, q: Tensor, k: Tensor) -> list[Candidate]:
+def _chunked(structure: MaskStructure, q: Tensor, k: Tensor) -> list[VariantCandidate]:
     chunk = {"chunk": structure.chunk}
 
     def late() -> dict[str, Tensor]:
@@ -336,11 +340,11 @@ def _chunked(structure: Structure, q: Tensor, k: Tensor) -> list[Candidate]:
         return {**padding, "origin": torch.zeros_like(padding["start"]) if origin is None else origin}
 
     origin = structure.origin
-    general = Candidate("span_chunked", chunk, late)
-    return [general] if origin is not None else [Candidate("chunked", chunk), general]
+    general = VariantCandidate("span_chunked", chunk, late)
+    return [general] if origin is not None else [VariantCandidate("chunked", chunk), general]
 
 
-def _padding(structure: Structure, q: Tensor, k: Tensor, packing: Packing | None) -> dict[str, Tensor]:
+def _padding(structure: MaskStructure, q: Tensor, k: Tensor, packing: Packing | None) -> dict[str, Tensor]:
     """Start and end of the keys that are not padding: all keys, unless the structure says otherwise."""
     if structure.start is not None and structure.stop is not None:
         return {"start": structure.start, "stop": structure.stop}
@@ -358,7 +362,7 @@ def _shape(q: Tensor, k: Tensor) -> tuple[int, ...]:
 
 def _tensor_mask(
     given: Tensor, q: Tensor, k: Tensor, softcap: float | None, position_bias: Tensor | None
-) -> list[Candidate]:
+) -> list[VariantCandidate]:
     """Return the variant for a mask that is known as a tensor only: bools that allow, or numbers that are added."""
     dense = given.dense() if isinstance(given, StructuredMask) else given
     dense = dense[..., : k.shape[1]]
@@ -374,15 +378,17 @@ def _tensor_mask(
     return [candidate_of(dense, _shape(q, k), cap=softcap)]
 
 
-def _with_position_bias(dense: Tensor, q: Tensor, k: Tensor, position_bias: Tensor) -> list[Candidate]:
+def _with_position_bias(dense: Tensor, q: Tensor, k: Tensor, position_bias: Tensor) -> list[VariantCandidate]:
     """Return the variant for a mask and a position bias as one tensor, through which the bias gets its gradient."""
     if dense.dtype == torch.bool:
         bias = torch.where(dense, position_bias, torch.finfo(position_bias.dtype).min)
     else:
         bias = dense + position_bias
     unbounded = {"left": NO_LIMIT, "right": NO_LIMIT}
-    padding = partial(_padding, Structure(), q, k, None)
-    return [Candidate(f"span_bias_{BIAS[bias.dtype]}", {**unbounded, "bias": full_size(bias, _shape(q, k))}, padding)]
+    padding = partial(_padding, MaskStructure(), q, k, None)
+    return [
+        VariantCandidate(f"span_bias_{BIAS[bias.dtype]}", {**unbounded, "bias": full_size(bias, _shape(q, k))}, padding)
+    ]
 
 
 # --- masks --------------------------------------------------------------------------------------------------

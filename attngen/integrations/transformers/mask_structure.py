@@ -26,7 +26,7 @@ _REMAPPED = "remap_positions_for_packed_sequence.<locals>.inner_mask"
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class MaskStructure:
     """The keys that a query sees. Positions count from the first key given, and the last query is at the last key.
 
     ``left`` and ``right``: how many keys before and after its own position, −1 without limit. ``start`` and ``stop``
@@ -58,12 +58,14 @@ class StructuredMask(torch.Tensor):
     It has the shape, dtype and device of the tensor that it stands for; any computation on it builds that tensor.
     """
 
-    structure: Structure
+    structure: MaskStructure
     _build: Callable[[], Tensor]
     _built: Tensor | None
 
     @staticmethod
-    def of(structure: Structure, shape: tuple[int, ...], device: Any, build: Callable[[], Tensor]) -> StructuredMask:
+    def of(
+        structure: MaskStructure, shape: tuple[int, ...], device: Any, build: Callable[[], Tensor]
+    ) -> StructuredMask:
         """Return a mask of this structure; ``build`` returns the same as a tensor."""
         nothing = torch.empty_strided(shape, (0,) * len(shape), dtype=torch.bool, device=device)
         mask = torch.Tensor._make_subclass(StructuredMask, nothing)
@@ -125,7 +127,7 @@ def structure_of(
     q_offset: int | Tensor,
     kv_offset: int,
     device: torch.device | str,
-) -> Structure | None:
+) -> MaskStructure | None:
     """Return the structure of a mask, or None where it has none that is known.
 
     ``padding`` (batch, keys) is False at padding. The offsets are the positions of the first query and the first key,
@@ -135,7 +137,7 @@ def structure_of(
     if sides is None:
         return None
     left, right, chunk, left_padding, doc, places = sides
-    structure = Structure(left, right, chunk)
+    structure = MaskStructure(left, right, chunk)
     used: Tensor | None = None
     if structure.positional or doc is not None:
         counted = q_offset + queries - kv_offset  # keys up to the last query: the variants align there
@@ -151,7 +153,7 @@ def structure_of(
                 places = torch.arange(keys, device=doc.device)
             assert left_padding is not None
             doc = _chunks_of_documents(doc, (places - left_padding[:, None]) // chunk)
-        return Structure(left, right, doc=doc.to(torch.int32).contiguous(), chunks_in_doc=chunk is not None)
+        return MaskStructure(left, right, doc=doc.to(torch.int32).contiguous(), chunks_in_doc=chunk is not None)
     start = stop = None
     if padding is not None:
         bounds = _bounds(padding, used)
@@ -163,7 +165,7 @@ def structure_of(
         assert left_padding is not None
         if start is not None or kv_offset:
             origin = (left_padding - kv_offset).to(torch.int32).expand(batch).contiguous()
-    return Structure(left, right, chunk, origin, start, stop, used=used)
+    return MaskStructure(left, right, chunk, origin, start, stop, used=used)
 
 
 def _chunks_of_documents(doc: Tensor, chunk: Tensor) -> Tensor:
@@ -190,8 +192,8 @@ def _bounds(padding: Tensor, used: Tensor | None) -> tuple[Tensor | None, Tensor
 
 
 class _Sides(NamedTuple):
-    """Sides of a mask by its functions: as in ``Structure``, but ``left_padding`` is that before the first chunk, and
-    ``places`` are positions in documents, None where they count along the whole row."""
+    """Sides of a mask by its functions: as in ``MaskStructure``, but ``left_padding`` is that before the first chunk,
+    and ``places`` are positions in documents, None where they count along the whole row."""
 
     left: int
     right: int

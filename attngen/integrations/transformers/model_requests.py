@@ -43,7 +43,7 @@ _PAGED_LAYERS = {FULL, SLIDING}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ModelRequest:
     """Calls of one form. ``variants`` are those that compute them, the most specific first; any of them serves."""
 
     variants: tuple[str, ...]
@@ -72,7 +72,7 @@ class Use:
 class Asking:
     """All that a model asks for. ``layers`` are those that ask; ``gaps`` are sentences about what is not known."""
 
-    requests: Mapping[Request, Use]
+    requests: Mapping[ModelRequest, Use]
     layers: tuple[str, ...]
     gaps: tuple[str, ...]
 
@@ -168,7 +168,7 @@ class _Notes:
     """Requests of layers while their model runs."""
 
     def __init__(self, model: Any, serving: bool) -> None:
-        self.requests: dict[Request, Use] = {}
+        self.requests: dict[ModelRequest, Use] = {}
         self.layers: dict[str, None] = {}
         self._occasion, self._learns, self._steps = "", False, False
         self._names = {module: name for name, module in model.named_modules()}
@@ -216,7 +216,7 @@ class _Notes:
         names = tuple(dict.fromkeys(candidate.variant for candidate in call.candidates))
         layout = layout or ("dense" if call.packing is None else "varlen")
         dtype = ATTENTION_DTYPES.get(call.q.dtype, str(call.q.dtype))
-        request = Request(names, call.q.shape[-1], call.v.shape[-1], dtype, layout)
+        request = ModelRequest(names, call.q.shape[-1], call.v.shape[-1], dtype, layout)
         use = self.requests.setdefault(request, Use())
         name = self._names.get(module, type(module).__name__)
         use.layers[name] = self.layers[name] = None

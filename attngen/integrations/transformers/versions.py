@@ -124,7 +124,7 @@ def cache_given(options: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptKeys:
     """The part of a cache of continuous batching for a layer: all keys in pages, or those of a window.
 
     ``group`` is the place of its indices. ``pages``: keys and values (pages, page_size, kv_heads, head_dim); None for
@@ -137,21 +137,21 @@ class Kept:
     pages: tuple[Tensor, Tensor] | None
 
 
-def kept(cache: Any, layer: int) -> Kept:
+def kept(cache: Any, layer: int) -> KeptKeys:
     """The part of a ``PagedAttentionCache`` for a layer."""
     if _version() >= (5, 18):
         allocator = cache.layer_to_allocator[layer]
         window = getattr(allocator, "sliding_window", None)
         if window is not None:
-            return Kept(SLIDING, allocator.index, window, None)
-        return Kept(FULL, allocator.index, None, allocator.get_cache_for_block_table(layer))
+            return KeptKeys(SLIDING, allocator.index, window, None)
+        return KeptKeys(FULL, allocator.index, None, allocator.get_cache_for_block_table(layer))
     group, place = cache.layer_index_to_group_indices[layer]
     window = cache.sliding_windows[layer]
     if window != 1:
-        return Kept(SLIDING, group, window, None)
+        return KeptKeys(SLIDING, group, window, None)
     k, v = (each[place] for each in (cache.key_cache, cache.value_cache))
     size = cache.block_size
-    return Kept(FULL, group, None, (k.view(-1, size, *k.shape[1:]), v.view(-1, size, *v.shape[1:])))
+    return KeptKeys(FULL, group, None, (k.view(-1, size, *k.shape[1:]), v.view(-1, size, *v.shape[1:])))
 
 
 def longest(options: Mapping[str, Any], kind: str) -> tuple[int, int]:

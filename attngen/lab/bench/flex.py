@@ -90,7 +90,7 @@ class Side:
 
 
 @dataclass
-class Cell:
+class FlexCell:
     """One variant: both sides, and the largest difference of their results, relative to the largest element."""
 
     variant: str
@@ -165,7 +165,7 @@ def _warm() -> None:
     torch.compile(lambda x: x.sin().sum())(x).backward()
 
 
-def measure(variant: str, rounds: int) -> Cell:
+def measure(variant: str, rounds: int) -> FlexCell:
     """Time one variant side by side."""
     from torch._functorch import config as functorch_config
     from torch.nn.attention import flex_attention as of_torch
@@ -173,7 +173,7 @@ def measure(variant: str, rounds: int) -> Cell:
     from attngen.integrations.flex import attention as own
     from attngen.integrations.flex.meaning import forget
 
-    cell = Cell(variant, Side(), Side())
+    cell = FlexCell(variant, Side(), Side())
     q, k, v, dout = inputs()
     mask_mod, score_mod = functions("cuda")[variant]
     doc = torch.zeros(SEQLEN, dtype=torch.int32, device="cuda")
@@ -261,7 +261,7 @@ def host_times() -> dict[str, float]:
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def report(cells: list[Cell], host: dict[str, float]) -> str:
+def report(cells: list[FlexCell], host: dict[str, float]) -> str:
     """The tables, with the goals of the ratios."""
     head = f"{'':20s} {'forward, ms':>21s} {'backward, ms':>21s} {'first step, s':>19s}"
     head += f"{'mask, ms':>18s} {'again, ms':>17s}   apart"
@@ -318,7 +318,7 @@ def main(
             try:
                 cells.append(measure(name, rounds))
             except Exception as error:  # whatever a library raises for what it does not support
-                cells.append(Cell(name, Side(), Side(), error=reason_of(error)))
+                cells.append(FlexCell(name, Side(), Side(), error=reason_of(error)))
             click.echo(report(cells[-1:], {}).splitlines()[2], err=True)
         host = host_times()
     click.echo(report(cells, host))

@@ -26,7 +26,7 @@ from attngen.lab.bench.memory import workspace, workspace_bound
 from attngen.lab.bench.peers import Peer, Tensors, named, peers
 from attngen.lab.bench.peers import reason_against as reason_against_peer
 from attngen.lab.bench.report import Report, Result, Row, grouped, reason_of
-from attngen.lab.bench.runner import Bench, Entry, Observer, Options, Suite
+from attngen.lab.bench.runner import Bench, BenchOptions, Observer, ReadyContender, Suite
 from attngen.lab.bench.timing import Batches, Contender, Sampler, input_sets
 from attngen.lab.bench.workloads import Terms, Workload, terms_of, workload
 from attngen.lab.verify.gpu import Gpu
@@ -245,7 +245,7 @@ class GridSuite(Suite[tuple[Team, BenchCase], GridReport]):
     Raises SpecError if the spec is wrong, CallError if the options name no kernel or no library.
     """
 
-    def __init__(self, spec: str | Path, options: Options, capability: int | None) -> None:
+    def __init__(self, spec: str | Path, options: BenchOptions, capability: int | None) -> None:
         self.options = options
         loaded = load_spec(spec)
         prepared = prepare(loaded)
@@ -315,13 +315,13 @@ def measure(
     memory = Memory(shapes, out_dtype_of(inputs[0].q.dtype), bench.device)
 
     def enter(result: GridResult, make: Callable[[], Contender]) -> tuple[GridResult, Sampler | None]:
-        def entry() -> Entry:
+        def entry() -> ReadyContender:
             contender = differentiated(make(), dout) if dout else make()
             sampler = Batches(contender, bench.clock, memory)
             held = partial(_held, bench.device, contender) if dout and counts_memory else dict
             if oracle is None:
-                return Entry(sampler, measure=held)
-            return Entry(sampler, oracle.error, oracle.limit, measure=held)
+                return ReadyContender(sampler, measure=held)
+            return ReadyContender(sampler, oracle.error, oracle.limit, measure=held)
 
         return bench.enter(replace(result, flops=work.flops), entry)
 
@@ -364,7 +364,7 @@ def _team_of(ladder: Ladder) -> Team:
     return Team(plan.variant, plan.dtype_name, plan.head_dim_qk, plan.head_dim_v, ladder.kernels)
 
 
-def _cases(team: Team, options: Options) -> Sequence[BenchCase]:
+def _cases(team: Team, options: BenchOptions) -> Sequence[BenchCase]:
     """The cases of a team; a ladder has those of one suite."""
     every = bench_cases(
         team.variant.name, team.dtype, team.head_dim_qk, team.head_dim_v,

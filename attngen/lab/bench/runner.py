@@ -30,7 +30,7 @@ _MAX_SEED = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class BenchOptions:
     """Choices of a run, as far as its suite knows them.
 
     ``part`` is part of a kernel's name, ``cells`` and ``peers`` are parts of the names of cases and libraries; empty
@@ -69,7 +69,7 @@ class Readings(Protocol):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ReadyContender:
     """A contender ready to be timed, and the check of its output.
 
     ``error`` returns the error of an output; infinity for a NaN. ``fields`` are those of the result that are known
@@ -104,7 +104,7 @@ class Bench:
     readings: Readings | None = None
     pauseless_ms: float | None = None
 
-    def enter(self, result: ResultType, make: Callable[[], Entry]) -> tuple[ResultType, Sampler | None]:
+    def enter(self, result: ResultType, make: Callable[[], ReadyContender]) -> tuple[ResultType, Sampler | None]:
         """Prepare a contender and check its output; its result has a reason instead of a sampler if it cannot run."""
         try:
             entry = make()
@@ -166,7 +166,7 @@ class Suite(ABC, Generic[Case, ReportType]):
     ``report`` is without rows. ``pauseless_ms`` is the length of samples that are taken without pauses.
     """
 
-    options: Options
+    options: BenchOptions
     report: ReportType
     cases: Sequence[Case]
     noun = "case"

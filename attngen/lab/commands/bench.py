@@ -29,7 +29,7 @@ from attngen.lab.commands.bench_output import (
 if TYPE_CHECKING:
     from attngen.lab.bench.grid import GridReport, GridResult, GridRow
     from attngen.lab.bench.report import Mean, Report
-    from attngen.lab.bench.runner import Options, Suite
+    from attngen.lab.bench.runner import BenchOptions, Suite
 
 #: Endings of the names of pictures.
 _PICTURES = (".png", ".pdf", ".svg")
@@ -174,7 +174,7 @@ def command(
     from attngen.lab.bench.cases import DENSE_SUITES, DIRECTIONS
 
     directions = ("forward",) if ladder else DIRECTIONS if passes in (None, "both") else (passes,)
-    options = runner.Options(
+    options = runner.BenchOptions(
         part=part, variants=variants, cells=cells, peers=peer_parts, directions=directions,
         suites=(suite,) if suite in DENSE_SUITES else DENSE_SUITES, tokens=tokens, seqlens=seqlens, head_dims=head_dims,
         rounds=rounds, check=check, jobs=jobs, limit=limit, ladder=ladder, taken=taken, sustained=sustained,
@@ -214,7 +214,7 @@ def command(
 
 
 def _suite(
-    chosen: str, spec: Path | None, options: Options
+    chosen: str, spec: Path | None, options: BenchOptions
 ) -> tuple[Suite[Any, Any], Callable[[Any], None], Callable[[Any], None]]:
     """The suite that is chosen, and the functions that print its report and its plan."""
     from attngen.lab.bench.runner import capability

@@ -38,7 +38,7 @@ _ROW = 6
 
 
 @dataclass(frozen=True)
-class Mask:
+class LayerMasks:
     """The variants of a model's layers, with the number of layers of each; their values; the lengths of documents."""
 
     name: str
@@ -68,7 +68,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Row:
+class ContenderTimes:
     """Milliseconds of one contender in one cell, forward and forward with backward, or why there are none."""
 
     mask: str
@@ -79,15 +79,17 @@ class Row:
     reason: str | None = None
 
 
-def masks(seqlen: int) -> list[Mask]:
+def masks(seqlen: int) -> list[LayerMasks]:
     """The masks that the suite times."""
     window = {"window": min(4096, max(seqlen // 16, 1))}
     return [
-        Mask("causal", {"causal": 1}),
-        Mask("window", {"sliding_window": 1}, window),
-        Mask("documents", {"causal": 1}, documents=lengths(seqlen)),
-        Mask("prefix", {"prefix_lm": 1}, {"prefix": torch.tensor([seqlen // 4], dtype=torch.int32, device="cpu")}),
-        Mask("hybrid", {"causal": 1, "sliding_window": 3}, window),
+        LayerMasks("causal", {"causal": 1}),
+        LayerMasks("window", {"sliding_window": 1}, window),
+        LayerMasks("documents", {"causal": 1}, documents=lengths(seqlen)),
+        LayerMasks(
+            "prefix", {"prefix_lm": 1}, {"prefix": torch.tensor([seqlen // 4], dtype=torch.int32, device="cpu")}
+        ),
+        LayerMasks("hybrid", {"causal": 1, "sliding_window": 3}, window),
     ]
 
 
@@ -120,7 +122,7 @@ def run(
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", device_id=device)
-    rows: list[Row] = []
+    rows: list[ContenderTimes] = []
     try:
         attngen.jit()
         for seqlen in seqlens or (16384 * ranks,):
@@ -144,7 +146,7 @@ def run(
 Made = tuple[Callable[[], list[Tensor]], list[Tensor], AbstractContextManager[Any]]
 
 
-def _contenders(mask: Mask, seqlen: int, ranks: int) -> dict[str, Callable[[torch.device], Made]]:
+def _contenders(mask: LayerMasks, seqlen: int, ranks: int) -> dict[str, Callable[[torch.device], Made]]:
     ways: dict[str, Callable[[torch.device], Made]] = {"one GPU": partial(_one, mask, seqlen)}
     for method in ("exchange", "gather", "heads"):
         if method != "heads" or KV_HEADS % ranks == 0:
@@ -161,8 +163,13 @@ def _contenders(mask: Mask, seqlen: int, ranks: int) -> dict[str, Callable[[torc
 
 
 def _measured(
-    mask: Mask, seqlen: int, name: str, contender: Callable[[torch.device], Made], rounds: int, device: torch.device
-) -> Row:
+    mask: LayerMasks,
+    seqlen: int,
+    name: str,
+    contender: Callable[[torch.device], Made],
+    rounds: int,
+    device: torch.device,
+) -> ContenderTimes:
     import torch.distributed as dist
 
     torch.manual_seed(0)
@@ -181,8 +188,8 @@ def _measured(
     dist.all_gather_object(reasons, reason)
     reason = next((each for each in reasons if each is not None), None)
     if reason is not None:
-        return Row(mask.name, seqlen, name, reason=reason)
-    return Row(mask.name, seqlen, name, forward, both)
+        return ContenderTimes(mask.name, seqlen, name, reason=reason)
+    return ContenderTimes(mask.name, seqlen, name, forward, both)
 
 
 def _timed(call: Callable[[], Any], rounds: int) -> float:
@@ -212,7 +219,7 @@ def _random(device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
 
 
-def _one(mask: Mask, seqlen: int, device: torch.device) -> Made:
+def _one(mask: LayerMasks, seqlen: int, device: torch.device) -> Made:
     lead = () if mask.documents else (1,)
     q, k, v = leaves = _random(device, *((*lead, seqlen, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)))
     values = {variant: mask.values_of(variant, device) for variant in mask.layers}
@@ -227,13 +234,13 @@ def _one(mask: Mask, seqlen: int, device: torch.device) -> Made:
     return call, leaves, nullcontext()
 
 
-def _layers(mask: Mask, call: Callable[[str], Tensor]) -> Callable[[], list[Tensor]]:
+def _layers(mask: LayerMasks, call: Callable[[str], Tensor]) -> Callable[[], list[Tensor]]:
     """A function that calls all layers, one after the other."""
     variants = [variant for variant, count in mask.layers.items() for _ in range(count)]
     return lambda: [call(variant) for variant in variants]
 
 
-def _by_plan(mask: Mask, seqlen: int, method: str, kv_heads: int, device: torch.device) -> Made:
+def _by_plan(mask: LayerMasks, seqlen: int, method: str, kv_heads: int, device: torch.device) -> Made:
     cost = Cost(HEADS, kv_heads, HEAD_DIM)
     offsets = [0, *accumulate(mask.documents)] if mask.documents else None
     plan: Plan = attngen.parallel.plan(
@@ -300,7 +307,7 @@ def _ulysses(seqlen: int, device: torch.device) -> Made:
     return call, leaves, nullcontext()
 
 
-def _flex(mask: Mask, seqlen: int, device: torch.device) -> Made:
+def _flex(mask: LayerMasks, seqlen: int, device: torch.device) -> Made:
     """FlexAttention over gathered keys, with pairs of chunks that are balanced for a causal mask."""
     import torch.distributed as dist
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
@@ -331,7 +338,7 @@ def _flex(mask: Mask, seqlen: int, device: torch.device) -> Made:
 # --- reports ------------------------------------------------------------------------------------------------
 
 
-def _report(rows: list[Row], path: Path | None) -> None:
+def _report(rows: list[ContenderTimes], path: Path | None) -> None:
     last = rows[-1]
     figures = last.reason if last.reason is not None else f"{last.forward:.3f} ms, {last.both:.3f} with backward"
     click.echo(f"{last.mask}, {last.seqlen} tokens, {last.contender}: {figures}", err=True)
@@ -339,7 +346,7 @@ def _report(rows: list[Row], path: Path | None) -> None:
         path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
 
 
-def _print(rows: list[Row], ranks: int) -> None:
+def _print(rows: list[ContenderTimes], ranks: int) -> None:
     alone = {(row.mask, row.seqlen): row for row in rows if row.contender == "one GPU"}
     lines = []
     for row in rows:

@@ -62,7 +62,7 @@ def command(
     from attngen.lab.tune import run
 
     directions = run.DIRECTIONS if passes == "both" else (passes,)
-    options = run.Options(part, variants, directions, tokens, seqlens, rounds, seconds, jobs, restart)
+    options = run.TuneOptions(part, variants, directions, tokens, seqlens, rounds, seconds, jobs, restart)
     if dry_run:
         rows = run.dry_run(spec, options)
         if as_json:

@@ -37,7 +37,7 @@ _BACKENDS = ("cuda", "triton")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TuneOptions:
     """Choices of a search. ``part`` is part of a kernel's name; without ``seqlens`` cases have their own.
 
     No further kernel is begun after ``seconds``. ``directions`` are some of ``DIRECTIONS``.
@@ -103,7 +103,7 @@ Observer = Callable[[Mapping[str, Any], int, int], None]
 
 
 def subjects(
-    spec: str | Path, options: Options, capability: int | None
+    spec: str | Path, options: TuneOptions, capability: int | None
 ) -> tuple[list[Subject], dict[str, str], list[Prepared]]:
     """The kernels to be searched, the reasons against others, and all kernels of the spec.
 
@@ -131,7 +131,7 @@ def subjects(
     return chosen_kernels, left_out, prepared
 
 
-def tune(spec: str | Path, out: Path, options: Options, observer: Observer) -> TuneReport:
+def tune(spec: str | Path, out: Path, options: TuneOptions, observer: Observer) -> TuneReport:
     """Search the kernels of a spec on this GPU, and write the choices that are faster than the plan's own to ``out``.
 
     A journal beside ``out`` keeps what is done: where time did not suffice, or the search was cut, the next one goes
@@ -184,7 +184,7 @@ def tune(spec: str | Path, out: Path, options: Options, observer: Observer) -> T
     return TuneReport(str(spec), gpu.name, rows, left_out, left, time.monotonic() - start)
 
 
-def dry_run(spec: str | Path, options: Options) -> list[tuple[str, str, int, int]]:
+def dry_run(spec: str | Path, options: TuneOptions) -> list[tuple[str, str, int, int]]:
     """Label, name, number of candidates and number of cases of each kernel of a search; needs no GPU."""
     capability = Gpu.current().capability if torch.cuda.is_available() else None
     todo, _, _ = subjects(spec, options, capability)

@@ -82,7 +82,7 @@ def search(
     """The fastest choice for a kernel. A backward kernel follows ``forward_kernels``; ``cases`` are not empty."""
     choices = list(candidates(kernel))
     own = choices[0][1]
-    measured = _Measured(own, forward_kernels, bench, compiled, dict(compiled(forward_kernels)))
+    measured = _MeasuredCandidates(own, forward_kernels, bench, compiled, dict(compiled(forward_kernels)))
     best, speedup = own.name, 1.0
     finals: dict[str, dict[str, float]] = {}
     for _ in range(_PASSES):
@@ -108,7 +108,7 @@ def search(
 
 
 @dataclass
-class _Measured:
+class _MeasuredCandidates:
     """The candidates of one kernel by name: all that are ``known``, and the ``kernels`` of those that ran right."""
 
     own: Plan

@@ -29,7 +29,7 @@ _KV_HEADS, _HEADS, _POSITIONS = 2, 6, 512
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _AppendCase:
     """A kind of call. ``share`` is the part of each row that is rotated, 0 for no rotation."""
 
     place: str
@@ -46,10 +46,10 @@ class _Case:
         return " ".join(words + (["interleaved"] if self.interleaved else []))
 
 
-def _cases(*, small: bool) -> Iterator[_Case]:
+def _cases(*, small: bool) -> Iterator[_AppendCase]:
     rotations = ((0.0, False), (1.0, False), (1.0, True), (0.25, False), (0.3, True))
     for place, layout, packed, (share, interleaved) in product(_PLACES, PAGE_LAYOUTS, (False, True), rotations):
-        yield _Case(place, layout, packed, share, interleaved, long=not small and share == 1.0)
+        yield _AppendCase(place, layout, packed, share, interleaved, long=not small and share == 1.0)
 
 
 def try_append(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
@@ -58,7 +58,7 @@ def try_append(kernel: Kernel, device: torch.device | str, seed: int, *, small: 
     return try_cases([(case.name, partial(deviation, case)) for case in _cases(small=small)], seed)
 
 
-def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
+def _deviation(kernel: Kernel, case: _AppendCase, device: torch.device, seed: int) -> Deviation:
     call = _call(kernel, case, device, seed)
     copy = call.k_cache.clone()
     one = call.v_cache is call.k_cache
@@ -84,7 +84,7 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
     return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
 
 
-def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Append:
+def _call(kernel: Kernel, case: _AppendCase, device: torch.device, seed: int) -> Append:
     """Return random tokens for caches of NaN. Some tokens have no place: they must not be written anywhere."""
     generator = torch.Generator().manual_seed(seed)
     dtype, chunk = TORCH_DTYPES[kernel.dtype], CHUNK_BYTES // kernel.main.dtype_of("q").bytes

@@ -41,7 +41,7 @@ _TURNED = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _QuantizeCase:
     """A kind of call. ``share`` is the part of each row that is rotated; ``strange``: some numbers are not finite."""
 
     granularity: str | int
@@ -62,7 +62,7 @@ class _Case:
         return " ".join([*words, str(self.dtype).removeprefix("torch.")])
 
 
-def _cases(kernel: Kernel, *, small: bool) -> Iterator[_Case]:
+def _cases(kernel: Kernel, *, small: bool) -> Iterator[_QuantizeCase]:
     """Yield the calls that a kernel takes. Tiles have no scales of tensors, those with scales of blocks are
     transformed, and only whole rows are rotated."""
     lengths = (70, 33) if small else (1000, 777)
@@ -72,12 +72,12 @@ def _cases(kernel: Kernel, *, small: bool) -> Iterator[_Case]:
         if tiles and (granularity == "tensor" or (isinstance(granularity, int) and not hadamard)):
             continue
         for dtype in LARGEST:
-            yield _Case(granularity, layout, hadamard, 0.0, False, dtype, dtype == torch.float8_e4m3fn, lengths)
+            yield _QuantizeCase(granularity, layout, hadamard, 0.0, False, dtype, dtype == torch.float8_e4m3fn, lengths)
     for share, interleaved in rotations:
         if tiles and (share != 1.0 or interleaved):
             continue
         for granularity in (128, 64, "token", "head") if tiles else (128,):
-            yield _Case(granularity, "bshd", True, share, interleaved, torch.float8_e4m3fn, False, lengths)
+            yield _QuantizeCase(granularity, "bshd", True, share, interleaved, torch.float8_e4m3fn, False, lengths)
 
 
 def try_quantize(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
@@ -86,7 +86,7 @@ def try_quantize(kernel: Kernel, device: torch.device | str, seed: int, *, small
     return try_cases([(case.name, partial(deviation, case)) for case in _cases(kernel, small=small)], seed)
 
 
-def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
+def _deviation(kernel: Kernel, case: _QuantizeCase, device: torch.device, seed: int) -> Deviation:
     call = _call(kernel, case, device, seed)
     sizes = check(call)
     prepared = prepare_on(kernel, call, sizes, drivers.current())
@@ -114,7 +114,7 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
     return Deviation(largest, allowed, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
 
 
-def _call(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Quantize:
+def _call(kernel: Kernel, case: _QuantizeCase, device: torch.device, seed: int) -> Quantize:
     """Return random tokens, some of them large."""
     generator = torch.Generator().manual_seed(seed)
 

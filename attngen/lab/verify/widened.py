@@ -16,7 +16,7 @@ from attngen.runtime.arguments.checked import PAGE_LAYOUTS, TORCH_DTYPES
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.shared.records import addresses_of
-from attngen.runtime.operations.widen.kernel import Form, Widen, prepare
+from attngen.runtime.operations.widen.kernel import CacheForm, Widen, prepare
 
 _BATCH, _KV_HEADS, _PAGE_SIZE = 3, 2, 16
 
@@ -25,7 +25,7 @@ _BEFORE = -7.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _WidenCase:
     """A kind of call: the order of a page, or None for a dense cache; what has a scale; room for so many keys."""
 
     page_layout: str | None
@@ -39,11 +39,11 @@ class _Case:
         return " ".join([*words, *(["used lengths"] if self.used else []), f"{self.room} keys"])
 
 
-def _cases(*, small: bool) -> Iterator[_Case]:
+def _cases(*, small: bool) -> Iterator[_WidenCase]:
     room = 48 if small else 1504
     for layout, scales, used in product((None, *PAGE_LAYOUTS), ("tensor", "head", "page"), (True, False)):
         if layout is not None or scales != "page":
-            yield _Case(layout, scales, used or layout is not None, room)
+            yield _WidenCase(layout, scales, used or layout is not None, room)
 
 
 def try_widen(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
@@ -52,7 +52,7 @@ def try_widen(kernel: Kernel, device: torch.device | str, seed: int, *, small: b
     return try_cases([(case.name, partial(deviation, case)) for case in dict.fromkeys(_cases(small=small))], seed)
 
 
-def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> Deviation:
+def _deviation(kernel: Kernel, case: _WidenCase, device: torch.device, seed: int) -> Deviation:
     generator = torch.Generator().manual_seed(seed)
     dims = kernel.head_dim_qk, kernel.head_dim_v
     room, pages = case.room, _BATCH * case.room // _PAGE_SIZE
@@ -72,7 +72,7 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
     lengths = torch.randint(0, room + 1, (_BATCH,), generator=generator, device="cpu").int()
     lengths[0] = room
     cache = Widen(caches[0], caches[1], scales[0], scales[1], lengths.to(device) if case.used else None, table)
-    form = Form(room, case.page_layout, case.scales == "page")
+    form = CacheForm(room, case.page_layout, case.scales == "page")
     dtype = TORCH_DTYPES[kernel.dtype]
     out = [torch.full((_BATCH, room, _KV_HEADS, head_dim), _BEFORE, dtype=dtype, device=device) for head_dim in dims]
     launch = prepare(kernel, cache, form, drivers.current(), device.index or 0)
@@ -90,7 +90,7 @@ def _deviation(kernel: Kernel, case: _Case, device: torch.device, seed: int) -> 
     return Deviation(largest, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, elements, 0, tuple(wrong))
 
 
-def _rows(cache: Tensor, scale: Tensor, table: Tensor | None, case: _Case, b: int) -> Tensor:
+def _rows(cache: Tensor, scale: Tensor, table: Tensor | None, case: _WidenCase, b: int) -> Tensor:
     """Return the keys or values (room, kv_heads, head_dim) of a sequence in float32, times their scales."""
     rows = cache.float()
     if table is None:

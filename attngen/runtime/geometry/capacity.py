@@ -9,7 +9,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.prediction import Card, may_share, shares
 from attngen.runtime.geometry.splits import Capacity
-from attngen.runtime.kernels.module import Kernel, Launch
+from attngen.runtime.kernels.module import Kernel, KernelLaunch
 
 
 def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], device: int) -> Capacity:
@@ -26,7 +26,7 @@ def capacity_for(kernel: Kernel, call: Call, driver: Callable[[], Driver], devic
     return Capacity()
 
 
-def _capacity(kernel: Kernel, launch: Launch, call: Call, driver: Driver, device: int) -> Capacity:
+def _capacity(kernel: Kernel, launch: KernelLaunch, call: Call, driver: Driver, device: int) -> Capacity:
     entry, blocks = launch.entry, driver.multiprocessors(device)
 
     def clusters(size: int) -> int:

@@ -17,7 +17,7 @@ from heapq import heapreplace
 from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.scalars import Number, assumed
-from attngen.runtime.kernels.module import Launch
+from attngen.runtime.kernels.module import KernelLaunch
 
 #: Steps that a tile of keys takes beside its own; those that a part of one takes, which stores dK and dV in float32;
 #: and those that it takes for each part of its tile, since the last one reads them all.
@@ -89,7 +89,7 @@ def sequences_of(call: Call) -> tuple[Call, ...]:
     return replace(call, batch=1, seqlen_q=rest[0], seqlen_k=rest[1]), replace(call, batch=1)
 
 
-def steps_of(launch: Launch, call: Call) -> tuple[int, ...]:
+def steps_of(launch: KernelLaunch, call: Call) -> tuple[int, ...]:
     """Number of tiles of queries that probably see each tile of keys, the first keys first.
 
     Sequences are taken to be as long as the longest one, and a scalar of the call and what data decide to be a part of

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry.cuts import alike, steps_of
-from attngen.runtime.kernels.module import Launch
+from attngen.runtime.kernels.module import KernelLaunch
 
 
 def group_of(call: Call) -> int:
@@ -31,7 +31,7 @@ _FEW = 8
 _H100_BLOCKS, _EVEN = 132, 1.25
 
 
-def _is_even(launch: Launch, call: Call) -> bool:
+def _is_even(launch: KernelLaunch, call: Call) -> bool:
     """Whether all tiles of keys have about as many steps, as under a window, and few of all."""
     if not launch.visible or launch.tile_map is not None or not alike(call):
         return False
@@ -40,7 +40,7 @@ def _is_even(launch: Launch, call: Call) -> bool:
     return 2 * most * launch.tile_m <= call.seqlen_q and most * len(steps) <= _EVEN * sum(steps)
 
 
-def heads_in_l2(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int:
+def heads_in_l2(launch: KernelLaunch, call: Call, units: int, *, by_keys: bool) -> int:
     """Units, of all batches, that run side by side: as many as keep in L2 what their blocks read again.
 
     Blocks read K and V again; or, where blocks are tiles of keys, Q and dO of all heads of a KV head. Then KV heads are
@@ -57,7 +57,7 @@ def heads_in_l2(launch: Launch, call: Call, units: int, *, by_keys: bool) -> int
     return forward_heads_in_l2(launch, every, call.seqlen_k, group_of(call), units)
 
 
-def forward_heads_in_l2(launch: Launch, every: int, seqlen_k: int, group: int, units: int) -> int:
+def forward_heads_in_l2(launch: KernelLaunch, every: int, seqlen_k: int, group: int, units: int) -> int:
     """As above, of a forward pass; ``every``: KV heads of all sequences."""
     kv_heads = -(-launch.l2_keys // (seqlen_k + 1))
     kv_heads = balanced(kv_heads, every, kv_heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attngen.manifest import TileMapAxes
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.kernels.module import Launch
+from attngen.runtime.kernels.module import KernelLaunch
 
 #: Slots of a tile map for each of its words: ``kSlotsOfWord`` of tile_map.cuh.
 SLOTS_OF_WORD = 16
@@ -27,7 +27,7 @@ class MapShape:
         "tile_words", "tiles", "words", "work",
     )  # fmt: skip
 
-    def __init__(self, launch: Launch, axes: TileMapAxes, call: Call) -> None:
+    def __init__(self, launch: KernelLaunch, axes: TileMapAxes, call: Call) -> None:
         self.owner = axes.owner
         # Lengths of its own for each sequence make a map for each sequence, whatever the mask reads.
         per_batch = axes.batch or call.ragged or call.seqused_k is not None

@@ -17,7 +17,7 @@ from itertools import pairwise
 from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.scalars import Number, assumed
-from attngen.runtime.kernels.module import Launch
+from attngen.runtime.kernels.module import KernelLaunch
 
 #: Work tiles, as a multiple of the blocks, beyond which the order hardly matters.
 _MOST_WAVES = 4
@@ -38,7 +38,7 @@ class Order:
 LONGEST_FIRST = Order()
 
 
-def order_of(launch: Launch, call: Call, units: int, heads_in_l2: int, blocks: int) -> Order:
+def order_of(launch: KernelLaunch, call: Call, units: int, heads_in_l2: int, blocks: int) -> Order:
     """Order of a call whose ``units`` all run side by side, else longest first."""
     if units > heads_in_l2 or not launch.times:
         return LONGEST_FIRST
@@ -82,7 +82,7 @@ def _end(steps: tuple[int, ...], units: int, blocks: int, start: float) -> float
     return max(free)
 
 
-def steps_of_queries(launch: Launch, call: Call) -> tuple[int, ...]:
+def steps_of_queries(launch: KernelLaunch, call: Call) -> tuple[int, ...]:
     """Number of KV tiles that each tile of queries probably sees, the last queries first.
 
     A scalar of the call is taken to be a part of what it may be, a smaller one where first tiles may be cut.

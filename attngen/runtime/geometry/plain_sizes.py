@@ -8,7 +8,7 @@ from attngen.manifest import GRID
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry.heads_in_l2 import forward_heads_in_l2, group_of, prompts_of
 from attngen.runtime.geometry.splits import SPLIT_NAMES, Capacity, SplitNumbers
-from attngen.runtime.kernels.module import Kernel, Launch
+from attngen.runtime.kernels.module import Kernel, KernelLaunch
 
 #: Sizes that ``PlainSizes`` has of any launch, and of those whose blocks take tiles of queries. The places of the
 #: split counters and clusters among those of launches whose blocks share keys.
@@ -42,7 +42,7 @@ class PlainSizes:
 
     __slots__ = ("_group", "_heads", "_kv_heads", "_launch", "_least", "_multiprocessors", "_rows", "_split")
 
-    def __init__(self, launch: Launch, call: Call, capacity: Capacity, multiprocessors: int) -> None:
+    def __init__(self, launch: KernelLaunch, call: Call, capacity: Capacity, multiprocessors: int) -> None:
         self._launch, self._multiprocessors = launch, multiprocessors
         self._split = SplitNumbers(launch, call, capacity) if launch.grid == GRID else None
         self._group, self._kv_heads, self._least = group_of(call), call.kv_heads, call.least_queries

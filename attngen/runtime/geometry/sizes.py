@@ -34,10 +34,10 @@ from attngen.runtime.geometry.heads_in_l2 import group_of, heads_in_l2, tiles_of
 from attngen.runtime.geometry.map_shape import MapShape
 from attngen.runtime.geometry.orders import Order, order_of, steps_of_queries
 from attngen.runtime.geometry.splits import Capacity, split_sizes
-from attngen.runtime.kernels.module import Kernel, Launch
+from attngen.runtime.kernels.module import Kernel, KernelLaunch
 
 
-def cut_of(launch: Launch, call: Call, heads_in_l2: int, capacity: Capacity) -> Cut:
+def cut_of(launch: KernelLaunch, call: Call, heads_in_l2: int, capacity: Capacity) -> Cut:
     """KV tiles that a backward cuts into parts, or query tiles of a forward, where blocks of the call then end more
     evenly.
 
@@ -80,7 +80,7 @@ class Geometry:
     """All numbers of a call that depend on shapes and strides only, by their names in a manifest."""
 
     def __init__(
-        self, launch: Launch, call: Call, views: Mapping[str, View] | None = None, *, capacity: Capacity = _ALONE
+        self, launch: KernelLaunch, call: Call, views: Mapping[str, View] | None = None, *, capacity: Capacity = _ALONE
     ) -> None:
         """``views`` has what differs from q, k, v and a contiguous output, or comes on top of these. ``capacity``: what
         runs at once, where blocks share keys."""
@@ -91,7 +91,7 @@ class Geometry:
         self._views = views or {}
         q_tiles, self.units = tiles_of(call, launch.tile_m, pack_gqa=launch.pack_gqa)
         #: By name; what few launches read is computed when it is asked for.
-        self.sizes = _Sizes(
+        self.sizes = _LaunchSizes(
             batch=call.batch, heads=call.heads, kv_heads=call.kv_heads, group=group_of(call),
             seqlen_q=call.seqlen_q, seqlen_k=call.seqlen_k, max_seqlen_q=call.seqlen_q, max_seqlen_k=call.seqlen_k,
             total_q=call.total_q, total_k=call.total_k, least_queries=call.least_queries,
@@ -131,7 +131,7 @@ class Geometry:
     def of_chunk(self, first_part: int) -> Geometry:
         """The same numbers for a chunk of query rows."""
         own = copy(self)
-        own.sizes = _Sizes(self.sizes, first_part=first_part)
+        own.sizes = _LaunchSizes(self.sizes, first_part=first_part)
         own.sizes.geometry = own
         return own
 
@@ -240,7 +240,7 @@ class Geometry:
         return self._described(parameter).axes.index(axis) if isinstance(axis, str) else int(axis or 0)
 
 
-class _Sizes(dict[str, int]):
+class _LaunchSizes(dict[str, int]):
     """The sizes of a launch by name, of which those of ``_LATER``, and chunks of 16 bytes of workspaces, are computed
     when they are first asked for."""
 

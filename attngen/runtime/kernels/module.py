@@ -20,7 +20,7 @@ from attngen.records import shared
 from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.folder import read_manifest
-from attngen.runtime.kernels.packing import Layout, Packer, lay_out
+from attngen.runtime.kernels.packing import Packer, ParameterLayout, lay_out
 
 
 class Entry:
@@ -48,7 +48,7 @@ class Entry:
         self._clusters: dict[tuple[int, int], int] = {}
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> ParameterLayout:
         """The parameter block; LoadError for a list that this version does not understand."""
         return lay_out(self._arguments)
 
@@ -85,7 +85,7 @@ class Entry:
 _BOUNDS = ("least_queries", "most_queries", "beside")
 
 
-class Launch(LaunchFields):
+class KernelLaunch(LaunchFields):
     """One of the launches of a kernel, which a call makes one after the other; each has tiles and a grid of its own."""
 
     def __init__(self, kernel: Kernel, entry: LaunchEntry, image: Callable[[], bytes]) -> None:
@@ -157,7 +157,7 @@ class Kernel(KernelFields):
         self.min_driver = entries.min_driver or 0
         for name in (self.dtype, *entries.operands.values()):
             _check_dtype(name, origin)
-        self.launches = tuple(Launch(self, entry, self._image_of(entry)) for entry in entries.launches)
+        self.launches = tuple(KernelLaunch(self, entry, self._image_of(entry)) for entry in entries.launches)
         self.main = self.launch(entries.main)
         self.main_place = self.launches.index(self.main)
 
@@ -177,7 +177,7 @@ class Kernel(KernelFields):
         """The constants of ``times`` on cards on which this kernel was measured to be faster than the plan's own."""
         return {row.gpu: row.times for row in self.tuned}
 
-    def launch(self, name: str) -> Launch:
+    def launch(self, name: str) -> KernelLaunch:
         """Return one of the launches. Raises LoadError if there is none of that name."""
         for launch in self.launches:
             if launch.name == name:

@@ -18,7 +18,7 @@ DESCRIPTOR_BYTES, DESCRIPTOR_ALIGNMENT = STRUCTS["descriptor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParameterLayout:
     """The parameter block of a kernel. ``size`` ends with the last parameter, without padding after it."""
 
     parameters: tuple[Argument, ...]
@@ -40,7 +40,7 @@ class Layout:
         return tuple(p.size for p in self.parameters)
 
 
-def lay_out(arguments: Iterable[Argument]) -> Layout:
+def lay_out(arguments: Iterable[Argument]) -> ParameterLayout:
     """Return the parameter block of a launch: natural alignment, descriptors aligned to 64.
 
     Raises LoadError for an argument that this version does not know: passing something else there would be silent.
@@ -65,7 +65,7 @@ def lay_out(arguments: Iterable[Argument]) -> Layout:
         parameters.append(argument if argument.offset == offset else replace(argument, offset=offset))
     if end > MAX_PARAMETER_BYTES:
         raise LoadError(f"parameters take {end} B; a kernel takes at most {MAX_PARAMETER_BYTES} B")
-    return Layout(tuple(parameters), end)
+    return ParameterLayout(tuple(parameters), end)
 
 
 #: Manifest type → its code in ``struct``.
@@ -80,7 +80,7 @@ class Packer:
 
     __slots__ = ("_pack", "numbers", "size")
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ParameterLayout) -> None:
         #: The parameters in the order in which values are given, and bytes of the block, a multiple of 64.
         self.numbers = sorted((p for p in layout.parameters if p.kind in NUMBERS), key=lambda p: p.offset)
         self.size = -(-layout.size // DESCRIPTOR_ALIGNMENT) * DESCRIPTOR_ALIGNMENT

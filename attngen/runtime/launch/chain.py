@@ -14,7 +14,7 @@ from attngen.runtime.device.interface import Driver, Frame, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.geometry.sizes import Geometry
 from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES
-from attngen.runtime.launch.packed_kernel import Division, PackedKernel
+from attngen.runtime.launch.packed_kernel import PackedKernel, ScalarDivision
 
 if TYPE_CHECKING:
     from attngen.runtime.arguments.scalars import Number
@@ -195,7 +195,7 @@ class Block:
         self.sized: Sized | None = None
         self.scales: list[tuple[memoryview[float], int]] = []
         self.scalars: list[tuple[memoryview[Number], int, int]] = []
-        self.divisors: list[tuple[memoryview[int], int, Division]] = []
+        self.divisors: list[tuple[memoryview[int], int, ScalarDivision]] = []
         self.divided_by: tuple[Number, ...] = ()  # the scalars of the launch before
         self.launches: list[Launch] = []
         self._pointers: list[int] = []

@@ -92,7 +92,7 @@ def in_graph_pool(device: torch.device, stream: int) -> bool:
         return False
 
 
-class Entry:
+class MapEntry:
     """A kept map, with the tensors that decide it, by weak references, and their versions at the time."""
 
     __slots__ = (
@@ -153,7 +153,7 @@ class _KeptMaps:
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[tuple[Any, ...], Entry] = OrderedDict()
+        self._entries: OrderedDict[tuple[Any, ...], MapEntry] = OrderedDict()
         self.changes = 0  # of the maps that are kept
 
     def last(self, words: Tensor, stream: int, numbers: list[Number], decide: Sequence[Tensor]) -> Last | None:
@@ -184,7 +184,11 @@ class _KeptMaps:
         return entry.words
 
     def get(
-        self, key: tuple[object, ...], decide: Sequence[Tensor], make: Callable[..., Tensor], new: Callable[[], Entry]
+        self,
+        key: tuple[object, ...],
+        decide: Sequence[Tensor],
+        make: Callable[..., Tensor],
+        new: Callable[[], MapEntry],
     ) -> Tensor:
         """Return the map of a key and its tensors. A kept map is reused unless a tensor was written, and gets the
         visible pairs of partial tiles at its second use. Otherwise ``new`` returns an entry for a new map.
@@ -249,7 +253,7 @@ class _KeptMaps:
 KEPT = _KeptMaps()
 
 
-def kept_maps() -> Mapping[tuple[Any, ...], Entry]:
+def kept_maps() -> Mapping[tuple[Any, ...], MapEntry]:
     """Maps that are kept, for tests and for reports of memory."""
     return KEPT._entries
 

@@ -29,7 +29,7 @@ _OF_KIND = frozenset({
 })  # fmt: skip
 
 
-class Division:
+class ScalarDivision:
     """A divisor of a kernel, computed from the scalars of a call in order of declaration."""
 
     __slots__ = ("_divisor", "_names")
@@ -69,7 +69,7 @@ class PackedKernel:
         self.descriptors: list[tuple[int, TensorMap, int, str]] = []
         self.scales: list[int] = []
         self.scalars: list[tuple[str, int, int, int]] = []
-        self.divisors: list[tuple[int, Division]] = []
+        self.divisors: list[tuple[int, ScalarDivision]] = []
         follow: list[tuple[int, Argument]] = []
         for index, parameter in enumerate(entry.layout.parameters):
             match parameter.kind:
@@ -88,7 +88,7 @@ class PackedKernel:
                         raise LoadError(f"parameter '{parameter.name}': the variant has no scalar '{name}'")
                     self.scalars.append((writer, size, parameter.offset, scalar_position[name]))
                 case "divisor":
-                    self.divisors.append((parameter.offset, Division(geometry.call, parameter)))
+                    self.divisors.append((parameter.offset, ScalarDivision(geometry.call, parameter)))
                 case _ if _follows_sizes(parameter):
                     follow.append((index, parameter))
         self.offsets = entry.layout.offsets

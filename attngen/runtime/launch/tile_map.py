@@ -31,7 +31,7 @@ from attngen.runtime.arguments.scalars import Number
 from attngen.runtime.geometry.map_shape import MapShape
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Launches
-from attngen.runtime.launch.map_cache import KEPT, Entry, KeptMap, Last, base_of, in_graph_pool, kept_maps
+from attngen.runtime.launch.map_cache import KEPT, KeptMap, Last, MapEntry, base_of, in_graph_pool, kept_maps
 
 #: Bytes of the visible pairs of one map, at most: beyond it kernels evaluate the mask of partial tiles.
 MAX_BITS = 512 * 2**20
@@ -137,7 +137,7 @@ class MapMaker:
                 words = KEPT.lasting(sizes, stream, capturing) if not decide else None
                 if words is None and fresh:
                     key = (sizes, stream, *_places(decide))
-                    words = KEPT.get(key, decide, make, partial(Entry, launches, shape, self._of, self._device))
+                    words = KEPT.get(key, decide, make, partial(MapEntry, launches, shape, self._of, self._device))
             if words is None:
                 words = make(False)
             addresses[place] = words.data_ptr()

@@ -57,7 +57,7 @@ class OneSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class _Keys:
+class _SequenceKeys:
     """Keys and values of one sequence for all query heads, (h, keys, d), and which rows hold what is not finite."""
 
     k: torch.Tensor
@@ -74,7 +74,7 @@ class _Keys:
         *,
         heads: torch.Tensor | None = None,
         smooth: bool = False,
-    ) -> _Keys:
+    ) -> _SequenceKeys:
         """Return those of a sequence, once for all chunks of its query rows; ``heads`` and ``smooth`` are those of
         ``attend_rows``."""
         own = [rows.to(compute).transpose(0, 1) for rows in (sequence.k, sequence.v)]
@@ -285,7 +285,7 @@ def _attend(call: Call, sequence: OneSequence, compute: torch.dtype) -> tuple[to
     chunk = CHUNK_ELEMENTS.get(call.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     step = max(1, chunk // (call.heads * keys))
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_of(call, sequence))
-    keys_of_heads = _Keys.of(call, sequence, compute)
+    keys_of_heads = _SequenceKeys.of(call, sequence, compute)
     parts = []
     for first in range(0, rows, step):
         arguments = (call, sequence, keys_of_heads, first, min(first + step, rows), compute)
@@ -314,7 +314,7 @@ def _tensors_of(call: Call, sequence: OneSequence) -> Iterator[torch.Tensor]:
 
 
 def _attend_rows(
-    call: Call, sequence: OneSequence, keys: _Keys, first: int, last: int, compute: torch.dtype
+    call: Call, sequence: OneSequence, keys: _SequenceKeys, first: int, last: int, compute: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out (rows, h, d) and lse (h, rows) of query rows ``first`` to ``last``."""
     return attend_rows(call, sequence, slice(first, last), compute, keys=keys)
@@ -328,14 +328,14 @@ def attend_rows(
     *,
     heads: torch.Tensor | None = None,
     smooth: bool = False,
-    keys: _Keys | None = None,
+    keys: _SequenceKeys | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out (rows, h, d) and lse (h, rows) of some query rows of a sequence, of all ``heads`` or of these.
 
     ``smooth`` is for transforms of torch.func: nothing depends on values, so that no index is checked, and a hidden key
     or value which is not finite may reach what does not see it. ``keys`` are those of the sequence, if they are known.
     """
-    keys = keys or _Keys.of(call, sequence, compute, heads=heads, smooth=smooth)
+    keys = keys or _SequenceKeys.of(call, sequence, compute, heads=heads, smooth=smooth)
     visible, scores = scores_of(call, sequence, rows, compute, heads=heads, smooth=smooth, keys=keys)
     weights, divisor, lse = probabilities_of(call, sequence, rows, visible, scores, compute, heads=heads, smooth=smooth)
     out = _weighted(weights, keys.v, keys.odd_v, visible) / divisor
@@ -354,7 +354,7 @@ def row_maxima(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
             sequences.append(torch.full((call.heads, rows), -math.inf, dtype=compute, device=q.device))
             continue
         step = max(1, CHUNK_ELEMENTS.get(call.device.type, CHUNK_ELEMENTS_ELSEWHERE) // (call.heads * keys))
-        of_heads = _Keys.of(call, sequence, compute)
+        of_heads = _SequenceKeys.of(call, sequence, compute)
         parts = (slice(first, min(first + step, rows)) for first in range(0, rows, step))
         sequences.append(
             torch.cat([scores_of(call, sequence, part, compute, keys=of_heads)[1].amax(-1) for part in parts], dim=1)
@@ -370,7 +370,7 @@ def scores_of(
     *,
     heads: torch.Tensor | None = None,
     smooth: bool = False,
-    keys: _Keys | None = None,
+    keys: _SequenceKeys | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Visible pairs, and the logits after the score expression: both (h, rows, keys), of all ``heads`` or of these.
 
@@ -380,7 +380,7 @@ def scores_of(
     call.variant.require(SERVES, "the reference")
     q = sequence.q[rows].to(compute).transpose(0, 1)  # (h, rows, d)
     q = q if heads is None else q[heads]
-    keys = keys or _Keys.of(call, sequence, compute, heads=heads, smooth=smooth)
+    keys = keys or _SequenceKeys.of(call, sequence, compute, heads=heads, smooth=smooth)
     queries, seqlen_k = sequence.q.shape[0], sequence.k.shape[0]
     place = sequence.q_offset, sequence.k_offset
     names = names_of(call, sequence.index, rows, queries, seqlen_k, *place, heads=heads)

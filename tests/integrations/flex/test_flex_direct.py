@@ -17,21 +17,21 @@ from attngen.integrations.flex import mask as flex_mask
 from attngen.integrations.flex import meaning as flex_meaning
 from attngen.integrations.flex import trace as flex_trace
 from attngen.integrations.flex import translate as flex_translate
-from attngen.integrations.flex.identity import Reading
+from attngen.integrations.flex.identity import FunctionInputs
 from tests.integrations.flex.flex_mods import MODS
 
 CPU = torch.device("cpu")
 
 
 def _trace(function: Any, kind: str) -> flex_trace.Trace:
-    return flex_trace.traced(function, kind, CPU, Reading(function), flex_translate.WORDS)
+    return flex_trace.traced(function, kind, CPU, FunctionInputs(function), flex_translate.WORDS)
 
 
 def _told(operand: Any) -> Any:
     """An operand of a trace as a value that can be compared."""
-    if isinstance(operand, flex_trace.Step):
+    if isinstance(operand, flex_trace.TraceStep):
         return operand.name, operand.dtype, operand.shape, _told(operand.args), operand.kwargs, operand.line
-    if isinstance(operand, flex_trace.Given):
+    if isinstance(operand, flex_trace.CapturedTensor):
         return operand.slot, operand.name
     if isinstance(operand, flex_trace.Made):
         return operand.dtype, operand.shape, operand.sources

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as theirs
 
 from attngen.integrations.flex import attention as ours
 from attngen.integrations.flex import meaning as meanings
-from attngen.integrations.flex.identity import Reading, Watch
+from attngen.integrations.flex.identity import FunctionInputs, Watch
 
 SIZE = 24
 settings = ModuleType("settings_of_a_test")
@@ -194,10 +194,10 @@ def test_what_cannot_be_found_is_said() -> None:
     def dynamic(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q - kv < getattr(settings, "re" + "ach")
 
-    assert not Reading(dynamic).complete
-    assert not Reading(_read_by(Computed())).complete
-    assert not Reading(_by_key(iter([1]))).complete
-    assert Reading(_read_by(Fields())).complete
+    assert not FunctionInputs(dynamic).complete
+    assert not FunctionInputs(_read_by(Computed())).complete
+    assert not FunctionInputs(_by_key(iter([1]))).complete
+    assert FunctionInputs(_read_by(Fields())).complete
     settings.reach = 3
     before = seen(dynamic)
     settings.reach = 5
@@ -236,7 +236,7 @@ def test_a_tensor_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_functions_of_this_package_are_read_like_any_other() -> None:
     from attngen.lab.bench.flex import functions
 
-    keys = [[Reading(mask_mod).key for mask_mod, _ in functions("cpu").values()] for _ in range(2)]
+    keys = [[FunctionInputs(mask_mod).key for mask_mod, _ in functions("cpu").values()] for _ in range(2)]
     assert keys[0] == keys[1]
 
 
@@ -290,14 +290,14 @@ def test_modes_that_decide_dtypes_are_watched(mode: str) -> None:
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return s + j / 3
 
-    before, key, watch = torch.get_default_dtype(), Reading(score_mod).key, Watch(score_mod)
+    before, key, watch = torch.get_default_dtype(), FunctionInputs(score_mod).key, Watch(score_mod)
     assert watch.holds()
     try:
         with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
             if mode == "default dtype":
                 torch.set_default_dtype(torch.float64)
             assert not watch.holds()
-            assert Reading(score_mod).key != key
+            assert FunctionInputs(score_mod).key != key
             assert Watch(score_mod).holds()
     finally:
         torch.set_default_dtype(before)

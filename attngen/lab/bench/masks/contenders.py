@@ -17,7 +17,7 @@ from attngen import variant
 from attngen.integrations.flex import attention as front_end
 from attngen.lab.bench.cases import DIRECTIONS
 from attngen.lab.bench.masks.cases.forms import Forms, Mod, Size
-from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, FRONT_END, SCALARS, TILE, UNLEARNED, Cell
+from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, FRONT_END, SCALARS, TILE, UNLEARNED, MaskCell
 from attngen.runtime.operations.attention.entry import attention
 from attngen.runtime.operations.attention.introspection import explain
 
@@ -26,32 +26,32 @@ _EAGER_PAIRS = 2**27
 
 
 @dataclass(frozen=True)
-class Inputs:
+class MaskInputs:
     """q, k and v, which require gradients, and a gradient of the output."""
 
     leaves: tuple[Tensor, Tensor, Tensor]
     dout: Tensor
 
-    def heads_first(self) -> Inputs:
+    def heads_first(self) -> MaskInputs:
         """The same numbers as (batch, heads, seqlen, head_dim), contiguous."""
         q, k, v = (one.detach().transpose(1, 2).contiguous().requires_grad_() for one in self.leaves)
-        return Inputs((q, k, v), self.dout.transpose(1, 2).contiguous())
+        return MaskInputs((q, k, v), self.dout.transpose(1, 2).contiguous())
 
 
 @lru_cache(8)
-def inputs(shape: tuple[int, int, int, int], kv_heads: int, device: torch.device) -> tuple[Inputs, Inputs]:
+def inputs(shape: tuple[int, int, int, int], kv_heads: int, device: torch.device) -> tuple[MaskInputs, MaskInputs]:
     """Random inputs as (batch, seqlen, heads, head_dim), and the same with heads first."""
     generator = torch.Generator(device).manual_seed(1)
     kv_shape = (*shape[:2], kv_heads, shape[3])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float64
     shapes = (shape, kv_shape, kv_shape, shape)
     q, k, v, dout = (torch.randn(each, device=device, dtype=dtype, generator=generator) for each in shapes)
-    bshd = Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
+    bshd = MaskInputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
     return bshd, bshd.heads_first()
 
 
 @dataclass(frozen=True)
-class Contender:
+class MaskContender:
     """One way to compute a case.
 
     ``call`` returns the output in the order of axes of ``dout``; ``learned`` are the tensors that take gradients beside
@@ -60,7 +60,7 @@ class Contender:
 
     name: str
     call: Callable[[], Tensor]
-    inputs: Inputs
+    inputs: MaskInputs
     learned: tuple[Tensor, ...] = ()
     explained: Mapping[str, Any] | None = None
     heads_first: bool = False
@@ -92,13 +92,13 @@ class Contender:
 class Contenders:
     """The contenders of a cell by name, each made when it is needed, which may raise."""
 
-    cell: Cell
+    cell: MaskCell
     device: torch.device
     forms: Forms
     block_mask: Any = field(default=None)
 
     @classmethod
-    def of(cls, cell: Cell, device: torch.device, *, quick: bool = False) -> Contenders:
+    def of(cls, cell: MaskCell, device: torch.device, *, quick: bool = False) -> Contenders:
         """Make the tensors of a cell, and FlexAttention's block mask: compiled as documented, or ``quick``."""
         forms = cell.case.make(Size(cell.seqlen, cell.heads, cell.head_dim, device))
         return cls(cell, device, forms, block_mask(forms.mask_mod, cell, device, quick=quick, by_head=forms.by_head))
@@ -110,7 +110,7 @@ class Contenders:
             *([UNLEARNED] if self.forms.learned else []), CAUSAL,
         ]  # fmt: skip
 
-    def make(self, name: str) -> Contender:
+    def make(self, name: str) -> MaskContender:
         """Make a contender. Raises what a library raises for a function that it does not take."""
         cell, forms = self.cell, self.forms
         bshd, bhsd = inputs((1, cell.seqlen, cell.heads, cell.head_dim), cell.kv_heads, self.device)
@@ -119,7 +119,7 @@ class Contenders:
         if name == FLEX:
             attend = _with_own_code(_attend(forms.score_mod, self.block_mask, shared), cell.name)
             call = attend if self.device.type == "cpu" else torch.compile(attend, dynamic=False)
-            return Contender(name, partial(call, *bhsd.leaves), bhsd, learned, heads_first=True)
+            return MaskContender(name, partial(call, *bhsd.leaves), bhsd, learned, heads_first=True)
         if name == FRONT_END:
             mask = None
             if forms.mask_mod is not None:
@@ -130,7 +130,7 @@ class Contenders:
             traced = front_end.meaning(forms.mask_mod, forms.score_mod, self.device)
             explained = {"variant": traced.handle, "layout": "bhsd", **traced.tensors(bhsd.dout.dtype)}
             call = partial(front_end.flex_attention, *bhsd.leaves, forms.score_mod, mask, enable_gqa=shared)
-            return Contender(name, call, bhsd, learned, explained, heads_first=True)
+            return MaskContender(name, call, bhsd, learned, explained, heads_first=True)
         if name == CAUSAL:
             return _own(name, bshd, {"variant": "causal"})
         if name == UNLEARNED:
@@ -160,11 +160,13 @@ class Contenders:
         )
 
 
-def _own(name: str, bshd: Inputs, keywords: dict[str, Any], learned: tuple[Tensor, ...] = ()) -> Contender:
-    return Contender(name, partial(attention, *bshd.leaves, **keywords), bshd, learned, keywords)
+def _own(name: str, bshd: MaskInputs, keywords: dict[str, Any], learned: tuple[Tensor, ...] = ()) -> MaskContender:
+    return MaskContender(name, partial(attention, *bshd.leaves, **keywords), bshd, learned, keywords)
 
 
-def block_mask(mask_mod: Mod | None, cell: Cell, device: torch.device, *, quick: bool, by_head: bool = False) -> Any:
+def block_mask(
+    mask_mod: Mod | None, cell: MaskCell, device: torch.device, *, quick: bool, by_head: bool = False
+) -> Any:
     """torch's block mask of a function, None for none. ``quick`` leaves the compiler out where memory allows."""
     if mask_mod is None:
         return None

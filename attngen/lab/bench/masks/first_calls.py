@@ -17,7 +17,7 @@ import torch
 from attngen import jit
 from attngen.lab.bench.masks.cases import mask_cases
 from attngen.lab.bench.masks.contenders import Contenders, inputs, seconds
-from attngen.lab.bench.masks.report import FLEX, Cell
+from attngen.lab.bench.masks.report import FLEX, MaskCell
 from attngen.lab.bench.report import reason_of
 from attngen.store.jobs import Job, JobResult, run_jobs, worker_processes
 from attngen.store.worker import retire
@@ -61,7 +61,7 @@ def first_calls(environment: Mapping[str, str], sizes: tuple[str, int, int], las
     (case,) = (one for one in mask_cases() if one.name == name)
     torch.zeros(1, device="cuda", dtype=torch.float32)  # CUDA starts
     with compiling():
-        results = _call_each(Cell(case, seqlen, head_dim), torch.device("cuda"))
+        results = _call_each(MaskCell(case, seqlen, head_dim), torch.device("cuda"))
     inputs.cache_clear()
     torch.compiler.reset()
     gc.collect()
@@ -72,7 +72,7 @@ def first_calls(environment: Mapping[str, str], sizes: tuple[str, int, int], las
     return results
 
 
-def _call_each(cell: Cell, device: torch.device) -> dict[str, float | str]:
+def _call_each(cell: MaskCell, device: torch.device) -> dict[str, float | str]:
     """Call every contender of a cell once."""
     made: list[Contenders] = []
     results: dict[str, float | str] = {}
@@ -116,7 +116,7 @@ def _answers() -> bool:
 
 
 def in_processes(
-    cells: Sequence[Cell], environment: Mapping[str, str], jobs: int | None, until: Callable[[], float]
+    cells: Sequence[MaskCell], environment: Mapping[str, str], jobs: int | None, until: Callable[[], float]
 ) -> Iterator[JobResult]:
     """Yield the results of ``first_calls`` for each cell, until a moment of ``time.monotonic``."""
     requests = [

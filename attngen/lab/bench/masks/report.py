@@ -37,7 +37,7 @@ HEADS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class MaskCell:
     """A case at one size."""
 
     case: MaskCase
@@ -107,7 +107,7 @@ class MaskRow(Row[MaskResult]):
     """One cell. ``tiles`` counts its non-empty tiles over all heads, ``pair_bytes`` the bytes of tensors over pairs in
     these. ``scored`` says whether the logits are changed, ``learns`` whether tensors take gradients."""
 
-    cell: Cell
+    cell: MaskCell
     tiles: int = 0
     pair_bytes: int = 0
     scored: bool = False

@@ -19,10 +19,10 @@ from attngen.lab.bench.cases import DIRECTIONS
 from attngen.lab.bench.masks import first_calls
 from attngen.lab.bench.masks.cases import mask_cases
 from attngen.lab.bench.masks.cases.forms import Forms
-from attngen.lab.bench.masks.contenders import Contender, Contenders, seconds
-from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, Cell, MaskReport, MaskResult, MaskRow
+from attngen.lab.bench.masks.contenders import Contenders, MaskContender, seconds
+from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, MaskCell, MaskReport, MaskResult, MaskRow
 from attngen.lab.bench.report import reason_of
-from attngen.lab.bench.runner import Bench, Observer, Options, Suite, by_parts
+from attngen.lab.bench.runner import Bench, BenchOptions, Observer, Suite, by_parts
 from attngen.lab.verify.gpu import Gpu
 from attngen.runtime.kernels.module import read_kernel
 from attngen.runtime.registry.lookup import registry
@@ -39,14 +39,14 @@ SAMPLE_MS = 15.0
 AGREEMENT, LEARNED_AGREEMENT = 3e-2, 1e-1
 
 
-def cells_of(options: Options) -> list[Cell]:
+def cells_of(options: BenchOptions) -> list[MaskCell]:
     """The cells that the options ask for. Raises CallError if there is none."""
-    cells: dict[str, Cell] = {}
+    cells: dict[str, MaskCell] = {}
     for head_dim in options.head_dims or (HEAD_DIM,):
         for seqlen in options.seqlens or (SEQLEN,):
             for case in mask_cases():
                 if case.seqlen is not None or case.max_seqlen is None or seqlen <= case.max_seqlen:
-                    cell = Cell(case, case.seqlen or seqlen, head_dim)
+                    cell = MaskCell(case, case.seqlen or seqlen, head_dim)
                     cells.setdefault(cell.name, cell)
     return by_parts(
         list(cells.values()), options.cells, "cell of the masks suite", lambda cell: cell.name,
@@ -59,21 +59,21 @@ class Ready:
     """A cell whose contenders have been called and compared."""
 
     contenders: Contenders
-    runnable: dict[str, Contender] = field(default_factory=dict)
+    runnable: dict[str, MaskContender] = field(default_factory=dict)
     results: dict[str, MaskResult] = field(default_factory=dict)
 
     @property
-    def cell(self) -> Cell:
+    def cell(self) -> MaskCell:
         """The cell."""
         return self.contenders.cell
 
 
-class MaskSuite(Suite[Cell, MaskReport]):
+class MaskSuite(Suite[MaskCell, MaskReport]):
     """Masks and scores of models and papers beside FlexAttention. Raises CallError if the options name no cell."""
 
     noun = "cell"
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: BenchOptions) -> None:
         self.options = options
         self.cases = self.cells = cells_of(options)
         self.report = MaskReport()
@@ -96,7 +96,7 @@ class MaskSuite(Suite[Cell, MaskReport]):
         with fresh_caches() as self._environment, first_calls.compiling():
             yield
 
-    def planned(self, case: Cell) -> MaskRow:
+    def planned(self, case: MaskCell) -> MaskRow:
         """See ``Suite``."""
         return MaskRow(results=(), cell=case)
 
@@ -135,7 +135,7 @@ class MaskSuite(Suite[Cell, MaskReport]):
                 registry.add_compiled(read_kernel(store.path(key), sealed=True))
                 self._read.add(key)
 
-    def measured(self, bench: Bench, case: Cell) -> MaskRow | None:
+    def measured(self, bench: Bench, case: MaskCell) -> MaskRow | None:
         """See ``Suite``."""
         ready = self._ready[case.name]
         if time.monotonic() + expected_seconds(ready, self.options.rounds) > self._deadline:
@@ -149,7 +149,7 @@ class MaskSuite(Suite[Cell, MaskReport]):
         return replace(report, not_run=not_run, seconds={**report.seconds, "all": time.monotonic() - self._began})
 
 
-def compare(cell: Cell, device: torch.device, first: Mapping[str, float | str], *, check: bool = True) -> Ready:
+def compare(cell: MaskCell, device: torch.device, first: Mapping[str, float | str], *, check: bool = True) -> Ready:
     """Call every contender of a cell, and compare its results with FlexAttention's.
 
     ``first`` has the seconds of first calls; a reason instead keeps a contender from being called here.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
-from attngen.lab.bench.serving.cells import DTYPE, HEAD_DIM, Form, Problem
+from attngen.lab.bench.serving.cells import DTYPE, HEAD_DIM, CacheShape, Problem
 from attngen.lab.bench.timing import Contender, input_sets
 from attngen.operations import APPEND_VARIANT
 from attngen.runtime.operations.append import in_torch as append_torch
@@ -21,7 +21,7 @@ class Appending:
     """New tokens of a problem, in as many sets as exceed twice the L2 cache, and one cache with places for all."""
 
     def __init__(
-        self, problem: Problem, form: Form, device: torch.device, l2_bytes: int, generator: torch.Generator
+        self, problem: Problem, form: CacheShape, device: torch.device, l2_bytes: int, generator: torch.Generator
     ) -> None:
         room, new, batch = max(problem.lengths), problem.seqlen_q, problem.batch
         self.sets = min(input_sets(problem.cache_bytes, l2_bytes), room // new)

@@ -90,7 +90,7 @@ def ancestors(tokens: int) -> list[list[bool]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CacheShape:
     """Form of the cache: dense without ``page_size``, else in pages of that many keys.
 
     ``heads_first``: (batch, kv_heads, seqlen, head_dim), and pages as (pages, kv_heads, page_size, head_dim).
@@ -111,12 +111,12 @@ class Lane:
 
     name: str
     problem: Problem
-    form: Form
+    form: CacheShape
     beside: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ServingCell:
     """Lanes that are measured together. Means are over the cells of a group."""
 
     group: str
@@ -130,12 +130,12 @@ class Cell:
         return () if alone else tuple(dict.fromkeys(lane.problem for lane in self.lanes))
 
 
-def cells() -> tuple[Cell, ...]:
+def cells() -> tuple[ServingCell, ...]:
     """All cells, in the order in which they are run."""
     return (*_decode(), *_append(), *_prefill(), *_eight_bits(), *_variants(), *_writes())
 
 
-def _decode() -> Iterable[Cell]:
+def _decode() -> Iterable[ServingCell]:
     rows = [
         (1, 32, 8, 1024), (1, 32, 8, 8192), (1, 32, 8, 65536), (1, 32, 4, 262144), (8, 32, 8, 4096),
         (32, 32, 8, 4096), (64, 64, 8, 8192), (128, 32, 8, 4096), (64, 16, 1, 8192),
@@ -149,19 +149,19 @@ def _decode() -> Iterable[Cell]:
     yield _over_pages("decode", f"decode b{_RAGGED} 32/8 128-32k", Problem(32, 8, lengths), (16, 64))
 
 
-def _append() -> Iterable[Cell]:
+def _append() -> Iterable[ServingCell]:
     for tokens in (4, 16, 64):
         problem = Problem(32, 8, (8192,) * 16, tokens)
         yield _over_pages("append", f"append {tokens} to b16 32/8 8k", problem, (16, 64))
 
 
-def _prefill() -> Iterable[Cell]:
+def _prefill() -> Iterable[ServingCell]:
     sizes = (16, 64, 256)
     yield _over_pages("prefill", "prefill 512 at 8k b4 32/8", Problem(32, 8, (8192,) * 4, 512), sizes)
     yield _over_pages("prefill", "prefill 4k b8 32/8", Problem(32, 8, (4096,) * 8, 4096), sizes)
 
 
-def _eight_bits() -> Iterable[Cell]:
+def _eight_bits() -> Iterable[ServingCell]:
     """Caches in 8 bits beside ones in 16: decoding, appending and part of a prompt, queries in 16 bits and in 8."""
     for name, problem in (
         ("decode b8 32/8 4k", Problem(32, 8, (4096,) * 8)),
@@ -174,20 +174,22 @@ def _eight_bits() -> Iterable[Cell]:
     ):
         cached = replace(problem, kv_dtype=EIGHT_BITS)
         both = replace(cached, dtype=EIGHT_BITS)
-        dense, paged = Form(), Form(64)
+        dense, paged = CacheShape(), CacheShape(64)
         wide = [Lane(f"{DTYPE} {form.name}", problem, form) for form in (dense, paged)]
         narrow = [
             Lane(f"e4m3 {form.name}", cached, form, beside=lane.name)
-            for lane, form in zip((wide[0], wide[1], wide[1]), (dense, paged, Form(16)), strict=True)
+            for lane, form in zip((wide[0], wide[1], wide[1]), (dense, paged, CacheShape(16)), strict=True)
         ]
-        yield Cell("e4m3", f"e4m3 {name}", (*wide, *narrow, Lane("e4m3 and q", both, paged, beside=wide[1].name)))
+        yield ServingCell(
+            "e4m3", f"e4m3 {name}", (*wide, *narrow, Lane("e4m3 and q", both, paged, beside=wide[1].name))
+        )
 
 
-def _variants() -> Iterable[Cell]:
+def _variants() -> Iterable[ServingCell]:
     """The cost of a mask or a score next to causal attention of its sizes, of a window next to the keys it shows."""
-    for form in (Form(), Form(64)):
+    for form in (CacheShape(), CacheShape(64)):
         shown, whole = (Problem(32, 8, (length,) * 4) for length in (WINDOW, 131072))
-        yield Cell(
+        yield ServingCell(
             "variants",
             f"window 1k of 128k b4 32/8, {form.name}",
             (
@@ -196,22 +198,22 @@ def _variants() -> Iterable[Cell]:
             ),
         )
     eight = Problem(32, 8, (8192,) * 16)
-    for form in (Form(), Form(64)):
+    for form in (CacheShape(), CacheShape(64)):
         lanes = [Lane(name, eight.of(name), form, beside="causal") for name in ("softcap", "causal_sink")]
-        yield Cell("variants", f"scores b16 32/8 8k, {form.name}", (Lane("causal", eight, form), *lanes))
+        yield ServingCell("variants", f"scores b16 32/8 8k, {form.name}", (Lane("causal", eight, form), *lanes))
     draft = replace(eight, seqlen_q=16)
-    lanes = [Lane("causal", draft, Form(64)), Lane("tree", draft.of("tree"), Form(64), beside="causal")]
-    yield Cell("variants", "tree of 16 b16 32/8 8k, pages 64", tuple(lanes))
+    lanes = [Lane("causal", draft, CacheShape(64)), Lane("tree", draft.of("tree"), CacheShape(64), beside="causal")]
+    yield ServingCell("variants", "tree of 16 b16 32/8 8k, pages 64", tuple(lanes))
 
 
-def _writes() -> Iterable[Cell]:
+def _writes() -> Iterable[ServingCell]:
     """Writing new tokens into caches, with queries and keys rotated: a step of decoding, and parts of prompts."""
     for batch, tokens in ((1, 1), (128, 1), (8, 2048)):
         problem = Problem(32, 8, (max(1024, tokens),) * batch, tokens, APPEND_VARIANT)
         yield _over_pages("append_kv", f"append_kv {tokens} to b{batch} 32/8", problem, (16, 64))
 
 
-def _over_pages(group: str, name: str, problem: Problem, sizes: Sequence[int]) -> Cell:
-    dense = Form()
-    paged = [Lane(Form(size).name, problem, Form(size), beside=dense.name) for size in sizes]
-    return Cell(group, name, (Lane(dense.name, problem, dense), *paged))
+def _over_pages(group: str, name: str, problem: Problem, sizes: Sequence[int]) -> ServingCell:
+    dense = CacheShape()
+    paged = [Lane(CacheShape(size).name, problem, CacheShape(size), beside=dense.name) for size in sizes]
+    return ServingCell(group, name, (Lane(dense.name, problem, dense), *paged))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.lab.bench.check import relative_error
-from attngen.lab.bench.serving.cells import EIGHT_BITS, HEAD_DIM, SOFTCAP, WINDOW, Form, Problem, ancestors
+from attngen.lab.bench.serving.cells import EIGHT_BITS, HEAD_DIM, SOFTCAP, WINDOW, CacheShape, Problem, ancestors
 from attngen.lab.bench.timing import input_sets
 from attngen.runtime.operations.attention.entry import attention
 
@@ -22,7 +22,7 @@ _SCALE = 0.75
 
 
 @dataclass(frozen=True)
-class Pages:
+class SequencePages:
     """The pages of each sequence. ``listed`` are those of all sequences in turn, ``starts`` where each starts in it.
 
     ``table`` (batch, max_pages), the others vectors; all int32. ``last`` counts the keys of a sequence's last page.
@@ -34,7 +34,7 @@ class Pages:
     last: Tensor
 
 
-class Contents:
+class ServingInputs:
     """Random queries, keys and values of a problem, in as many sets as exceed twice the L2 cache.
 
     All forms read the same bytes; they differ in the bytes that are the keys of a sequence.
@@ -61,7 +61,7 @@ class Contents:
             if dtype == EIGHT_BITS
         }
         self.lengths = torch.tensor(problem.lengths, dtype=torch.int32, device=device)
-        self._pages: dict[int, Pages] = {}
+        self._pages: dict[int, SequencePages] = {}
 
     @property
     def sets(self) -> int:
@@ -73,13 +73,13 @@ class Contents:
         """Whether every sequence fills its room, so that no lengths need to be given."""
         return min(self.problem.lengths) == self.room
 
-    def cache(self, number: int, form: Form) -> tuple[Tensor, Tensor]:
+    def cache(self, number: int, form: CacheShape) -> tuple[Tensor, Tensor]:
         """Keys and values of a set in a form of cache."""
         rows, heads = form.page_size or self.room, self.problem.kv_heads
         shape = (-1, heads, rows, HEAD_DIM) if form.heads_first else (-1, rows, heads, HEAD_DIM)
         return self._keys[number].view(shape), self._values[number].view(shape)
 
-    def pages(self, page_size: int) -> Pages:
+    def pages(self, page_size: int) -> SequencePages:
         """The pages of each sequence, in random order."""
         if page_size not in self._pages:
             counts = [-(-length // page_size) for length in self.problem.lengths]
@@ -92,10 +92,10 @@ class Contents:
             last = torch.tensor(
                 [(length - 1) % page_size + 1 for length in self.problem.lengths], dtype=torch.int32, device="cpu"
             )
-            self._pages[page_size] = Pages(*(each.to(self.device) for each in (table, starts, order, last)))
+            self._pages[page_size] = SequencePages(*(each.to(self.device) for each in (table, starts, order, last)))
         return self._pages[page_size]
 
-    def of_sequence(self, number: int, form: Form, b: int, hk: int) -> tuple[Tensor, Tensor]:
+    def of_sequence(self, number: int, form: CacheShape, b: int, hk: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a sequence and KV head of a set, (length, head_dim) each."""
         length, rows = self.problem.lengths[b], []
         for tensor in self.cache(number, form):
@@ -120,10 +120,10 @@ class Contents:
         return scalars.get(variant, {})
 
 
-class Oracle:
+class ServingOracle:
     """The last set's output for the first KV head of the first sequence and the last one of the last, in float64."""
 
-    def __init__(self, contents: Contents, problem: Problem, form: Form, package: str) -> None:
+    def __init__(self, contents: ServingInputs, problem: Problem, form: CacheShape, package: str) -> None:
         """``problem`` may differ from that of the contents in its variant."""
         group, number = problem.heads // problem.kv_heads, contents.sets - 1
         self._picked: list[tuple[int, slice]] = []

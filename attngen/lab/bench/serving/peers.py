@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from attngen.lab.bench.peers import output_of
-from attngen.lab.bench.serving.cells import HEAD_DIM, Form, Problem
-from attngen.lab.bench.serving.contents import Contents
+from attngen.lab.bench.serving.cells import HEAD_DIM, CacheShape, Problem
+from attngen.lab.bench.serving.contents import ServingInputs
 from attngen.lab.bench.timing import Contender
 
 #: Bytes that FlashInfer's kernels get for partial results, and for semaphores, which start as zeros.
@@ -35,19 +35,19 @@ class ServingPeer(Protocol):
     def missing(self) -> str | None:
         """Reason why it cannot be used here at all, or None. Imports nothing."""
 
-    def forms(self, problem: Problem) -> Sequence[Form]:
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
         """Forms of cache in which it is measured; none if it does not support a problem."""
 
-    def enter(self, contents: Contents, form: Form) -> Contender:
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
         """Its calls; this and the first of them raise whatever the library raises for what it lacks."""
 
 
 def serving_peers() -> tuple[ServingPeer, ...]:
     """All libraries in the order of their rows."""
     return (
-        Sdpa("SDPA flash", "FLASH_ATTENTION"),
-        Sdpa("SDPA cuDNN", "CUDNN_ATTENTION"),
-        FlashAttention3(),
+        ServingSdpa("SDPA flash", "FLASH_ATTENTION"),
+        ServingSdpa("SDPA cuDNN", "CUDNN_ATTENTION"),
+        ServingFlashAttention3(),
         FlashInferDecode("FlashInfer", {"use_tensor_cores": True, "backend": "fa2"}, (16, 64)),
         FlashInferDecode("cuDNN by FlashInfer", {"backend": "cudnn"}, (64,)),
         Xqa(),
@@ -64,7 +64,7 @@ def _lacking(*modules: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Sdpa:
+class ServingSdpa:
     """torch's own, over whole dense caches: a single query, or as many queries as keys."""
 
     name: str
@@ -74,12 +74,12 @@ class Sdpa:
         """See ``ServingPeer``."""
         return None
 
-    def forms(self, problem: Problem) -> Sequence[Form]:
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
         """See ``ServingPeer``. Its causal mask is aligned at the first key."""
         alike = problem.uniform and problem.seqlen_q in (1, problem.lengths[0])
-        return (Form(heads_first=True),) if alike else ()
+        return (CacheShape(heads_first=True),) if alike else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contender:
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
         """See ``ServingPeer``."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -95,7 +95,7 @@ class Sdpa:
         return Contender(self.name, calls, session, lambda out: out.transpose(1, 2))
 
 
-class FlashAttention3:
+class ServingFlashAttention3:
     """FlashAttention-3: a build of its sources has pages, the wheel ``fa3-fwd`` only dense caches."""
 
     name = "FlashAttention-3"
@@ -105,12 +105,12 @@ class FlashAttention3:
         """See ``ServingPeer``."""
         return _lacking(self._WITH_PAGES, self._WHEEL)
 
-    def forms(self, problem: Problem) -> Sequence[Form]:
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
         """See ``ServingPeer``."""
         sizes = (None, 16, 64, 256) if find_spec(self._WITH_PAGES) is not None else (None,)
-        return tuple(Form(size) for size in sizes)
+        return tuple(CacheShape(size) for size in sizes)
 
-    def enter(self, contents: Contents, form: Form) -> Contender:
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
         """See ``ServingPeer``."""
         library = import_module(self._WITH_PAGES if find_spec(self._WITH_PAGES) is not None else self._WHEEL)
         problem = contents.problem
@@ -147,11 +147,11 @@ class FlashInferDecode(_FlashInfer):
     options: dict[str, Any]
     sizes: tuple[int, ...]
 
-    def forms(self, problem: Problem) -> Sequence[Form]:
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
         """See ``ServingPeer``."""
-        return tuple(Form(size) for size in self.sizes) if problem.seqlen_q == 1 else ()
+        return tuple(CacheShape(size) for size in self.sizes) if problem.seqlen_q == 1 else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contender:
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
         """See ``ServingPeer``."""
         assert form.page_size is not None
         problem, pages = contents.problem, contents.pages(form.page_size)
@@ -172,11 +172,11 @@ class Xqa(_FlashInfer):
 
     name = "XQA"
 
-    def forms(self, problem: Problem) -> Sequence[Form]:
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
         """See ``ServingPeer``."""
-        return (Form(64, heads_first=True),) if problem.seqlen_q == 1 else ()
+        return (CacheShape(64, heads_first=True),) if problem.seqlen_q == 1 else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contender:
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
         """See ``ServingPeer``."""
         assert form.page_size is not None
         problem, table = contents.problem, contents.pages(form.page_size).table
@@ -203,11 +203,11 @@ class FlashInferPrefill(_FlashInfer):
     name: str
     backend: str
 
-    def forms(self, problem: Problem) -> Sequence[Form]:
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
         """See ``ServingPeer``."""
-        return (Form(16), Form(64)) if problem.seqlen_q > 1 else ()
+        return (CacheShape(16), CacheShape(64)) if problem.seqlen_q > 1 else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contender:
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
         """See ``ServingPeer``."""
         return _planned(self.name, _prefill(contents, form, self.backend), contents, form)
 
@@ -217,11 +217,11 @@ class CudnnPrefill(_FlashInfer):
 
     name = "cuDNN by FlashInfer"
 
-    def forms(self, problem: Problem) -> Sequence[Form]:
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
         """See ``ServingPeer``."""
-        return (Form(64),) if problem.seqlen_q > 1 else ()
+        return (CacheShape(64),) if problem.seqlen_q > 1 else ()
 
-    def enter(self, contents: Contents, form: Form) -> Contender:
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
         """See ``ServingPeer``."""
         assert form.page_size is not None
         problem = contents.problem
@@ -234,7 +234,7 @@ class CudnnPrefill(_FlashInfer):
         return _planned(self.name, wrapper, contents, form)
 
 
-def _prefill(contents: Contents, form: Form, backend: str, **more: Any) -> Any:
+def _prefill(contents: ServingInputs, form: CacheShape, backend: str, **more: Any) -> Any:
     """FlashInfer's object for causal attention of several queries over pages, planned."""
     assert form.page_size is not None
     problem, pages = contents.problem, contents.pages(form.page_size)
@@ -250,7 +250,7 @@ def _prefill(contents: Contents, form: Form, backend: str, **more: Any) -> Any:
     return wrapper
 
 
-def _planned(name: str, wrapper: Any, contents: Contents, form: Form) -> Contender:
+def _planned(name: str, wrapper: Any, contents: ServingInputs, form: CacheShape) -> Contender:
     """The calls of one of FlashInfer's planned objects, which take queries one after the other."""
     rows = [q.flatten(0, 1) for q in contents.queries]
     out = torch.empty_like(rows[0])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attngen.lab.bench.report import Report, Result, Row, grouped
-from attngen.lab.bench.serving.cells import Cell, Form, Lane, Problem
+from attngen.lab.bench.serving.cells import CacheShape, Lane, Problem, ServingCell
 
 #: Version of the JSON document.
 FORMAT = 1
@@ -18,7 +18,7 @@ class ServingResult(Result):
     """Outcome for one contender in one form of a cell's cache. ``lane`` is that of attngen; a peer has none."""
 
     problem: Problem
-    form: Form
+    form: CacheShape
     lane: Lane | None = None
 
     @property
@@ -36,7 +36,7 @@ class ServingResult(Result):
 class ServingRow(Row[ServingResult]):
     """One cell. ``input_sets`` are those of its first problem."""
 
-    cell: Cell
+    cell: ServingCell
 
     @property
     def name(self) -> str:

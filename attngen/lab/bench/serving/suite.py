@@ -16,10 +16,10 @@ from attngen.lab.bench.check import TOLERANCE
 from attngen.lab.bench.graphs import Replays
 from attngen.lab.bench.kernels import chosen, compiled
 from attngen.lab.bench.report import shortened
-from attngen.lab.bench.runner import Bench, Entry, Observer, Options, Suite, by_parts
+from attngen.lab.bench.runner import Bench, BenchOptions, Observer, ReadyContender, Suite, by_parts
 from attngen.lab.bench.serving.appending import Appending, kernel_of
-from attngen.lab.bench.serving.cells import DTYPE, EIGHT_BITS, HEAD_DIM, Cell, Form, Lane, Problem, cells
-from attngen.lab.bench.serving.contents import Contents, Oracle
+from attngen.lab.bench.serving.cells import DTYPE, EIGHT_BITS, HEAD_DIM, CacheShape, Lane, Problem, ServingCell, cells
+from attngen.lab.bench.serving.contents import ServingInputs, ServingOracle
 from attngen.lab.bench.serving.peers import ServingPeer, missing, serving_peers
 from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.lab.bench.timing import Contender, Sampler
@@ -31,7 +31,7 @@ from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 
 
-class ServingSuite(Suite[Cell, ServingReport]):
+class ServingSuite(Suite[ServingCell, ServingReport]):
     """Cells of decoding, appending and prefill over caches.
 
     Raises SpecError if the spec is wrong, CallError if the options name no kernel or no cell.
@@ -39,7 +39,7 @@ class ServingSuite(Suite[Cell, ServingReport]):
 
     noun = "cell"
 
-    def __init__(self, spec: str | Path, options: Options, capability: int | None) -> None:
+    def __init__(self, spec: str | Path, options: BenchOptions, capability: int | None) -> None:
         self.options = options
         loaded = load_spec(spec)
         self.cases = by_parts(cells(), options.cells, "cell", lambda cell: cell.name)
@@ -51,7 +51,7 @@ class ServingSuite(Suite[Cell, ServingReport]):
         self.report = ServingReport(spec=str(spec), package=loaded.package, left_out=left_out)
         self.errors: Mapping[str, str] = {}  # of variants whose kernels did not compile
 
-    def planned(self, case: Cell) -> ServingRow:
+    def planned(self, case: ServingCell) -> ServingRow:
         """See ``Suite``."""
         peers = [_result_of_peer(*each) for each in _peers_of(case, self.peers)]
         return ServingRow(results=(*peers, *map(self._result_of_lane, case.lanes)), cell=case)
@@ -65,7 +65,7 @@ class ServingSuite(Suite[Cell, ServingReport]):
         self.errors = {variants[name]: f"{name}: {error}" for name, error in errors.items()}
         return self.report
 
-    def measured(self, bench: Bench, case: Cell) -> ServingRow:
+    def measured(self, bench: Bench, case: ServingCell) -> ServingRow:
         """See ``Suite``."""
         shelf = _Shelf(bench, self.report.package)
         entered: list[tuple[ServingResult, Sampler | None]] = []
@@ -94,7 +94,7 @@ class ServingSuite(Suite[Cell, ServingReport]):
 
 
 def _kernels(
-    prepared: Sequence[Prepared], cells: Sequence[Cell], options: Options, capability: int | None
+    prepared: Sequence[Prepared], cells: Sequence[ServingCell], options: BenchOptions, capability: int | None
 ) -> list[Prepared]:
     """The kernels that cells may run on, those that widen a cache last. Raises CallError if there is none."""
     variants = {lane.problem.variant for cell in cells for lane in cell.lanes}
@@ -127,15 +127,15 @@ class _Shelf:
     def __init__(self, bench: Bench, package: str) -> None:
         self.package = package
         self._bench = bench
-        self._contents: dict[Problem, Contents] = {}
-        self._oracles: dict[tuple[Problem, Form], Oracle] = {}
+        self._contents: dict[Problem, ServingInputs] = {}
+        self._oracles: dict[tuple[Problem, CacheShape], ServingOracle] = {}
 
-    def of(self, problem: Problem) -> Contents:
+    def of(self, problem: Problem) -> ServingInputs:
         """The contents of a problem, with as many sets of inputs as the first variant that asks needs."""
         alike = problem.of("")
         if alike not in self._contents:
             bench = self._bench
-            self._contents[alike] = Contents(problem, bench.device, bench.l2_bytes, bench.generator)
+            self._contents[alike] = ServingInputs(problem, bench.device, bench.l2_bytes, bench.generator)
         return self._contents[alike]
 
     @property
@@ -143,25 +143,27 @@ class _Shelf:
         """Sets of inputs of the first problem; None if none was made."""
         return next((contents.sets for contents in self._contents.values()), None)
 
-    def error(self, problem: Problem, form: Form, out: torch.Tensor) -> float:
+    def error(self, problem: Problem, form: CacheShape, out: torch.Tensor) -> float:
         """The relative error of an output of a problem in a form of its cache."""
         if (problem, form) not in self._oracles:
-            self._oracles[problem, form] = Oracle(self.of(problem), problem, form, self.package)
+            self._oracles[problem, form] = ServingOracle(self.of(problem), problem, form, self.package)
         return self._oracles[problem, form].error(out)
 
 
-def _entry_of_peer(bench: Bench, shelf: _Shelf, peer: ServingPeer, problem: Problem, form: Form) -> Entry:
+def _entry_of_peer(
+    bench: Bench, shelf: _Shelf, peer: ServingPeer, problem: Problem, form: CacheShape
+) -> ReadyContender:
     sampler = Replays(peer.enter(shelf.of(problem), form), bench.clock, bench.capture)
-    return Entry(sampler, partial(shelf.error, problem, form), TOLERANCE[DTYPE])
+    return ReadyContender(sampler, partial(shelf.error, problem, form), TOLERANCE[DTYPE])
 
 
-def _entry_of_lane(bench: Bench, shelf: _Shelf, lane: Lane) -> Entry:
+def _entry_of_lane(bench: Bench, shelf: _Shelf, lane: Lane) -> ReadyContender:
     """The calls of attngen, as a program makes them, and the kernel that the dispatcher takes for them."""
     problem, form, name = lane.problem, lane.form, f"attngen {lane.name}"
     if problem.variant == APPEND_VARIANT:
         new = Appending(problem, form, bench.device, bench.l2_bytes, bench.generator)
         sampler = Replays(new.contender(name), bench.clock, bench.capture)
-        return Entry(sampler, new.error, 0.0, {"kernel": kernel_of(shelf.package)})
+        return ReadyContender(sampler, new.error, 0.0, {"kernel": kernel_of(shelf.package)})
     contents = shelf.of(problem)
     keywords: dict[str, Any] = {
         "variant": problem.variant, "package": shelf.package, **contents.own(problem.variant), **contents.scales
@@ -180,10 +182,10 @@ def _entry_of_lane(bench: Bench, shelf: _Shelf, lane: Lane) -> Entry:
         keywords |= {"page_table": table, "seqused_k": contents.lengths}
     kernel = explain(contents.queries[0], *caches[0], **keywords).to_dict()["kernel"]
     sampler = Replays(Contender(name, calls), bench.clock, bench.capture)
-    return Entry(sampler, partial(shelf.error, problem, form), TOLERANCE[problem.dtype], {"kernel": kernel})
+    return ReadyContender(sampler, partial(shelf.error, problem, form), TOLERANCE[problem.dtype], {"kernel": kernel})
 
 
-def _peers_of(cell: Cell, peers: Sequence[ServingPeer]) -> Iterator[tuple[ServingPeer, Problem, Form]]:
+def _peers_of(cell: ServingCell, peers: Sequence[ServingPeer]) -> Iterator[tuple[ServingPeer, Problem, CacheShape]]:
     """Yield the libraries of a cell; contiguous caches and pages only where attngen is measured in them."""
     for problem in cell.problems_of_peers:
         kinds = {lane.form.page_size is None for lane in cell.lanes if lane.problem == problem}
@@ -193,5 +195,5 @@ def _peers_of(cell: Cell, peers: Sequence[ServingPeer]) -> Iterator[tuple[Servin
                     yield peer, problem, form
 
 
-def _result_of_peer(peer: ServingPeer, problem: Problem, form: Form) -> ServingResult:
+def _result_of_peer(peer: ServingPeer, problem: Problem, form: CacheShape) -> ServingResult:
     return ServingResult(peer.name, peer=True, problem=problem, form=form, flops=problem.flops)

@@ -20,7 +20,7 @@ from attngen.runtime.operations.attention.entry import attention
 from attngen.schema import preset
 
 
-class Inputs:
+class SmallInputs:
     """Random q, k and v of a call, (batch, seqlen, heads, head_dim), in as many sets as exceed twice the L2 cache."""
 
     def __init__(self, shape: Shape, device: torch.device, l2_bytes: int, generator: torch.Generator) -> None:

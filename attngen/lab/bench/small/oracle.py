@@ -17,9 +17,9 @@ from attngen.lab.bench.check import TOLERANCE
 from attngen.lab.bench.graphs import Replays
 from attngen.lab.bench.kernels import chosen, compiled, reader
 from attngen.lab.bench.report import Report, Result, Row
-from attngen.lab.bench.runner import Bench, Entry, Observer, Options, Suite
+from attngen.lab.bench.runner import Bench, BenchOptions, Observer, ReadyContender, Suite
 from attngen.lab.bench.small.fit import Fit, Timed, fit
-from attngen.lab.bench.small.inputs import Inputs, call_of
+from attngen.lab.bench.small.inputs import SmallInputs, call_of
 from attngen.lab.bench.small.shapes import DTYPE, FOLLOWED, VARIANTS, Shape, oracle_shapes
 from attngen.lab.bench.timing import Contender
 from attngen.lab.verify.gpu import Gpu
@@ -134,7 +134,7 @@ class OracleSuite(Suite[tuple[Shape, Sequence[Prepared]], OracleReport]):
     noun = "call"
     without_gpu = "the comparison needs an NVIDIA GPU, and torch finds none"
 
-    def __init__(self, spec: str | Path, options: Options, capability: int | None) -> None:
+    def __init__(self, spec: str | Path, options: BenchOptions, capability: int | None) -> None:
         self.options = options
         self.cases = _candidates(prepare(load_spec(spec)), options.part, capability)
         self.report = OracleReport(spec=str(spec))
@@ -156,7 +156,7 @@ class OracleSuite(Suite[tuple[Shape, Sequence[Prepared]], OracleReport]):
         """See ``Suite``."""
         shape, members = case
         kernels = [self.kernels[one.plan.name] for one in members if one.plan.name in self.kernels]
-        inputs = Inputs(shape, bench.device, bench.l2_bytes, bench.generator)
+        inputs = SmallInputs(shape, bench.device, bench.l2_bytes, bench.generator)
         entered = [
             bench.enter(Result(kernel.name, kernel.name), partial(_entry, bench, inputs, kernel)) for kernel in kernels
         ]
@@ -183,11 +183,11 @@ def _card(device: torch.device) -> Card:
     return card_of(drivers.current(), device.index or 0)
 
 
-def _entry(bench: Bench, inputs: Inputs, kernel: Kernel) -> Entry:
+def _entry(bench: Bench, inputs: SmallInputs, kernel: Kernel) -> ReadyContender:
     """A kernel as a package of its own, so that no other one is selected."""
     registry.add(Package(kernel.name, kernel.origin, {kernel.variant_name: (reader(kernel),)}))
     sampler = Replays(Contender(kernel.name, inputs.calls(kernel.name)), bench.clock, bench.capture)
-    return Entry(sampler, inputs.error, TOLERANCE[DTYPE])
+    return ReadyContender(sampler, inputs.error, TOLERANCE[DTYPE])
 
 
 def compared(shape: Shape, kernels: Sequence[Kernel], results: Sequence[Result], card: Card) -> Compared:

@@ -15,8 +15,8 @@ from attngen.lab.bench.graphs import Replays
 from attngen.lab.bench.kernels import chosen, compiled
 from attngen.lab.bench.peers import FlashAttention3, FlashAttention4, Peer, Sdpa, Tensors, named, reason_against
 from attngen.lab.bench.report import Result
-from attngen.lab.bench.runner import Bench, Entry, Observer, Options, Suite, by_parts
-from attngen.lab.bench.small.inputs import Inputs
+from attngen.lab.bench.runner import Bench, BenchOptions, Observer, ReadyContender, Suite, by_parts
+from attngen.lab.bench.small.inputs import SmallInputs
 from attngen.lab.bench.small.report import OWN, SmallReport, SmallRow
 from attngen.lab.bench.small.shapes import DTYPE, Shape, small_shapes
 from attngen.lab.bench.timing import Contender, Sampler
@@ -45,7 +45,7 @@ class SmallSuite(Suite[Shape, SmallReport]):
 
     noun = "call"
 
-    def __init__(self, spec: str | Path, options: Options, capability: int | None) -> None:
+    def __init__(self, spec: str | Path, options: BenchOptions, capability: int | None) -> None:
         self.options = options
         loaded = load_spec(spec)
         self.kernels = _kernels(prepare(loaded), options.part, capability)
@@ -69,11 +69,11 @@ class SmallSuite(Suite[Shape, SmallReport]):
     def measured(self, bench: Bench, case: Shape) -> SmallRow:
         """See ``Suite``."""
         package = self.report.package
-        inputs = Inputs(case, bench.device, bench.l2_bytes, bench.generator)
+        inputs = SmallInputs(case, bench.device, bench.l2_bytes, bench.generator)
 
         def enter(result: Result, make: Callable[[], Contender]) -> tuple[Result, Sampler | None]:
-            def entry() -> Entry:
-                return Entry(Replays(make(), bench.clock, bench.capture), inputs.error, TOLERANCE[DTYPE])
+            def entry() -> ReadyContender:
+                return ReadyContender(Replays(make(), bench.clock, bench.capture), inputs.error, TOLERANCE[DTYPE])
 
             return bench.enter(replace(result, flops=case.flops), entry)
 
@@ -128,7 +128,7 @@ def _result_of(peer: Peer, shape: Shape) -> Result:
     return Result(peer.name, status="planned" if reason is None else "unsupported", reason=reason, peer=True)
 
 
-def _calls_of_peer(peer: Peer, inputs: Inputs) -> Contender:
+def _calls_of_peer(peer: Peer, inputs: SmallInputs) -> Contender:
     shape, case = inputs.shape, _case(inputs.shape)
     terms = terms_of(preset(shape.variant), case, inputs.sets[0][0].device)
     assert terms is not None

@@ -65,7 +65,7 @@ DESCALES = ("k_descale", "v_descale")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class AppendSizes:
     """New tokens and their sequences; pages of the cache, or sequences of a dense one, and rows of each. ``of_pages``:
     the scales of a cache in 8 bits are of its pages."""
 
@@ -76,7 +76,7 @@ class Sizes:
     of_pages: bool = False
 
 
-def check(call: Append) -> Sizes:
+def check(call: Append) -> AppendSizes:
     """Check shapes, dtypes and devices. Raises CallError."""
     k, v, q, table, slots = call.k, call.v, call.q, call.page_table, call.slots
     if call.page_layout not in PAGE_LAYOUTS:
@@ -125,7 +125,7 @@ def check(call: Append) -> Sizes:
     if call.rotary_cos is not None and call.cache_seqlens is None and call.rotary_offsets is None:
         raise CallError("a rotation needs positions: give cache_seqlens or rotary_offsets")
     tokens = k.shape[:-2].numel() if batch else 0
-    return Sizes(tokens, batch, entries, rows, _check_scales(call, batch, entries))
+    return AppendSizes(tokens, batch, entries, rows, _check_scales(call, batch, entries))
 
 
 def refuse_gradients(call: Append) -> None:
@@ -136,7 +136,7 @@ def refuse_gradients(call: Append) -> None:
                 raise CallError("append_kv is not differentiable; call it under torch.no_grad()")
 
 
-def scales_of(call: Append, sizes: Sizes) -> dict[str, Tensor]:
+def scales_of(call: Append, sizes: AppendSizes) -> dict[str, Tensor]:
     """Scales of a checked call by name, views of (batch, kv_heads) or (pages, kv_heads); none of a cache that is not
     quantized."""
     shape = (sizes.entries if sizes.of_pages else sizes.batch, call.k.shape[-2])

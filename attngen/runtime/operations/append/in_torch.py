@@ -10,7 +10,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.latent_rows import latent_name, packed, views_of
-from attngen.runtime.operations.append.arguments import DESCALES, Append, Sizes, scales_of
+from attngen.runtime.operations.append.arguments import DESCALES, Append, AppendSizes, scales_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Place:
     written: Tensor
 
 
-def append(call: Append, sizes: Sizes) -> Tensor | None:
+def append(call: Append, sizes: AppendSizes) -> Tensor | None:
     """Append new keys and values of a checked call; the rotated queries."""
     k, v, q, new_q = call.k, call.v, call.q, call.q
     if not sizes.tokens:
@@ -78,7 +78,7 @@ def _rounded(new: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(quotient.isnan(), torch.nan, quotient).to(dtype)  # NaN without a sign, as conversions make it
 
 
-def tokens_of(call: Append, sizes: Sizes) -> Tokens:
+def tokens_of(call: Append, sizes: AppendSizes) -> Tokens:
     """The new tokens of a call."""
     k, starts = call.k, call.cu_seqlens
     if starts is None:
@@ -102,7 +102,7 @@ def _positions(call: Append, tokens: Tokens) -> Tensor | None:
     return positions
 
 
-def _place(call: Append, tokens: Tokens, sizes: Sizes) -> Place:
+def _place(call: Append, tokens: Tokens, sizes: AppendSizes) -> Place:
     """Places of the tokens."""
     wanted, rows, table = tokens.belongs, max(sizes.rows, 1), call.page_table
     if call.slots is not None:
@@ -162,7 +162,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((pairs.to(x.dtype), x[..., 2 * half :]), dim=-1)
 
 
-def check_contents(call: Append, sizes: Sizes) -> None:
+def check_contents(call: Append, sizes: AppendSizes) -> None:
     """Raise CallError for a token that has no place, or no row of the rotation. Waits for the GPU."""
     if not sizes.tokens:
         return

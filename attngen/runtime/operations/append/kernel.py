@@ -14,8 +14,8 @@ from attngen.runtime.arguments.checked import ATTENTION_DTYPES, contiguous_view
 from attngen.runtime.arguments.latent_rows import latent_name
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.append.arguments import FIELDS, Append, Sizes, scales_of
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Key, Operands, Resized
+from attngen.runtime.operations.append.arguments import FIELDS, Append, AppendSizes, scales_of
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Key, LaunchOperands, Resized
 from attngen.runtime.operations.shared.operands import (
     MOST,
     against_rotary,
@@ -43,7 +43,9 @@ class PreparedAppend(HelperLaunches):
 
     __slots__ = ("_rows_of_block",)
 
-    def __init__(self, kernel: Kernel, operands: Operands, count: int, rows: int, driver: Driver, device: int) -> None:
+    def __init__(
+        self, kernel: Kernel, operands: LaunchOperands, count: int, rows: int, driver: Driver, device: int
+    ) -> None:
         """``count``: rows of all tokens, of which a block moves so many ``rows``. Raises LoadError as its base does."""
         self._rows_of_block = rows
         super().__init__(kernel, operands, [Grid(kernel.main.entry, -(-count // rows))], driver, device, _CHANGING)
@@ -63,7 +65,7 @@ class PreparedAppend(HelperLaunches):
         return into
 
 
-def prepare(call: Append, sizes: Sizes, driver: Driver) -> PreparedAppend | str:
+def prepare(call: Append, sizes: AppendSizes, driver: Driver) -> PreparedAppend | str:
     """Launch of a checked call on the first kernel that takes it, or the reason why none does."""
     names = [str(dtype).removeprefix("torch.") for dtype in (call.k_cache.dtype, call.k.dtype)]
     missing = f"no package that is found has a kernel that appends to caches of {names[0]}"
@@ -75,7 +77,7 @@ def prepare(call: Append, sizes: Sizes, driver: Driver) -> PreparedAppend | str:
     )
 
 
-def prepare_on(kernel: Kernel, call: Append, sizes: Sizes, driver: Driver) -> PreparedAppend | str:
+def prepare_on(kernel: Kernel, call: Append, sizes: AppendSizes, driver: Driver) -> PreparedAppend | str:
     """Launch of a checked call on one kernel of its dtype and device, or the reason against it."""
     if not sizes.tokens:
         return "there is no token"
@@ -93,7 +95,7 @@ def prepare_on(kernel: Kernel, call: Append, sizes: Sizes, driver: Driver) -> Pr
     count = sizes.tokens * (2 * numbers["kv_heads"] + numbers["heads"])
     if max(count + threads, numbers["max_pages"] * sizes.rows) > MOST:
         return "more rows than 32 bits count"
-    operands = Operands(FIELDS.tensors, numbers, _strides(call, sizes, rows))
+    operands = LaunchOperands(FIELDS.tensors, numbers, _strides(call, sizes, rows))
     return PreparedAppend(kernel, operands, count, threads >> lane_bits, driver, k.device.index or 0)
 
 
@@ -103,7 +105,7 @@ def _against_table(page_table: Tensor | None) -> str | None:
     return None
 
 
-def _strides(call: Append, sizes: Sizes, rows: Mapping[str, Tensor | None]) -> dict[tuple[str, Any], int]:
+def _strides(call: Append, sizes: AppendSizes, rows: Mapping[str, Tensor | None]) -> dict[tuple[str, Any], int]:
     """Strides in elements by tensor and axis; 0 for tensors that a call does not have."""
     strides = rotary_strides(call.rotary_cos, call.rotary_sin)
     for name, axes in _ROWS.items():
@@ -124,7 +126,7 @@ def _strides(call: Append, sizes: Sizes, rows: Mapping[str, Tensor | None]) -> d
     return strides
 
 
-def _sizes(call: Append, sizes: Sizes) -> dict[str, int]:
+def _sizes(call: Append, sizes: AppendSizes) -> dict[str, int]:
     """The other arguments of a launch, by name."""
     k, cos, sin, interleaved = call.k, call.rotary_cos, call.rotary_sin, call.rotary_interleaved
     return {

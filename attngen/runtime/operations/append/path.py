@@ -6,25 +6,25 @@ from torch import Tensor
 
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.operations.append import in_torch as append_torch
-from attngen.runtime.operations.append.arguments import FIELDS, Append, Sizes, check, refuse_gradients
+from attngen.runtime.operations.append.arguments import FIELDS, Append, AppendSizes, check, refuse_gradients
 from attngen.runtime.operations.append.kernel import PreparedAppend, prepare
 from attngen.runtime.operations.append.kinds import AppendCalls, kind_of, seen_key, seen_tensors
 from attngen.runtime.operations.shared.path import Helper, Kind, Prepared
 
 
-class AppendHelper(Helper[Append, Sizes]):
+class AppendHelper(Helper[Append, AppendSizes]):
     """Appending to caches; a call gives its rotated queries."""
 
     name = "append_kv"
     fields = FIELDS
 
-    def check(self, call: Append) -> Sizes:
+    def check(self, call: Append) -> AppendSizes:
         return check(call)
 
-    def check_contents(self, call: Append, sizes: Sizes) -> None:
+    def check_contents(self, call: Append, sizes: AppendSizes) -> None:
         append_torch.check_contents(call, sizes)
 
-    def in_torch(self, call: Append, sizes: Sizes) -> Tensor | None:
+    def in_torch(self, call: Append, sizes: AppendSizes) -> Tensor | None:
         return append_torch.append(call, sizes)
 
     def kind_of(self, call: Append) -> Kind | None:
@@ -40,7 +40,7 @@ class AppendHelper(Helper[Append, Sizes]):
         assert isinstance(prepared, PreparedAppend)
         return AppendCalls(prepared, call)
 
-    def prepare(self, call: Append, sizes: Sizes, driver: Driver) -> PreparedAppend | str:
+    def prepare(self, call: Append, sizes: AppendSizes, driver: Driver) -> PreparedAppend | str:
         return prepare(call, sizes, driver)
 
 

@@ -137,7 +137,7 @@ class SideStream:
             streams.main.wait_event(streams.done)
 
 
-class Streams:
+class StreamPair:
     """The current stream of a device, one beside it, and the events by which they wait for each other.
 
     ``begin``, ``fork`` and ``join`` do without torch, in half the time, on a device that is ready: they note what the
@@ -175,14 +175,14 @@ def _setter(stream: torch.cuda.Stream) -> Callable[[], None]:
 _STREAMS = threading.local()
 
 
-def streams_beside(device: int) -> Streams:
+def streams_beside(device: int) -> StreamPair:
     """The current stream and the one beside it, which this thread keeps."""
     try:
         kept = _STREAMS.kept
     except AttributeError:
         kept = _STREAMS.kept = {}
     key = device, drivers.current().stream(device)
-    known: Streams | None = kept.get(key)
+    known: StreamPair | None = kept.get(key)
     if known is None:
-        known = kept[key] = Streams(device)
+        known = kept[key] = StreamPair(device)
     return known

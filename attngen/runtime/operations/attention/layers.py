@@ -59,7 +59,7 @@ Places = Sequence[tuple[int, int]]
 _How = tuple[bool, bool, int]
 
 
-class _Alike:
+class _AlikeLayers:
     """Layers that differ in addresses only. ``kept`` is what their key refers to by identity."""
 
     __slots__ = ("kept", "last", "like", "renewals", "writes")
@@ -68,7 +68,7 @@ class _Alike:
         self.kept = kept
         #: The launches of the last batch, and what they depend on: the next one often has the same sizes, in the same
         #: memory.
-        self.last: tuple[_Sizes, _Launches] | None = None
+        self.last: tuple[_BatchSizes, _Launches] | None = None
         #: Launches for other sizes, by how a batch runs (``_how``).
         self.renewals: dict[_How, _Renewal] = {}
         #: Whether a query and an output are like those of an earlier call, but for their rows.
@@ -78,7 +78,7 @@ class _Alike:
 
 
 #: By all that the calls of a layer depend on beside addresses and the batch.
-_ALIKE: RecentCache[_Alike] = RecentCache(1024)
+_ALIKE: RecentCache[_AlikeLayers] = RecentCache(1024)
 
 
 class PagedBatch:
@@ -96,11 +96,11 @@ class PagedBatch:
         self.page_table, self.seqused_k, self.cu_seqlens_q = page_table, seqused_k, cu_seqlens_q
         self.max_seqlen_q, self.tokens, self.num_decodes = max_seqlen_q, tokens, num_decodes
         #: Launches that layers alike repeat, once one of them has run; None where they cannot.
-        self.repeats: dict[_Alike, _Launches | None] = {}
-        self.sizes = _Sizes((max_seqlen_q, tokens, num_decodes), (page_table, seqused_k, cu_seqlens_q))
+        self.repeats: dict[_AlikeLayers, _Launches | None] = {}
+        self.sizes = _BatchSizes((max_seqlen_q, tokens, num_decodes), (page_table, seqused_k, cu_seqlens_q))
 
 
-class _Sizes:
+class _BatchSizes:
     """All that the launches of a layer depend on of a batch. Tensors are looked at where the numbers are the same."""
 
     __slots__ = ("_key", "_numbers", "_vectors")
@@ -109,7 +109,7 @@ class _Sizes:
         self._numbers, self._vectors = numbers, vectors
         self._key: list[object] = []
 
-    def are(self, other: _Sizes) -> bool:
+    def are(self, other: _BatchSizes) -> bool:
         """Whether another batch has the same sizes, in the same memory."""
         return self is other or (self._numbers == other._numbers and self._noted() == other._noted())
 
@@ -249,7 +249,7 @@ class _Launches:
 
     __slots__ = ("_beside", "_check", "_device", "_driver", "_rows", "holds_memory", "parts")
 
-    def __init__(self, alike: _Alike, parts: Sequence[Repeatable], q: Tensor, out: Tensor, rows: int) -> None:
+    def __init__(self, alike: _AlikeLayers, parts: Sequence[Repeatable], q: Tensor, out: Tensor, rows: int) -> None:
         """``parts``: one, or two that run side by side; ``rows``: those of a batch. Raises TypeError where tensors
         cannot be recognized."""
         self.parts, self._rows = parts, rows
@@ -317,7 +317,9 @@ class _Renewal:
         self._streams = [part.stream for part in parts]
         self._division = Division(given.q, given.k, given.layout)
 
-    def __call__(self, q: Tensor, out: Tensor, batch: PagedBatch, places: Places, alike: _Alike) -> _Launches | None:
+    def __call__(
+        self, q: Tensor, out: Tensor, batch: PagedBatch, places: Places, alike: _AlikeLayers
+    ) -> _Launches | None:
         """Launch a batch, and return what repeats it; None, and no launch, where a tensor or the state of torch is
         not as it was, or a call of such sizes has to be looked at."""
         table, used, starts, tokens = batch.page_table, batch.seqused_k, batch.cu_seqlens_q, batch.tokens
@@ -400,7 +402,7 @@ class _Renewal:
 _INDEX_BYTES = 4
 
 
-def _note_renewal(alike: _Alike, how: _How, launches: _Launches, given: Given) -> None:
+def _note_renewal(alike: _AlikeLayers, how: _How, launches: _Launches, given: Given) -> None:
     """Keep what makes the launches of other sizes, if a batch of these ran as expected, on kernels for all sizes."""
     parts = launches.parts
     if len(parts) != 1 + how[0] or any(part.calls is None for part in parts):
@@ -409,7 +411,7 @@ def _note_renewal(alike: _Alike, how: _How, launches: _Launches, given: Given) -
         alike.renewals[how] = _Renewal(parts, given)
 
 
-def _launches(alike: _Alike, parts: Sequence[Repeatable | None], q: Tensor, out: Tensor) -> _Launches | None:
+def _launches(alike: _AlikeLayers, parts: Sequence[Repeatable | None], q: Tensor, out: Tensor) -> _Launches | None:
     """Launches that repeat those of a call on q and out, or None."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or not known or (q.data_ptr() | out.data_ptr()) % CHUNK_BYTES:
@@ -486,12 +488,12 @@ def _noted(key: list[object], tensors: Mapping[int, Tensor | None]) -> Places:
     return places
 
 
-def _of_key(key: list[object], kept: object) -> _Alike:
+def _of_key(key: list[object], kept: object) -> _AlikeLayers:
     """The layers of a key. ``kept``: what it refers to by identity."""
     whole = (registry.generation, *key)
     try:
-        alike = _ALIKE[whole] or _Alike(kept)
+        alike = _ALIKE[whole] or _AlikeLayers(kept)
     except TypeError:  # an argument that cannot be hashed
-        return _Alike(kept)
+        return _AlikeLayers(kept)
     _ALIKE.put(whole, alike)
     return alike

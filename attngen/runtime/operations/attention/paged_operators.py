@@ -35,7 +35,7 @@ def schema_of(variant: Variant, *, given: bool) -> str:
 
 def define(library: torch.library.Library, name: str, full_name: str, variant: Variant, signature: Signature) -> None:
     """Define both operators of a variant, whose kernels are those of ``full_name``."""
-    calls = _Calls(full_name, signature)
+    calls = _PagedCalls(full_name, signature)
     plain, given = name + SUFFIX, name + INTO
     library.define(plain + schema_of(variant, given=False), tags=TAGS)
     library.define(given + schema_of(variant, given=True), tags=TAGS)
@@ -53,7 +53,7 @@ def define(library: torch.library.Library, name: str, full_name: str, variant: V
     )
 
 
-class _Calls:
+class _PagedCalls:
     """The implementations of both operators."""
 
     def __init__(self, full_name: str, signature: Signature) -> None:

@@ -15,10 +15,10 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import tensormap
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.device.tensormap import TensorMap
-from attngen.runtime.kernels.module import Kernel, Launch
+from attngen.runtime.kernels.module import Kernel, KernelLaunch
 from attngen.runtime.operations.index_scores import arguments as index_scores
 from attngen.runtime.operations.index_scores.arguments import FIELDS, Bound, IndexScores, scores_shape
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Operands
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands
 from attngen.runtime.operations.shared.operands import MOST
 from attngen.runtime.operations.shared.path import Helper, first_that_takes
 
@@ -98,7 +98,7 @@ def prepare_on(kernel: Kernel, given: IndexScores, bound: Bound, driver: Driver)
 
     maps = {"q": map_of(given.q, None), "k": map_of(given.k, box_rows)}
     own = [f"tensor:{name}" for name, value in given.arguments if isinstance(value, Tensor)]
-    operands = Operands((*FIELDS.tensors, *own, "out"), sizes, strides, maps)
+    operands = LaunchOperands((*FIELDS.tensors, *own, "out"), sizes, strides, maps)
     grid = Grid(launch.entry, blocks)
     launches = HelperLaunches(kernel, operands, [grid], driver, given.q.device.index or 0)
     return PreparedScores(launches, shape, given.variant)
@@ -137,13 +137,13 @@ def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
     return None
 
 
-def _heads_of(launch: Launch) -> int:
+def _heads_of(launch: KernelLaunch) -> int:
     """The most heads that a launch takes: those of its box of queries."""
     (box,) = (one.box for one in launch.entry.layout.parameters if one.of == "q" and one.kind == "descriptor")
     return box[2]
 
 
-def _launch_for(kernel: Kernel, call: Call) -> Launch:
+def _launch_for(kernel: Kernel, call: Call) -> KernelLaunch:
     """The fastest launch: the fewest heads that suffice, and tiles for many or for few queries."""
     heads = min(count for count in map(_heads_of, kernel.launches) if count >= call.heads)
     few, many = sorted((one for one in kernel.launches if _heads_of(one) == heads), key=lambda one: one.tile_m)
@@ -151,7 +151,7 @@ def _launch_for(kernel: Kernel, call: Call) -> Launch:
     return few if _FEW_COST * of_few < of_many else many
 
 
-def _chunk(launch: Launch, call: Call, query_tiles: int, multiprocessors: int) -> int:
+def _chunk(launch: KernelLaunch, call: Call, query_tiles: int, multiprocessors: int) -> int:
     """Keys of a block, few enough that blocks run in several rounds, so that a partial last round costs little."""
     resident = multiprocessors * (1 if launch.entry.threads > 256 else _FEW_RESIDENT)
     tiles = -(-call.seqlen_k // launch.tile_n)

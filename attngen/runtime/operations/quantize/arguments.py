@@ -53,7 +53,7 @@ FIELDS = Fields(Quantize)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class QuantizeSizes:
     """Sizes of a call, and the shape of each scale by the name of its tensor."""
 
     batch: int
@@ -66,7 +66,7 @@ class Sizes:
     scales: dict[str, tuple[int, ...]]
 
 
-def check(call: Quantize) -> Sizes:
+def check(call: Quantize) -> QuantizeSizes:
     """Check shapes, dtypes and devices. Raises CallError."""
     refuse_unreadable({name: getattr(call, name) for name in FIELDS.tensors})
     if not isinstance(call.layout, str) or call.layout not in LAYOUTS:
@@ -87,7 +87,7 @@ def check(call: Quantize) -> Sizes:
     return sizes
 
 
-def _check_shapes(call: Quantize) -> Sizes:
+def _check_shapes(call: Quantize) -> QuantizeSizes:
     q, k, v = call.q, call.k, call.v
     middle = "seqlen x heads" if call.layout == "bshd" else "heads x seqlen"
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -115,7 +115,7 @@ def _check_shapes(call: Quantize) -> Sizes:
     else:
         tiles_q, tiles_k = (-(-length // call.granularity) for length in (sq, sk))
         scales = {"q": (b, h, tiles_q), **dict.fromkeys("kv", (b, hk, tiles_k))}
-    return Sizes(b, h, hk, sq, sk, d, dv, scales)
+    return QuantizeSizes(b, h, hk, sq, sk, d, dv, scales)
 
 
 def _check_signs(call: Quantize) -> None:
@@ -141,7 +141,7 @@ def _check_signs(call: Quantize) -> None:
         raise CallError(f"signs are on {signs.device}, but q is on {call.q.device}")
 
 
-def _check_rotary(call: Quantize, sizes: Sizes) -> None:
+def _check_rotary(call: Quantize, sizes: QuantizeSizes) -> None:
     """Raise CallError unless the tables of a rotation fit each other and the rows, and offsets the sequences."""
     cos, offsets, device = call.rotary_cos, call.rotary_offsets, call.q.device
     check_rotary(cos, call.rotary_sin, call.rotary_interleaved, device, sizes.head_dim_qk, DTYPES)

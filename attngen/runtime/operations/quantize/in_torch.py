@@ -14,7 +14,7 @@ from attngen.runtime.operations.quantize.arguments import (
     LARGEST,
     LEAST_SCALE,
     Quantize,
-    Sizes,
+    QuantizeSizes,
     in_rows,
     random_signs,
     transform_size,
@@ -23,7 +23,7 @@ from attngen.runtime.operations.quantize.arguments import (
 _WORD_BITS = 32
 
 
-def quantize(call: Quantize, sizes: Sizes) -> tuple[Tensor, ...]:
+def quantize(call: Quantize, sizes: QuantizeSizes) -> tuple[Tensor, ...]:
     """q, k and v of a checked call in 8 bits, and their scales."""
     with torch.no_grad():
         signs = signs_of(call) if call.hadamard else None
@@ -44,7 +44,7 @@ def signs_of(call: Quantize) -> Tensor:
     return 1.0 - 2.0 * flipped.float()
 
 
-def _quantized(call: Quantize, sizes: Sizes, name: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantized(call: Quantize, sizes: QuantizeSizes, name: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
     x = in_rows(getattr(call, name), call.layout)
     if call.k_mean is not None and name == "k":
         x = x - call.k_mean[:, None]
@@ -88,7 +88,7 @@ def transformed(x: Tensor, signs: Tensor) -> Tensor:
     return x
 
 
-def _largest(call: Quantize, sizes: Sizes, name: str, x: Tensor) -> Tensor:
+def _largest(call: Quantize, sizes: QuantizeSizes, name: str, x: Tensor) -> Tensor:
     """The largest finite magnitude of each scale's elements; 0 for nothing. x: (b, heads, seqlen, head_dim)."""
     shape = sizes.scales[name]
     x = torch.where(x.isfinite(), x.abs(), 0.0)
@@ -110,7 +110,7 @@ def _scale(largest: Tensor, limit: float) -> Tensor:
     return scale.masked_fill(largest == 0, 1.0)
 
 
-def _of_rows(call: Quantize, sizes: Sizes, x: Tensor, scale: Tensor) -> Tensor:
+def _of_rows(call: Quantize, sizes: QuantizeSizes, x: Tensor, scale: Tensor) -> Tensor:
     """The scale of each row, so that it can be multiplied with x."""
     if scale.dim() == 2:
         return scale.repeat_interleave(x.shape[1] // sizes.kv_heads, dim=1)[:, :, None, None]
@@ -120,7 +120,7 @@ def _of_rows(call: Quantize, sizes: Sizes, x: Tensor, scale: Tensor) -> Tensor:
     return scale
 
 
-def check_contents(call: Quantize, sizes: Sizes) -> None:
+def check_contents(call: Quantize, sizes: QuantizeSizes) -> None:
     """Raise CallError for signs other than 1 and -1, and tokens that have no row of the rotation. Waits for the GPU."""
     if call.signs is not None and not bool((call.signs.float().abs() == 1).all()):
         wrong = int((call.signs.float().abs() != 1).nonzero()[0])

@@ -13,7 +13,7 @@ from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.kernels.module import Entry, Kernel
 from attngen.runtime.operations.quantize import tiles as quantize_tiles
-from attngen.runtime.operations.quantize.arguments import Quantize, Sizes, transform_size
+from attngen.runtime.operations.quantize.arguments import Quantize, QuantizeSizes, transform_size
 from attngen.runtime.operations.quantize.sizes import (
     BLOCK,
     HEAD,
@@ -25,7 +25,7 @@ from attngen.runtime.operations.quantize.sizes import (
     sizes_of,
     strides,
 )
-from attngen.runtime.operations.shared.launches import Grid, Operands
+from attngen.runtime.operations.shared.launches import Grid, LaunchOperands
 from attngen.runtime.operations.shared.operands import (
     MOST,
     against_rotary,
@@ -48,7 +48,7 @@ _THREADS, _RESIDENT = 128, 512
 _VECTOR = CHUNK_BYTES // 2
 
 
-def prepare(call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | str:
+def prepare(call: Quantize, sizes: QuantizeSizes, driver: Driver) -> PreparedQuantize | str:
     """Launches of a checked call on the first kernel that takes it, those of one head dim before those of any; or the
     reason why none does."""
 
@@ -65,7 +65,7 @@ def prepare(call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | 
     return first_that_takes([*own, *general], call.q.device.index or 0, driver, prepared, missing)
 
 
-def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | str:
+def prepare_on(kernel: Kernel, call: Quantize, sizes: QuantizeSizes, driver: Driver) -> PreparedQuantize | str:
     """Launches of a checked call on one kernel of its dtype and device, or the reason against it."""
     if kernel.loads == "descriptor":
         return quantize_tiles.prepare_on(kernel, call, sizes, driver)
@@ -110,7 +110,7 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
         "slot_bits": shares[0].slot_bits,
         **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
     }  # fmt: skip
-    operands = Operands(TENSORS, numbers, strides(call))
+    operands = LaunchOperands(TENSORS, numbers, strides(call))
     return PreparedQuantize(kernel, operands, grids, driver, call.q.device.index or 0, sizes, maxima)
 
 

@@ -6,28 +6,28 @@ from torch import Tensor
 
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.operations.quantize import in_torch as quantize_torch
-from attngen.runtime.operations.quantize.arguments import FIELDS, Quantize, Sizes, check
+from attngen.runtime.operations.quantize.arguments import FIELDS, Quantize, QuantizeSizes, check
 from attngen.runtime.operations.quantize.kernel import prepare
 from attngen.runtime.operations.quantize.sizes import PreparedQuantize
 from attngen.runtime.operations.shared.path import Helper
 
 
-class QuantizeHelper(Helper[Quantize, Sizes]):
+class QuantizeHelper(Helper[Quantize, QuantizeSizes]):
     """Quantizing; a call gives q, k and v in 8 bits, and their scales."""
 
     name = "quantize"
     fields = FIELDS
 
-    def check(self, call: Quantize) -> Sizes:
+    def check(self, call: Quantize) -> QuantizeSizes:
         return check(call)
 
-    def check_contents(self, call: Quantize, sizes: Sizes) -> None:
+    def check_contents(self, call: Quantize, sizes: QuantizeSizes) -> None:
         quantize_torch.check_contents(call, sizes)
 
-    def in_torch(self, call: Quantize, sizes: Sizes) -> tuple[Tensor, ...]:
+    def in_torch(self, call: Quantize, sizes: QuantizeSizes) -> tuple[Tensor, ...]:
         return quantize_torch.quantize(call, sizes)
 
-    def prepare(self, call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | str:
+    def prepare(self, call: Quantize, sizes: QuantizeSizes, driver: Driver) -> PreparedQuantize | str:
         return prepare(call, sizes, driver)
 
 

@@ -17,11 +17,11 @@ from attngen.operations import QUANTIZE as DIRECTION
 from attngen.operations import QUANTIZE_VARIANT
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.quantize.arguments import Quantize, Sizes, check, in_rows
+from attngen.runtime.operations.quantize.arguments import Quantize, QuantizeSizes, check, in_rows
 from attngen.runtime.operations.quantize.path import QUANTIZE
 from attngen.runtime.operations.quantize.sizes import TENSORS
 from attngen.runtime.operations.quantize.tiles import of_sample, pays
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Operands
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands
 from attngen.runtime.operations.shared.path import Helper, first_that_takes, kernels_of
 from attngen.runtime.operations.shared.records import Fields, Flag, TensorArgument, Text
 
@@ -55,7 +55,7 @@ class Sampled(NamedTuple):
         )
 
 
-class SampledHelper(Helper[Sampled, Sizes]):
+class SampledHelper(Helper[Sampled, QuantizeSizes]):
     """Quantizing by a sample; a call gives q, k and v in 8 bits, their scales, and the mean of the keys
     (batch, kv_heads, head_dim) or None. v in groups of keys is (batch, kv_heads, groups, head_dim, 32), 0 where there
     is no key."""
@@ -63,17 +63,17 @@ class SampledHelper(Helper[Sampled, Sizes]):
     name = "quantize"
     fields = Fields(Sampled)
 
-    def check(self, call: Sampled) -> Sizes:
+    def check(self, call: Sampled) -> QuantizeSizes:
         return check(call.exact(None))
 
-    def check_contents(self, call: Sampled, sizes: Sizes) -> None:
+    def check_contents(self, call: Sampled, sizes: QuantizeSizes) -> None:
         return None
 
-    def in_torch(self, call: Sampled, sizes: Sizes) -> tuple[Tensor | None, ...]:
+    def in_torch(self, call: Sampled, sizes: QuantizeSizes) -> tuple[Tensor | None, ...]:
         mean = mean_of_keys(call.k, call.layout) if call.centered and sizes.seqlen_k else None
         return *QUANTIZE.run(call.exact(mean)), mean
 
-    def prepare(self, call: Sampled, sizes: Sizes, driver: Driver) -> PreparedSampled | str:
+    def prepare(self, call: Sampled, sizes: QuantizeSizes, driver: Driver) -> PreparedSampled | str:
         exact = call.exact(None)
         v_groups = -(-sizes.seqlen_k // V_GROUP) if call.grouped else 0
 
@@ -100,8 +100,8 @@ class PreparedSampled(HelperLaunches):
     __slots__ = ("_mean", "_of_v", "_scales", "_words")
 
     def __init__(
-        self, kernel: Kernel, operands: Operands, grids: list[Grid], words: int, driver: Driver, device: int,
-        sizes: Sizes, *, v_groups: int,
+        self, kernel: Kernel, operands: LaunchOperands, grids: list[Grid], words: int, driver: Driver, device: int,
+        sizes: QuantizeSizes, *, v_groups: int,
     ) -> None:  # fmt: skip
         """``words``: those that the first launch clears. Raises LoadError if a cubin does not load."""
         super().__init__(kernel, operands, grids, driver, device)

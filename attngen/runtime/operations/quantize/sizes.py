@@ -13,12 +13,12 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.quantize.arguments import (
     FIELDS,
     Quantize,
-    Sizes,
+    QuantizeSizes,
     in_rows,
     random_signs,
     transform_size,
 )
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Operands
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands
 from attngen.runtime.operations.shared.operands import rotary_strides
 
 #: Tensors that a call makes, whose addresses follow those of its arguments.
@@ -43,8 +43,8 @@ class PreparedQuantize(HelperLaunches):
     __slots__ = ("_scales", "maxima")
 
     def __init__(
-        self, kernel: Kernel, operands: Operands, grids: Sequence[Grid], driver: Driver, device: int, sizes: Sizes,
-        maxima: int,
+        self, kernel: Kernel, operands: LaunchOperands, grids: Sequence[Grid], driver: Driver, device: int,
+        sizes: QuantizeSizes, maxima: int,
     ) -> None:  # fmt: skip
         """Raises LoadError if a cubin does not load."""
         super().__init__(kernel, operands, grids, driver, device)
@@ -89,7 +89,7 @@ def strides(call: Quantize) -> dict[tuple[str, Any], int]:
     return steps_of
 
 
-def sizes_of(call: Quantize, sizes: Sizes) -> dict[str, float]:
+def sizes_of(call: Quantize, sizes: QuantizeSizes) -> dict[str, float]:
     """The other arguments of all launches of a call, by name."""
     bits = random_signs(call.seed, sizes.head_dim_qk) if call.hadamard and call.signs is None else 0
     return {

@@ -19,7 +19,7 @@ from attngen.runtime.device.interface import Driver
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.quantize.arguments import Quantize, Sizes, in_rows
+from attngen.runtime.operations.quantize.arguments import Quantize, QuantizeSizes, in_rows
 from attngen.runtime.operations.quantize.sizes import (
     BLOCK,
     HEAD,
@@ -30,7 +30,7 @@ from attngen.runtime.operations.quantize.sizes import (
     sizes_of,
     strides,
 )
-from attngen.runtime.operations.shared.launches import Grid, Operands
+from attngen.runtime.operations.shared.launches import Grid, LaunchOperands
 from attngen.runtime.operations.shared.operands import MOST, ROTARY_FORMS, against_rotary
 
 #: Threads of a group, which has a tile, and numbers of its rows, of one head or of two.
@@ -57,7 +57,7 @@ class _Tiles:
     """Tiles of a call: by the index of Q and of K and V, tiles that lie side by side and tiles of a sequence."""
 
     kernel: Kernel
-    sizes: Sizes
+    sizes: QuantizeSizes
     multiprocessors: int
 
     @property
@@ -92,7 +92,7 @@ class _Tiles:
         return min(self.multiprocessors, -(-units // self.groups))
 
 
-def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> PreparedQuantize | str:
+def prepare_on(kernel: Kernel, call: Quantize, sizes: QuantizeSizes, driver: Driver) -> PreparedQuantize | str:
     """Launches of a checked call on one kernel of its dtype and device, or the reason against it."""
     reason = _against(kernel, call, sizes)
     if reason is not None:
@@ -122,8 +122,8 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> 
 
 
 def of_sample(
-    kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver, v_groups: int
-) -> tuple[Operands, list[Grid], int] | str:  # fmt: skip
+    kernel: Kernel, call: Quantize, sizes: QuantizeSizes, driver: Driver, v_groups: int
+) -> tuple[LaunchOperands, list[Grid], int] | str:  # fmt: skip
     """Operands and launches of a call that takes scales of heads from a sample, and the words that the first one
     clears; or the reason against it. The last launch does all again if the sample was of too small numbers. V is
     written in ``v_groups`` of keys for each head; 0: in rows."""
@@ -155,14 +155,14 @@ def of_sample(
     return _operands(kernel, call, sizes, driver), grids, words
 
 
-def _operands(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> Operands:
+def _operands(kernel: Kernel, call: Quantize, sizes: QuantizeSizes, driver: Driver) -> LaunchOperands:
     """Operands that the launches of a call have in common."""
     numbers = {**sizes_of(call, sizes), "heads": sizes.heads, "kv_heads": sizes.kv_heads}
     device = call.q.device.index or 0
     maps = {
         name: _TensorMaps(driver, device, kernel.dtype, in_rows(getattr(call, name), call.layout)) for name in "qkv"
     }
-    return Operands(TENSORS, numbers, strides(call), maps)
+    return LaunchOperands(TENSORS, numbers, strides(call), maps)
 
 
 def _too_many(tiles: _Tiles) -> bool:
@@ -172,7 +172,7 @@ def _too_many(tiles: _Tiles) -> bool:
     return 4 * most > MOST or max(sizes.seqlen_q, sizes.seqlen_k) + _GROUP > MOST
 
 
-def pays(kernel: Kernel, call: Quantize, sizes: Sizes, driver: Driver) -> bool:
+def pays(kernel: Kernel, call: Quantize, sizes: QuantizeSizes, driver: Driver) -> bool:
     """Whether a call is long enough for the kernel."""
     tokens = sizes.batch * (sizes.heads * sizes.seqlen_q + 2 * sizes.kv_heads * sizes.seqlen_k)
     tiles = tokens * kernel.head_dim_qk // (_COLUMNS * kernel.main.tile_m)
@@ -285,7 +285,7 @@ class _TensorMaps:
         return TensorMap(*self._of, parameter.box, parameter.swizzle)
 
 
-def _against(kernel: Kernel, call: Quantize, sizes: Sizes) -> str | None:
+def _against(kernel: Kernel, call: Quantize, sizes: QuantizeSizes) -> str | None:
     """The reason why the kernel does not take a call, or None."""
     if (sizes.head_dim_qk, sizes.head_dim_v) != (kernel.head_dim_qk, kernel.head_dim_v):
         return f"head_dim {sizes.head_dim_qk} and {sizes.head_dim_v}; the kernel has {kernel.head_dim_qk}"

@@ -28,7 +28,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Operands:
+class LaunchOperands:
     """Names of a kernel's tensors in the order of their addresses, sizes by name, strides by tensor and axis, and what
     makes the TMA descriptor of a tensor for a parameter."""
 
@@ -54,7 +54,7 @@ class HelperLaunches:
     __slots__ = ("_device", "_driver", "_first", "_free", "_launches", "label")
 
     def __init__(
-        self, kernel: Kernel, operands: Operands, grids: Sequence[Grid], driver: Driver, device: int,
+        self, kernel: Kernel, operands: LaunchOperands, grids: Sequence[Grid], driver: Driver, device: int,
         changing: Collection[Key] = (),
     ) -> None:  # fmt: skip
         """``changing``: numbers in which calls may differ. Raises LoadError if a cubin does not load, or its parameters
@@ -65,7 +65,7 @@ class HelperLaunches:
         numbers = {key: operands.sizes[key] if isinstance(key, str) else operands.strides[key] for key in changing}
         self._first: Resized = self.resized(numbers, [grid.blocks for grid in grids])
         #: Parameters that no launch is using. Threads take and return them atomically.
-        self._free: list[_Block] = []
+        self._free: list[_CallParameters] = []
 
     def resized(self, changes: Mapping[Key, float], blocks: Sequence[int]) -> Resized:
         """The launches of a call of so many blocks, with these numbers that change."""
@@ -79,7 +79,7 @@ class HelperLaunches:
         try:
             block = self._free.pop()
         except IndexError:
-            block = _Block(self._launches)
+            block = _CallParameters(self._launches)
         if block.resized is not resized:
             block.resize(resized)
         for launch, frame in zip(self._launches, block.frames):  # noqa: B905
@@ -90,7 +90,7 @@ class HelperLaunches:
         self._free.append(block)
 
 
-class _Block:
+class _CallParameters:
     """The parameters of all launches of a call, which keep their values until the next one."""
 
     __slots__ = ("_functions", "_pointers", "_starts", "frames", "launches", "resized")
@@ -125,7 +125,13 @@ class _PackedLaunch:
     __slots__ = ("_pack", "_read", "addresses", "constants", "descriptors", "function", "offsets", "size")
 
     def __init__(
-        self, direction: str, operands: Operands, grid: Grid, driver: Driver, device: int, changing: Collection[Key]
+        self,
+        direction: str,
+        operands: LaunchOperands,
+        grid: Grid,
+        driver: Driver,
+        device: int,
+        changing: Collection[Key],
     ) -> None:
         layout, tensors = grid.entry.layout, operands.tensors
         #: Packer of the addresses of all tensors.

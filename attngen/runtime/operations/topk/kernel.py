@@ -13,7 +13,7 @@ from attngen.operations import TOPK, TOPK_VARIANT
 from attngen.runtime.arguments.checked import refuse_unreadable
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Operands
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands
 from attngen.runtime.operations.shared.operands import MOST
 from attngen.runtime.operations.shared.path import Helper, first_that_takes, kernels_of
 from attngen.runtime.operations.shared.records import Fields, Integer, OptionalTensor, TensorArgument
@@ -37,7 +37,7 @@ _TENSORS = (*FIELDS.tensors, "out")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TopkSizes:
     """Rows, scores of each, and the shape of the result."""
 
     rows: int
@@ -45,7 +45,7 @@ class Sizes:
     shape: tuple[int, ...]
 
 
-def check(call: Topk) -> Sizes:
+def check(call: Topk) -> TopkSizes:
     """Check shapes, dtypes and devices. Raises CallError."""
     scores, k, lengths = call
     refuse_unreadable({"scores": scores, "lengths": lengths})
@@ -69,10 +69,10 @@ def check(call: Topk) -> Sizes:
     rows = 1
     for extent in outer:
         rows *= extent
-    return Sizes(rows, columns, (*outer, k))
+    return TopkSizes(rows, columns, (*outer, k))
 
 
-def select(call: Topk, sizes: Sizes) -> Tensor:
+def select(call: Topk, sizes: TopkSizes) -> Tensor:
     """The selection in torch: a stable sort, some rows at a time."""
     rows = call.scores.reshape(sizes.rows, sizes.columns)
     lengths = None if call.lengths is None else call.lengths.reshape(sizes.rows)
@@ -104,7 +104,9 @@ class PreparedTopk:
 
     __slots__ = ("_launches", "_shape")
 
-    def __init__(self, kernel: Kernel, operands: Operands, grid: Grid, driver: Driver, device: int, shape: Any) -> None:
+    def __init__(
+        self, kernel: Kernel, operands: LaunchOperands, grid: Grid, driver: Driver, device: int, shape: Any
+    ) -> None:
         """Raises LoadError if the cubin does not load."""
         self._launches, self._shape = HelperLaunches(kernel, operands, [grid], driver, device), shape
 
@@ -115,7 +117,7 @@ class PreparedTopk:
         return out
 
 
-def prepare(call: Topk, sizes: Sizes, driver: Driver) -> PreparedTopk | str:
+def prepare(call: Topk, sizes: TopkSizes, driver: Driver) -> PreparedTopk | str:
     """The launch of a checked call on the first kernel that takes it, or the reason why none does."""
     missing = "no package has a kernel that selects scores; an entry with 'passes: index_scores' brings one"
     device = call.scores.device.index or 0
@@ -123,7 +125,7 @@ def prepare(call: Topk, sizes: Sizes, driver: Driver) -> PreparedTopk | str:
     return first_that_takes(kernels, device, driver, lambda kernel: prepare_on(kernel, call, sizes, driver), missing)
 
 
-def prepare_on(kernel: Kernel, call: Topk, sizes: Sizes, driver: Driver) -> PreparedTopk | str:
+def prepare_on(kernel: Kernel, call: Topk, sizes: TopkSizes, driver: Driver) -> PreparedTopk | str:
     """The launch of a checked call on one kernel, or the reason against it."""
     scores = call.scores
     if not sizes.rows or not sizes.columns:
@@ -139,7 +141,7 @@ def prepare_on(kernel: Kernel, call: Topk, sizes: Sizes, driver: Driver) -> Prep
     if sizes.rows > MOST or sizes.columns > MOST - 2 * kernel.tile_n:
         return "more scores than 32 bits count"
     launch = min((one for one in kernel.launches if one.tile_m >= call.k), key=lambda one: one.tile_m)
-    operands = Operands(_TENSORS, {"columns": sizes.columns, "k": call.k}, {("scores", "row"): stride})
+    operands = LaunchOperands(_TENSORS, {"columns": sizes.columns, "k": call.k}, {("scores", "row"): stride})
     grid = Grid(launch.entry, sizes.rows)
     return PreparedTopk(kernel, operands, grid, driver, scores.device.index or 0, sizes.shape)
 
@@ -161,22 +163,22 @@ def _row_stride(scores: Tensor) -> int | None:
     return stride or 0
 
 
-class TopkHelper(Helper[Topk, Sizes]):
+class TopkHelper(Helper[Topk, TopkSizes]):
     """Selecting the largest scores of rows; a call gives their indices."""
 
     name = "topk"
     fields = FIELDS
 
-    def check(self, call: Topk) -> Sizes:
+    def check(self, call: Topk) -> TopkSizes:
         return check(call)
 
-    def check_contents(self, call: Topk, sizes: Sizes) -> None:
+    def check_contents(self, call: Topk, sizes: TopkSizes) -> None:
         """Every score and every length has a meaning."""
 
-    def in_torch(self, call: Topk, sizes: Sizes) -> Tensor:
+    def in_torch(self, call: Topk, sizes: TopkSizes) -> Tensor:
         return select(call, sizes)
 
-    def prepare(self, call: Topk, sizes: Sizes, driver: Driver) -> PreparedTopk | str:
+    def prepare(self, call: Topk, sizes: TopkSizes, driver: Driver) -> PreparedTopk | str:
         return prepare(call, sizes, driver)
 
 

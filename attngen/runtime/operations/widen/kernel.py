@@ -23,7 +23,7 @@ from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.prediction import pairs_of_tiles, predict
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Operands, Resized
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands, Resized
 from attngen.runtime.operations.shared.path import first_that_takes, kernels_of
 from attngen.runtime.operations.shared.records import addresses_of
 from attngen.runtime.registry.order import card_of, rounded
@@ -49,7 +49,7 @@ _SPLIT_FLOPS, _ORDINARY_FLOPS, _BYTES, _LAUNCHES = 210e3, 500e3, 3.4e3, 5000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class WidenRoute:
     """A call whose cache is widened: by which kernel, what is called then, and which kernel takes that."""
 
     kernel: Kernel
@@ -62,7 +62,7 @@ def mixes_widths(call: Call) -> bool:
     return call.kv_dtype not in (call.dtype, *LATENT_ROWS) and call.dtype not in QUANTIZED_DTYPES
 
 
-def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Route | None:
+def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> WidenRoute | None:
     """Route of a forward pass over a cache in 8 bits that should be done sooner with its cache widened; None for all
     others, also where a call says how blocks share the keys."""
     call = request.call
@@ -79,7 +79,7 @@ def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Rou
     ):
         return None
     kernel = _kernel_for(call, request.device, driver)
-    return None if kernel is None else Route(kernel, asked.call, selection)
+    return None if kernel is None else WidenRoute(kernel, asked.call, selection)
 
 
 def keeps_few_rows(request: Request, kernels: Sequence[Kernel], driver: Driver) -> bool:
@@ -156,7 +156,7 @@ class Widen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CacheForm:
     """The form of a cache. ``room`` counts the keys that a sequence may have; ``page_layout`` is NHD, HND, or None for
     (batch, seqlen_k, kv_heads, head_dim). Scales are (batch, kv_heads), or (pages, kv_heads) with
     ``scales_of_pages``."""
@@ -167,7 +167,7 @@ class Form:
 
 
 def prepare(
-    kernel: Kernel, cache: Widen, form: Form, driver: Driver, device: int, changing: Collection[Any] = ()
+    kernel: Kernel, cache: Widen, form: CacheForm, driver: Driver, device: int, changing: Collection[Any] = ()
 ) -> HelperLaunches:
     """The launch that widens caches of a form; ``changing`` as that of ``HelperLaunches``. Raises LoadError if the
     cubin does not load."""
@@ -192,7 +192,7 @@ def prepare(
     for name, scale in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
         strides |= {(name, axis): scale.stride(place) for place, axis in enumerate("bh")}
     grid = Grid(kernel.main.entry, 2 * batch * tiles)
-    return HelperLaunches(kernel, Operands(Widen._fields, sizes, strides), [grid], driver, device, changing)
+    return HelperLaunches(kernel, LaunchOperands(Widen._fields, sizes, strides), [grid], driver, device, changing)
 
 
 class WidenedCall:
@@ -202,7 +202,9 @@ class WidenedCall:
 
     sinks_only = False
 
-    def __init__(self, route: Route, call: Call, given: Given, run: Callable[[Given], Any], driver: Driver) -> None:
+    def __init__(
+        self, route: WidenRoute, call: Call, given: Given, run: Callable[[Given], Any], driver: Driver
+    ) -> None:
         """``call``: the one over the cache in 8 bits. ``run`` makes the ordinary one. Raises LoadError if the cubin
         does not load."""
         self._pages, self._run, self._kernel, self._driver = _pages(call), run, route.kernel, driver
@@ -213,7 +215,7 @@ class WidenedCall:
         self._scales = _without_memory(scales[0]), _without_memory(scales[1])
         cache = Widen(k, v, *scales, call.seqused_k, call.page_table)
         page_layout = call.page_layout if call.layout == "paged" else None
-        form = Form(call.seqlen_k, page_layout, call.scale_blocks[0] == PAGE_BLOCK)
+        form = CacheForm(call.seqlen_k, page_layout, call.scale_blocks[0] == PAGE_BLOCK)
         self._launch = prepare(route.kernel, cache, form, driver, call.device.index or 0)
 
     def __call__(self, given: Given, addresses: Sequence[int]) -> Any:
@@ -267,7 +269,7 @@ class WidenedCalls:
         self._run, self._call, self._driver = run, call, driver
         self._device, self._dtype, self._tile = call.device.index or 0, TORCH_DTYPES[call.dtype], kernel.tile_n
         self._keys = max(_PAGE_KEYS // max(call.page_size, 1), 1) * call.page_size
-        form = Form(call.seqlen_k, call.page_layout, call.scale_blocks[0] == PAGE_BLOCK)
+        form = CacheForm(call.seqlen_k, call.page_layout, call.scale_blocks[0] == PAGE_BLOCK)
         changing = "batch", "seqlen_k", "tiles", ("page_table", "b")
         self._launch = prepare(kernel, cache, form, driver, self._device, changing)
         #: Numbers of pages in order, by stream: of tables over widened caches.

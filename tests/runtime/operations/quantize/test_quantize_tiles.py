@@ -19,7 +19,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.operations.quantize import in_torch as quantize_torch
 from attngen.runtime.operations.quantize import path as quantize_helper
 from attngen.runtime.operations.quantize import tiles as quantize_tiles
-from attngen.runtime.operations.quantize.arguments import Quantize, Sizes, check
+from attngen.runtime.operations.quantize.arguments import Quantize, QuantizeSizes, check
 from attngen.runtime.operations.quantize.kernel import prepare_on
 from attngen.runtime.operations.quantize.sizes import PreparedQuantize
 from tests.runtime.host_kernels import COMPILER, HostDriver, on_host, quantizing_kernels
@@ -219,7 +219,7 @@ def test_short_sequences_are_counted_by_their_tiles(own: bool, batch: int, head_
     assert prepare_on(kernel, call, sizes, HostDriver()) == "more rows than 32 bits count"
 
 
-def _checked(given: dict[str, Any]) -> tuple[Quantize, Sizes]:
+def _checked(given: dict[str, Any]) -> tuple[Quantize, QuantizeSizes]:
     call = Quantize(**{name: given.get(name, DEFAULTS.get(name)) for name in Quantize._fields})
     return call, check(call)
 
