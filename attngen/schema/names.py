@@ -35,7 +35,7 @@ RESERVED: frozenset[str] = declarations.RESERVED | frozenset(keyword.kwlist)
 _BESIDE = (
     "attngen click cuda cupy cupy_backends cupyx editables flash_attn hatchling hypothesis jax jinja2 jsonschema "
     "markupsafe matplotlib mypy numpy nvidia packaging pip platformdirs pre_commit psutil pydantic pydantic_core "
-    "pytest rich ruff setuptools torch transformers triton xdist yaml"
+    "pytest pytest_cov rich ruff setuptools torch transformers triton xdist yaml"
 )
 
 #: Names that a package may not take. ``test`` belongs to Python, though ``stdlib_module_names`` leaves it out.

@@ -83,6 +83,7 @@ REQUIRED = {
     "nvidia-cuda-nvcc-cu12": "nvidia",
     "pre-commit": "pre_commit",
     "pytest-xdist": "xdist",
+    "pytest-cov": "pytest_cov",
     "PyYAML": "yaml",
 }
 
