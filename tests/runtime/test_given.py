@@ -46,6 +46,7 @@ def said(form: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[di
     """Keywords of a call, each with a value of its own, and the ``Given`` that they make."""
     made: list[Given] = []
     monkeypatch.setattr(calls, "run", made.append)
+    monkeypatch.setattr(calls, "run_plain", made.append)
     values = {name: (name,) for name in keywords(form)} | changed
     DOORS[form](**values, window=3)
     return values, made[0]

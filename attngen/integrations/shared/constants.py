@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attngen.integrations.shared import choice
-from attngen.runtime.arguments.torch_state import is_traced, transforms_active, watching
+from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.map_cache import in_graph_pool
@@ -38,7 +38,7 @@ def counted(like: Tensor, count: int, held: dict[Key, Tensor] | None = None) -> 
 
 
 def _kept(like: Tensor, count: int, value: int | None, held: dict[Key, Tensor] | None) -> Tensor:
-    if not choice.on_gpu(like) or is_traced(like) or transforms_active() or watching():
+    if not choice.on_gpu(like) or not may_repeat(like):
         return _made(like.device, count, value)
     index = like.get_device()
     if torch.cuda.is_current_stream_capturing():

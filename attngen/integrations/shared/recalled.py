@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from attngen.integrations.shared import choice
-from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.addresses import FORWARD
 from attngen.runtime.arguments.given import Given, make, tensors_of
+from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.seen import SeenTensors, seen
-from attngen.runtime.arguments.torch_state import is_compiling, is_tracing, transforms_active, watching
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.operations.attention.recall import recognized
@@ -59,10 +57,8 @@ _NOTED: RecentCache[int] = RecentCache(512)
 
 def key_of(record: Record, *settings: Any) -> tuple[Any, ...] | None:
     """Key of a call with these tensors and such settings; None for one that has to be looked at each time."""
-    if is_compiling() or watching() or is_tracing() or transforms_active() or debugging.active():
-        return None
     q = record[0]
-    if forward_ad._current_level >= 0 or type(q) not in PLAIN or q is None:
+    if q is None or not may_repeat(q):
         return None
     try:
         shapes = [None if tensor is None else tensor.shape for tensor in record]

@@ -21,12 +21,13 @@ from attngen.lang.variant import Tensor as DeclaredTensor
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.extra_cache import extra_slots
 
-_depth = 0
+#: The ``debug`` blocks that are open, in all threads.
+depth = 0
 
 
 def active() -> bool:
     """Whether some ``debug`` block is open, in any thread."""
-    return _depth > 0
+    return depth > 0
 
 
 @contextmanager
@@ -36,12 +37,12 @@ def debug() -> Iterator[None]:
 
     A fact that does not hold raises CallError before anything is launched.
     """
-    global _depth
-    _depth += 1
+    global depth
+    depth += 1
     try:
         yield
     finally:
-        _depth -= 1
+        depth -= 1
 
 
 def check_lengths(call: Call) -> None:

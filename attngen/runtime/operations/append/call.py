@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.operations.append.arguments import Append, check, refuse_gradients
 from attngen.runtime.operations.append.path import APPEND
 
@@ -90,7 +89,7 @@ def append_kv(
 
 def append(call: Append) -> Tensor | None:
     """Run a call of ``append_kv`` now, or make it an operator of a trace."""
-    rotated: Tensor | None = _traced(call) if is_traced(call.k) or watching() else APPEND.run(call)
+    rotated: Tensor | None = APPEND.serve(call, _traced)
     return rotated
 
 

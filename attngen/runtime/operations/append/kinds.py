@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.runtime.arguments.keys import PLAIN, note
+from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.kinds import (
     UnlikeError,
     by_page,
@@ -68,8 +68,6 @@ _NOT_OF_PAGES = False, False
 def seen_key(call: Append) -> tuple[Any, ...] | None:
     """Key of the tensors by which calls of this call's kind are recognized."""
     k, interleaved = call.k, call.rotary_interleaved
-    if type(k) not in PLAIN:
-        return None
     try:
         one = k.shape[0] == 1
         of_pages: tuple[bool, ...] = _NOT_OF_PAGES

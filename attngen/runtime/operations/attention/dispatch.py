@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +14,9 @@ from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.given import Given
+from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.paging import in_rows
-from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
 from attngen.runtime.operations.attention import later
 from attngen.runtime.operations.attention.dropout_state import with_random_state
 from attngen.runtime.operations.attention.recall import SEEN, of_its_kind, seen_key
@@ -26,10 +27,20 @@ if TYPE_CHECKING:
 
 
 def run(given: Given, repeats: Repeats | None = None) -> Any:
-    """Run a call now, whether it comes from a program or from an operator.
+    """Run a call now, as operators do, in whatever state torch is; see ``run_plain``."""
+    if may_repeat(given.q):
+        return run_plain(given, repeats)
+    for holds, way in _STATES:
+        if holds():
+            return way(given)
+    return _run_unlike(given)
+
+
+def run_plain(given: Given, repeats: Repeats | None = None) -> Any:
+    """Run a call that ``may_repeat``. It adds to ``repeats`` what launches it again, if a kernel runs.
 
     A call like an earlier one is recognized by its tensors. Another is checked and runs on the reference, or looks for
-    its kernel (``kernel_call``). It adds to ``repeats`` what launches it again, if a kernel runs.
+    its kernel (``kernel_call``).
     """
     lookup = seen_key(given)  # None from where on the call is not to be remembered
     if lookup is not None:
@@ -38,33 +49,64 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
         except TypeError:  # something that cannot be hashed stands where a name belongs: binding refuses it
             alike = None
         addresses = alike[0].addresses(given, lookup[1]) if alike else None
-        if addresses is not None and not (debugging.active() or is_tracing() or transforms_active()):
+        if addresses is not None:
             _, prepared, calls = alike
             sized = None
             if calls is not None:
                 prepared, sized = calls.ready(given) or (None, None)
             if prepared is not None:
                 return of_its_kind(calls, prepared(given, addresses, sized, repeats), repeats)
-    q, k, v, backend = given.q, given.k, given.v, given.backend
-    if given.arguments and DROPOUT_P.name in given.arguments:
-        given = with_random_state(given)
-    on_gpu = torch_state.on_gpu(q)
-    if is_tracing():
-        raise CallError("torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export")
-    if transforms_active():
-        return later.transforms.attend(given, run, later.differentiate if on_gpu and backend != "reference" else None)
-    if not on_gpu or backend == "reference" or debugging.active() or not (type(k) in PLAIN and type(v) in PLAIN):
-        if given.tile_map is not None:
-            later.require_map(given.tile_map)
-        given = in_rows(given)
-        call, _ = bind_call(given)
-        if debugging.active():
-            debugging.check(call)
-        if backend == "reference" or not on_gpu:
-            require_reference(call, backend)
-            return _run_reference(call, given)
+    return _run_unlike(given, lookup, repeats)
+
+
+def _run_unlike(given: Given, lookup: Any = None, repeats: Repeats | None = None) -> Any:
+    """Run a call whose tensors were not recognized, or not looked at."""
+    given = _with_numbers(given)
+    if not torch_state.on_gpu(given.q) or given.backend == "reference":
+        return _run_on_reference(given)
+    if debugging.active() or not (type(given.k) in PLAIN and type(given.v) in PLAIN):
+        given, _ = _bound(given)
         lookup = None
     return later.kernel_call.run(given, lookup, repeats, run)
+
+
+def _refuse_trace(given: Given) -> Any:
+    raise CallError("torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export")
+
+
+def _run_transformed(given: Given) -> Any:
+    given = _with_numbers(given)
+    by_kernel = torch_state.on_gpu(given.q) and given.backend != "reference"
+    return later.transforms.attend(given, run, later.differentiate if by_kernel else None)
+
+
+#: States in which a call takes another way, the first one that holds.
+_STATES: tuple[tuple[Callable[[], bool], Callable[[Given], Any]], ...] = (
+    (torch_state.is_tracing, _refuse_trace),
+    (torch_state.transforms_active, _run_transformed),
+)
+
+
+def _with_numbers(given: Given) -> Given:
+    """A call with a state of random numbers, if it names a rate of dropout."""
+    return with_random_state(given) if given.arguments and DROPOUT_P.name in given.arguments else given
+
+
+def _bound(given: Given) -> tuple[Given, Call]:
+    """A call as it is launched, and with its arguments checked; in debug blocks, with what its tensors hold, too."""
+    if given.tile_map is not None:
+        later.require_map(given.tile_map)
+    given = in_rows(given)
+    call, _ = bind_call(given)
+    if debugging.active():
+        debugging.check(call)
+    return given, call
+
+
+def _run_on_reference(given: Given) -> Tensor | tuple[Tensor, Tensor]:
+    given, call = _bound(given)
+    require_reference(call, given.backend)
+    return _run_reference(call, given)
 
 
 def _run_reference(call: Call, given: Given) -> Tensor | tuple[Tensor, Tensor]:

@@ -12,11 +12,11 @@ from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments.given import Given, make
-from attngen.runtime.arguments.keys import PLAIN
+from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.paging import FEW_ROWS
-from attngen.runtime.arguments.torch_state import is_compiling, is_traced, watching
+from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.operations.attention import later
-from attngen.runtime.operations.attention.dispatch import run
+from attngen.runtime.operations.attention.dispatch import run, run_plain
 
 if TYPE_CHECKING:
     from attngen.runtime.arguments.checked import Results
@@ -109,9 +109,7 @@ def attention(
         softmax_scale, None, None, return_lse, deterministic, "dense", layout, backend, package, None, None, out_dtype,
         0, 0, 0,
     ))  # fmt: skip
-    if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
-        return _by_operator(given)
-    return run(given)
+    return run_plain(given) if may_repeat(q) else _by_state(given)
 
 
 def attention_varlen(
@@ -163,13 +161,12 @@ def attention_varlen(
         tile_map, variant, softmax_scale, max_seqlen_q, max_seqlen_k, return_lse, deterministic, "varlen", "varlen",
         backend, package, None, None, out_dtype, 0, 0, 0,
     ))  # fmt: skip
-    if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
-        return _by_operator(given)
-    return run(given)
+    return run_plain(given) if may_repeat(q) else _by_state(given)
 
 
-def _by_operator(given: Given) -> Results:
-    """Run a call that is traced, that a dispatch mode has to see whole, or whose tensors are arrays."""
+def _by_state(given: Given) -> Results:
+    """Run a call that may not run as an earlier one did: it is made an operator, its tensors are arrays, or ``run``
+    looks closer."""
     if arrays.is_array(given.q):
         return arrays.serve_given(partial(later.mixed.attend_ragged, run_or_trace), given)
     traced = is_traced(given.q)
@@ -277,19 +274,16 @@ def attention_paged(
     ))  # fmt: skip
     if num_decodes is not None:
         return later.mixed.attend(run_or_trace, num_decodes, given, whole=True)
-    if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
-        return _by_operator(given)
+    if not may_repeat(q):
+        return _by_state(given)
     if max_seqlen_q is None or cu_seqlens_q is None or (type(max_seqlen_q) is int and max_seqlen_q <= FEW_ROWS):
-        return run(given)
-    return later.mixed.attend_ragged(run, given)
+        return run_plain(given)
+    return later.mixed.attend_ragged(run_plain, given)
 
 
 def run_or_trace(given: Given, repeats: Repeats | None = None) -> Results:
     """Run a call now, which adds to ``repeats`` what repeats it; or make it an operator of a trace."""
-    q = given.q
-    if is_compiling() or type(q) not in PLAIN or q.is_meta or watching():
-        return _by_operator(given)
-    return run(given, repeats)
+    return run_plain(given, repeats) if may_repeat(given.q) else _by_state(given)
 
 
 def define_operators(*variants: str) -> tuple[str, ...]:

@@ -17,14 +17,13 @@ from torch import Tensor
 from attngen.dtypes import CHUNK_BYTES
 from attngen.lang.ir import identity_of
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.addresses import FORWARD
 from attngen.runtime.arguments.checked import FOLLOWS, LEADS, Results
 from attngen.runtime.arguments.given import Given, make
+from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.seen import NONE_FREE, Free, check_of
-from attngen.runtime.arguments.torch_state import is_compiling, transforms_active
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
@@ -156,7 +155,7 @@ class PagedLayer:
             known = repeats[alike] = alike.last[1]
         if known is not None and not return_lse and known(q, out, self):
             return None
-        noted = alike in repeats or return_lse or not torch_state.on_gpu(q) or _watched()
+        noted = alike in repeats or return_lse or not torch_state.on_gpu(q) or _watched(q)
         how = None if noted else self._how(q, batch)
         if how is not None and (renewal := alike.renewals.get(how)) is not None:
             known = renewal(q, out, batch, self._places, alike)
@@ -240,7 +239,7 @@ class PagedCache:
         tokens = slots.shape[0]
         call = self._call._replace(k=k[:tokens], v=v[:tokens], slots=slots)
         append(call)
-        if known is not False and torch_state.on_gpu(slots) and not _watched():
+        if known is not False and torch_state.on_gpu(slots) and not _watched(k):
             self._alike.writes = _writes(call)
 
 
@@ -270,7 +269,7 @@ class _Launches:
         begin, into, stream = q.data_ptr(), out.data_ptr(), driver.stream(device)
         parts, streams = self.parts, self._beside
         first = parts[0]
-        if (begin | into) % CHUNK_BYTES or stream != first.stream or _seen_whole() or in_graph(stream):
+        if (begin | into) % CHUNK_BYTES or stream != first.stream or not may_repeat(q) or in_graph(stream):
             return False
         moves = layer.moves
         moved = [moves.get(part.chain) or layer.moved(part.chain) for part in parts]
@@ -437,7 +436,7 @@ class _Writes:
         """Launch with these tensors, and what a layer has in ``places``; False, and no launch, if a tensor or the state
         of torch is not as it was."""
         rows = self._rows
-        if not self._check(k, v, slots) or k.size(0) < rows or v.size(0) < rows or _watched():
+        if not self._check(k, v, slots) or k.size(0) < rows or v.size(0) < rows or _watched(k):
             return False
         keys, values, to = k.data_ptr(), v.data_ptr(), slots.data_ptr()
         if (keys | values | to) % CHUNK_BYTES:
@@ -466,14 +465,9 @@ def _writes(call: Append) -> _Writes | bool:
         return False
 
 
-def _watched() -> bool:
-    """Whether something wants to see whole calls, or records them."""
-    return _seen_whole() or torch.cuda.is_current_stream_capturing()
-
-
-def _seen_whole() -> bool:
-    """Whether something wants to see whole calls."""
-    return debugging.active() or is_compiling() or transforms_active()
+def _watched(tensor: Tensor) -> bool:
+    """Whether something wants to see whole calls with a tensor, or records them."""
+    return not may_repeat(tensor) or torch.cuda.is_current_stream_capturing()
 
 
 def _of_requests(scale: Tensor | None, batch: PagedBatch) -> Tensor | None:

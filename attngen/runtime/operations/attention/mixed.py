@@ -26,10 +26,10 @@ from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, Results
 from attngen.runtime.arguments.given import Given, make
+from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.kinds import has_kinds
 from attngen.runtime.arguments.paging import FEW_ROWS
 from attngen.runtime.arguments.shapes import length_of
-from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.heads_in_l2 import prompts_of
@@ -114,7 +114,7 @@ def few_queries(given: Given) -> int:
     for tensor in (q, k, given.v, table, given.seqused_k, given.cu_seqlens_q):
         if not isinstance(tensor, Tensor):
             return 0
-    if table.dim() != 2 or q.dim() != 3 or k.dim() != 4 or not torch_state.on_gpu(q) or debugging.active():
+    if table.dim() != 2 or q.dim() != 3 or k.dim() != 4 or not torch_state.on_gpu(q):
         return 0
     batch, rows = table.shape[0], q.shape[0]
     if batch == k.shape[0] or not are_unlike(batch, rows, longest):
@@ -150,6 +150,8 @@ def _are_unlike(given: Given) -> bool:
 def _attend_unlike(run: Callable[[Given], Results], given: Given, otherwise: Callable[[Given], Results]) -> Results:
     """Result of a paged call whose sequences probably are of both kinds; ``otherwise`` where kernels cannot leave out
     sequences."""
+    if not may_repeat(given.q):
+        return otherwise(given)
     known = pairs.recognized(given)
     if known is not None:
         pair, addresses = known
@@ -263,7 +265,7 @@ def _apart(count: int, last: bool, given: Given) -> bool:
     batch = table.shape[0]
     if count > batch:
         raise CallError(f"num_decodes is {-count if last else count}, but page_table has {batch} rows")
-    if not torch_state.on_gpu(q) or debugging.active() or is_traced(q) or watching():
+    if not torch_state.on_gpu(q) or not may_repeat(q):
         if q.device.type == "cpu" or debugging.active():
             _check(count, last, starts)
         return False

@@ -6,13 +6,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.addresses import FORWARD, OUT
 from attngen.runtime.arguments.checked import FOLLOWS, LEADS
 from attngen.runtime.arguments.given import TENSORS, Given
 from attngen.runtime.arguments.kinds import INDEX_VECTORS, free_of
 from attngen.runtime.arguments.seen import SeenTensors, seen
-from attngen.runtime.arguments.torch_state import is_tracing, transforms_active
 from attngen.runtime.cache import PREPARED_CALLS, RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
@@ -81,7 +79,8 @@ class Pair:
 
 
 def recognized(given: Given) -> tuple[Pair, list[int]] | None:
-    """The launches of batches like this one, and the addresses of its tensors; None where it needs a look."""
+    """The launches of batches like this one, and the addresses of its tensors; None where it needs a look, though it
+    ``may_repeat``."""
     lookup = seen_key(given)
     if lookup is None:
         return None
@@ -92,7 +91,7 @@ def recognized(given: Given) -> tuple[Pair, list[int]] | None:
     if not alike:
         return None
     addresses = alike[0].addresses(given, lookup[1])
-    if addresses is None or debugging.active() or is_tracing() or transforms_active():
+    if addresses is None:
         return None
     driver, pair = drivers.current(), alike[1]
     if not driver.ready(pair._device) or in_graph(driver.stream(pair._device)):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from attngen.lang.dropout import DROPOUT_P
 from attngen.lang.listed import INDICES
@@ -36,12 +35,12 @@ Lookup = tuple[tuple[object, ...], tuple[Tensor, ...]]
 
 
 def seen_key(given: Given) -> Lookup | None:
-    """Key of a call in ``SEEN``, and the tensors of its variant; None for a call whose arguments have to be looked at
-    each time."""
+    """Key of a call that ``may_repeat`` in ``SEEN``, and the tensors of its variant; None if its arguments have to be
+    looked at each time."""
     q, arguments, variant = given.q, given.arguments, given.variant
     own: tuple[Tensor, ...] = ()
     names: tuple[object, ...] = ()
-    if type(q) not in PLAIN or given.tile_map is not None or forward_ad._current_level >= 0:
+    if given.tile_map is not None:
         return None
     if arguments:
         for name, value in arguments.items():

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.operations.index_scores.arguments import IndexScores
 from attngen.runtime.operations.index_scores.kernel import SCORES
 
@@ -61,7 +60,7 @@ def index_scores(
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise CallError("index_scores is not differentiable; call it under torch.no_grad()")
     call = IndexScores(q, k, weights, k_scale, seqused_k, page_table, variant, package, tuple(arguments.items()))
-    scores: Tensor = _traced(call) if is_traced(q) or watching() else SCORES.run(call)
+    scores: Tensor = SCORES.serve(call, _traced)
     return scores
 
 

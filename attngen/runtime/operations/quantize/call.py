@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.operations.quantize.arguments import Quantize, check, in_rows
 from attngen.runtime.operations.quantize.path import QUANTIZE
 from attngen.runtime.operations.quantize.sampled import SAMPLED, Sampled, mean_of_keys
@@ -115,16 +114,18 @@ def quantize_by_sample(
     """As ``quantize_centered``, with a mean of the keys that is returned, or without, (batch, kv_heads, head_dim).
     Scales may be larger than the largest magnitudes ask for, where a kernel takes them from a sample of the rows. With
     ``grouped``, such a kernel writes v in groups of keys."""
-    call = Sampled(q, k, v, layout, centered, grouped)
-    if is_traced(q) or watching():
-        mean = mean_of_keys(k, layout) if centered and in_rows(k, layout).shape[1] else None
-        return _run(call.exact(mean)), mean
-    *results, mean = SAMPLED.run(call)
+    *results, mean = SAMPLED.serve(Sampled(q, k, v, layout, centered, grouped), _exact)
     return Quantized(*results), mean
 
 
+def _exact(call: Sampled) -> tuple[Tensor | None, ...]:
+    """The results of a call that is traced, by operators: scales are those of all rows."""
+    mean = mean_of_keys(call.k, call.layout) if call.centered and in_rows(call.k, call.layout).shape[1] else None
+    return *_run(call.exact(mean)), mean
+
+
 def _run(call: Quantize) -> Quantized:
-    return Quantized(*(_traced(call) if is_traced(call.q) or watching() else QUANTIZE.run(call)))
+    return Quantized(*QUANTIZE.serve(call, _traced))
 
 
 def _traced(call: Quantize) -> tuple[Tensor, ...]:

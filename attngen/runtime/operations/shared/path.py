@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 
 from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES
+from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.seen import SeenTensors
 from attngen.runtime.autograd.transforms import refuse
@@ -99,7 +99,8 @@ class Helper(ABC, Generic[Record, Sizes]):
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
     def seen_key(self, call: Record) -> tuple[Any, ...] | None:
-        """Key under which the tensors of a call may have been seen; None if they are not looked for."""
+        """Key under which the tensors of a call may have been seen, if it ``may_repeat``; None if they are not looked
+        for."""
         return None
 
     def repeatable(self, call: Record) -> tuple[Any, list[int], Any] | None:
@@ -112,12 +113,22 @@ class Helper(ABC, Generic[Record, Sizes]):
         resized = calls.ready(call)
         return None if resized is None else (calls.prepared, kind.addresses, resized)
 
+    def serve(self, call: Record, traced: Callable[[Record], Any]) -> Any:
+        """Run a call of a program now, or make it an operator by ``traced``, where a trace or a dispatch mode sees it
+        whole."""
+        first = call[0]
+        if may_repeat(first):
+            return self.run_as(call, repeats=True)
+        return traced(call) if torch_state.is_traced(first) or torch_state.watching() else self.run(call)
+
     def run(self, call: Record) -> Any:
-        """Run a call now, whether it comes from a program or from an operator."""
-        lookup = self.seen_key(call)
-        plain = not (torch_state.transforms_active() or forward_ad._current_level >= 0)
-        checked = debugging.active()
-        if lookup is not None and plain and not checked and (alike := _kept(self._seen, lookup)):
+        """Run a call now, as operators do, in whatever state torch is."""
+        return self.run_as(call, repeats=may_repeat(call[0]))
+
+    def run_as(self, call: Record, *, repeats: bool) -> Any:
+        """Run a call now; ``repeats``: as an earlier one, if there is one like it."""
+        lookup = self.seen_key(call) if repeats else None
+        if lookup is not None and (alike := _kept(self._seen, lookup)):
             addresses = alike[0].addresses(call)
             if addresses is not None:
                 resized = alike[1].ready(call)
@@ -125,12 +136,12 @@ class Helper(ABC, Generic[Record, Sizes]):
                     return alike[1].prepared.run(call, addresses, resized)
         self.refuse(call)
         tensors = self.fields.tensors_of(call)
-        if not plain:
+        if not repeats:
             refuse(self.name, tensors)
         on_gpu = torch_state.on_gpu(tensors[0])
         key: list[Any] = []
         addresses = []
-        kind = self.kind_of(call) if on_gpu and not checked else None
+        kind = self.kind_of(call) if on_gpu and repeats else None
         if kind is not None:
             calls = _kept(self._kinds, kind.key)
             resized = None if calls is None else calls.ready(call)
@@ -149,20 +160,21 @@ class Helper(ABC, Generic[Record, Sizes]):
                     addresses.append(0)
                 else:
                     addresses.append(note(key, tensor))
-            if not checked:
+            if repeats:
                 prepared = _kept(self.prepared, tuple(key))
                 if prepared is not None and not isinstance(prepared, str):
                     return prepared.run(call, addresses)
         if not on_gpu and arrays.is_array(tensors[0]):
             return arrays.serve(lambda **fields: self.run(call._replace(**fields)), call._asdict(), self.fields.written)
         sizes = self.check(call)
-        if checked or tensors[0].device.type == "cpu":
+        if debugging.active() or tensors[0].device.type == "cpu":
             self.check_contents(call, sizes)
         if on_gpu:
             prepared = self.prepared[tuple(key)]
             if prepared is None:
                 prepared = self.prepare(call, sizes, drivers.current())
-                self.prepared.put(tuple(key), prepared)
+                if repeats:  # else the first call that does would find this, and not prepare its kind
+                    self.prepared.put(tuple(key), prepared)
             if not isinstance(prepared, str):
                 if kind is not None and (calls := self.of_kind(call, prepared)).ready(call) is not None:
                     self._kinds.put(kind.key, calls)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attngen.runtime.arguments.torch_state import is_traced, watching
 from attngen.runtime.operations.topk.kernel import SELECTION, Topk, check
 
 
@@ -31,8 +30,7 @@ def topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
     Raises:
         CallError: Arguments are wrong or do not fit each other.
     """
-    call = Topk(scores, k, lengths)
-    selected: Tensor = _traced(call) if is_traced(scores) or watching() else SELECTION.run(call)
+    selected: Tensor = SELECTION.serve(Topk(scores, k, lengths), _traced)
     return selected
 
 

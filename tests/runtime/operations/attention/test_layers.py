@@ -257,9 +257,9 @@ def test_parts_of_which_one_cannot_be_repeated_are_called(
 ) -> None:
     registry.add(package_of_kernels([kernel(variant(), layout="paged")], "memory"))
     ours = [PagedLayer(*of_layer(n), variant="causal", softmax_scale=0.2) for n in range(2)]
-    run = entry.run
+    run = entry.run_plain
     monkeypatch.setattr(
-        entry, "run", lambda given, repeats=None: run(given, repeats if given.max_seqlen_q == 1 else None)
+        entry, "run_plain", lambda given, repeats=None: run(given, repeats if given.max_seqlen_q == 1 else None)
     )
     batch, q, out = step([1, 1, 0, 12, 3], 3, 0)
     for layer in ours:
@@ -295,8 +295,8 @@ def test_caches_that_are_written(by_head: bool | None, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     monkeypatch.setattr(append_torch, "check_contents", lambda call, sizes: None)
     driver, runs = HostDriver(), []
-    real = APPEND.run
-    monkeypatch.setattr(type(APPEND), "run", lambda self, call: (runs.append(call), real(call))[1])
+    real = APPEND.serve
+    monkeypatch.setattr(type(APPEND), "serve", lambda self, *given: (runs.append(given), real(*given))[1])
     registry.add(package_of_kernels(kernels(), "here"))
     generator = torch.Generator().manual_seed(1)
 
