@@ -177,11 +177,10 @@ def _setting(hint: Any, metadata: Mapping[str, Any], default: Any) -> tuple[Any,
 
 
 _HINTS = get_type_hints(Settings)
-_Settings = create_model(
-    "_Settings",
-    __base__=Model,
-    **{one.name: _setting(_HINTS[one.name], one.metadata, one.default) for one in fields(Settings)},
-)
+_SETTINGS: dict[str, Any] = {
+    one.name: _setting(_HINTS[one.name], one.metadata, one.default) for one in fields(Settings)
+}
+_Settings = create_model("_Settings", __base__=Model, **_SETTINGS)
 
 
 class VariantModel(_Settings, _Expressions):  # type: ignore[misc, valid-type]
