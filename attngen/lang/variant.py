@@ -34,7 +34,7 @@ def _setting(default: Any, description: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a variant says beside its expressions and what these read: one declaration of each.
+    """Settings of a variant beside its expressions and what these read: one declaration of each.
 
     Specs, JSON, definitions and comparisons of variants follow. ``choices`` are the allowed texts, and ``unset`` is the
     word for None. A setting that nobody serves is refused by all (``Variant.features``).

@@ -225,7 +225,7 @@ def _products(planned: Plan, roles: HopperForward) -> int:
 
 
 def serves(numbers: Mapping[str, Probabilities]) -> dict[str, Values]:
-    """What Hopper forward kernels with these rules for P serve."""
+    """Declaration of a Hopper forward with these rules for P."""
     return {
         "dtype": only(*numbers, why=f"cuda kernels take {' and '.join(numbers)}"),
         **ATTENTION, **DESCRIPTORS,

@@ -215,7 +215,7 @@ def refusal_beside_masks(spec: KernelSpec, what: str) -> PlanError | None:
 
 
 def serves(what: str) -> dict[str, Values]:
-    """What a backward of masks and sinks alone, in words ``what``, serves."""
+    """Declaration of a backward of masks and sinks alone, in words ``what``."""
     return {
         "dtype": only(*KEY_VALUE_DTYPES, why=f"{what} takes {' and '.join(KEY_VALUE_DTYPES)}"),
         **MASKS, **ADDRESSES, **CLASSIFIED,
