@@ -18,13 +18,16 @@ from torch.overrides import TorchFunctionMode
 
 from attngen.lang.eager import evaluate
 from attngen.lang.ir import Expr, Load, rewrite
+from attngen.lang.listed import LISTS
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
+from attngen.runtime.arguments.extra_cache import with_extra_rows
 from attngen.runtime.reference.eager import lengths, names_of
+from attngen.runtime.reference.listed import listed
 
 #: Features of variants that it computes.
-SERVES = ("mask", "score", "sink", "dropout", "weights")
+SERVES = ("mask", "score", "sink", "dropout", "keys", "sink_in_lse", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class _Sequence:
     v: Tensor
     rows: slice
     visible: Tensor  # (h, rows, keys)
+    log_times: Tensor | None  # of the same shape: what a key adds to its logit that a query lists so many times
     names: dict[str, object]
     index: int
 
@@ -69,7 +73,7 @@ def _attend(
     if call.variant.score is not None:
         names = {**one.names, "s": scores.float()}
         scores = evaluate(call.variant.score, names, tensors, guard=one.visible).to(one.q.dtype)
-    scores = torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
+    scores = _of_visible(one, scores)
     if not call.variant.has_lse:
         return torch.sigmoid(scores) @ one.v, _in_place_of_lse(one)
     keys = scores.shape[-1]
@@ -80,7 +84,16 @@ def _attend(
     if call.variant.dropout:
         stays = kept(call, one.index, slice(0, scores.shape[1]), keys)
         weights = torch.where(stays, weights * rate_of(call)[1], 0.0)
-    return weights @ one.v, torch.logsumexp(scores.float(), dim=-1)
+    summed = scores if call.variant.sink_in_lse else scores[..., :keys]
+    return weights @ one.v, torch.logsumexp(summed.float(), dim=-1)
+
+
+def _of_visible(one: _Sequence, scores: Tensor) -> Tensor:
+    """The logits (h, rows, keys) of what the mask shows, -inf elsewhere; a key counts as often as it is listed."""
+    scores = scores.broadcast_to(one.visible.shape)
+    if one.log_times is not None:
+        scores = scores + one.log_times.to(scores.dtype)
+    return torch.where(one.visible, scores, -math.inf)
 
 
 def _in_place_of_lse(one: _Sequence) -> Tensor:
@@ -194,7 +207,7 @@ def _fused_logits(
     if call.variant.score is not None:
         with nullcontext() if dtype == torch.float32 else _Approximate(draw, generator):
             scores = evaluate(call.variant.score, {**one.names, "s": scores}, tensors, guard=one.visible)
-    return torch.where(one.visible, scores.broadcast_to(one.visible.shape), -math.inf)
+    return _of_visible(one, scores)
 
 
 def _dropped(call: Call, one: _Sequence, weights: Tensor) -> Tensor:
@@ -449,9 +462,16 @@ def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[in
             queries, parts = slice(0, rows), (q[b], k[b, :keys], v[b, :keys])
         if call.descales:
             parts = tuple(dequantized(call, *part, b, torch.float32) for part in zip("qkv", parts, strict=True))
+        if call.variant.keys is not None and LISTS[call.variant.keys].extra:
+            parts = (parts[0], *with_extra_rows(call, parts[1], parts[2]))
+            keys = len(parts[1])
         names = names_of(call, b, slice(0, rows), rows, keys, q_offset, k_offset)
         value = evaluate(call.variant.mask, names, call.tensors)
-        visible = value.broadcast_to((call.heads, rows, keys)).to(q.device)
+        visible, log_times = value.broadcast_to((call.heads, rows, keys)).to(q.device), None
+        if call.variant.keys is not None:
+            log_times = listed(call, b, slice(0, rows), keys, None).float().log()
+            log_times = log_times.broadcast_to(visible.shape)
+            visible = visible & (log_times != -math.inf)
         heads_first = [part.transpose(0, 1) for part in parts]
         yield (
             b,
@@ -461,6 +481,7 @@ def _sequences(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[in
                 heads_first[2].repeat_interleave(groups, dim=0),
                 queries,
                 visible,
+                log_times,
                 names,
                 b,
             ),

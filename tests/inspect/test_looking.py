@@ -154,8 +154,8 @@ def test_a_kernel_that_is_wrong_is_told_by_head_and_tile(gpu: FakeDriver, monkey
     assert "fwd_sm90a_pointer_bf16_d64_wrong_dense, tiles of 32 x 16" in report.ran
     attend = comparison._attend
 
-    def broken(*given: Any) -> Any:
-        out, lse = attend(*given)
+    def broken(*given: Any, **more: Any) -> Any:
+        out, lse = attend(*given, **more)
         out[1, 70:73, 2] += 0.5
         out[0, 5, 0, 0] = math.nan
         lse[1, 3, 99] += 0.1
@@ -176,12 +176,12 @@ def test_a_gradient_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     q, k, v = tensors(1, 40, 40, torch.bfloat16)
     attend = comparison._attend
 
-    def broken(inputs: Any, options: Any, variant: Any) -> Any:
+    def broken(inputs: Any, options: Any, variant: Any, **more: Any) -> Any:
         if inputs[0].dtype == torch.bfloat16:
             inputs = [inputs[0], inputs[1] + 0, inputs[2]]
             if inputs[1].requires_grad:
                 inputs[1].register_hook(lambda g: g * (1 + (torch.arange(40) == 7).to(g.dtype))[:, None, None])
-        return attend(inputs, options, variant)
+        return attend(inputs, options, variant, **more)
 
     monkeypatch.setattr(comparison, "_attend", broken)
     report = attngen.debug.compare(q, k, v, variant="causal", gradients=True)

@@ -12,11 +12,13 @@ from torch import Tensor
 import attngen
 from attngen.build.first_call import _asked
 from attngen.errors import CallError, NoKernelError, SpecError
+from attngen.inspect import baseline
 from attngen.lang.check import restore_variant
 from attngen.lang.variant import Variant
 from attngen.plan import plan
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry.splits import Capacity, split_sizes
+from attngen.runtime.reference.eager import reference
 from attngen.runtime.registry.select import Request
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, variant
@@ -317,3 +319,23 @@ def test_a_first_call_asks_for_a_kernel_that_takes_lists(keys: str, dims: tuple[
     asked = _asked(Request(call, 0, addresses, {}, direction=direction), 90)
     planned = plan(asked)
     assert (planned.direction, planned.variant.keys, planned.v_of_key) == (direction, keys, dims[0] == 576)
+
+
+@pytest.mark.parametrize("made", [{}, {"sink": "0.5"}, {"sink": "0.5", "sink_in_lse": False}], ids=str)
+def test_the_yardstick_of_errors_lists_the_same_keys(made: dict[str, Any]) -> None:
+    """In float64 it is the reference itself."""
+    q, k = inputs()
+    call = bind(variant("own", None, keys="index", **made), q, k, k, None, arguments={"indices": INDICES[None]})
+    for mine, exact in zip(baseline.plain(call, q, k, k), reference(call, q, k, k), strict=True):
+        torch.testing.assert_close(mine, exact, check_dtype=False)
+
+
+def test_the_yardstick_of_errors_has_both_caches() -> None:
+    given = two_caches("varlen")
+    k = torch.nn.utils.rnn.pad_sequence(list(given["keys"]), batch_first=True)
+    lengths = torch.tensor([len(keys) for keys in given["keys"]], dtype=torch.int32)
+    own = variant("two", None, keys="counted_index_of_two_caches")
+    call = bind(own, given["q"], k, k, None, arguments=given["lists"], seqused_k=lengths)
+    out, lse = baseline.plain(call, given["q"], k, k)
+    torch.testing.assert_close(out, given["out"])
+    torch.testing.assert_close(lse, given["lse"], check_dtype=False)
