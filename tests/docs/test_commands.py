@@ -35,6 +35,7 @@ NOT_OURS = {
     "pytest": "runs these tests",
     "ruff": "checks the source",
     "mypy": "checks the source",
+    "pre-commit": "installs hooks in the checkout",
     "python -m tests.render.generated": "tests/render/test_golden.py calls its parts",
     "python -m tests.gpu.record": "tests/test_gpu_record.py runs it",
     "vllm serve": "an engine",
