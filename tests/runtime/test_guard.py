@@ -175,8 +175,10 @@ def too_large(tensor: Tensor | None) -> Iterator[None]:
         yield
         return
     tensor.add_(100_000)
-    yield
-    tensor.sub_(100_000)
+    try:
+        yield
+    finally:
+        tensor.sub_(100_000)
 
 
 @pytest.mark.usefixtures("_gpu")
