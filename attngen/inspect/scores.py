@@ -126,7 +126,7 @@ def bound(q: Any, k: Any, v: Any, variant: Any, options: dict[str, Any]) -> tupl
         known = variant if isinstance(variant, Variant) else find(variant, package).variant
         own = dict(with_state(known, own, q.device))
     given = Given(
-        q, k, v, **keywords, arguments=own, variant=variant, form=form,
+        q=q, k=k, v=v, **keywords, arguments=own, variant=variant, form=form,
         layout={"dense": layout, "varlen": "varlen", "paged": page_layout}[form],
     )  # fmt: skip
     given = in_rows(given)

@@ -18,7 +18,7 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.parallel.gathers import Gather, Rows, copy
 from attngen.runtime.arguments import torch_state
-from attngen.runtime.arguments.given import Given, make
+from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.lengths import note_lengths
 from attngen.runtime.autograd.derivatives import reference_gradients
 from attngen.runtime.autograd.training import differentiate, usable
@@ -101,11 +101,11 @@ def given_of(
     q, k, v = qkv
     cu_q, cu_k, longest_q, longest_k = packing if packing is not None else (None, None, None, None)
     form, layout = ("dense", "bshd") if packing is None else ("varlen", "varlen")
-    return make(Given, (
-        q, k, v, None, None, None, None, cu_q, cu_k, None, out, values, None, source,
-        options.softmax_scale, longest_q, longest_k, False, options.deterministic, form, layout, options.backend,
-        options.package, None, None, None, 0, 0, 0,
-    ))  # fmt: skip
+    return Given(
+        q=q, k=k, v=v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, out=out, arguments=values, variant=source,
+        softmax_scale=options.softmax_scale, max_seqlen_q=longest_q, max_seqlen_k=longest_k,
+        deterministic=options.deterministic, form=form, layout=layout, backend=options.backend, package=options.package,
+    )  # fmt: skip
 
 
 def local_gradients(

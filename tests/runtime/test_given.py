@@ -12,7 +12,19 @@ from torch import Tensor
 
 import attngen
 from attngen.runtime.arguments.addresses import FORWARD, NO_FORWARD
-from attngen.runtime.arguments.given import KEPT, OTHERS, PLACES, TENSORS, Given, keyed_of, settings_of, tensors_of
+from attngen.runtime.arguments.given import (
+    KEPT,
+    OTHERS,
+    PLACES,
+    TENSORS,
+    Given,
+    changer,
+    keyed_of,
+    maker,
+    of_parts,
+    settings_of,
+    tensors_of,
+)
 from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.operations.attention import entry as calls
 from attngen.runtime.operations.attention.operators import Signature
@@ -126,3 +138,16 @@ def test_autograd_alone_keeps_the_tensors_of_a_call(monkeypatch: pytest.MonkeyPa
     assert kept
     assert not holds_a_tensor(kept)
     assert holds_a_tensor({"one": (1, {"another": used})})
+
+
+def test_calls_are_made_of_named_fields() -> None:
+    """By functions that take values in an order of their own, of fields in any order."""
+    make = maker("softmax_scale k q", form="varlen")
+    call = make(0.5, "keys", "queries")
+    assert call == Given(q="queries", k="keys", v=None, softmax_scale=0.5, form="varlen")
+    change = changer("out arguments k")
+    assert change(call, "out", {"window": 3}, "others") == call._replace(out="out", arguments={"window": 3}, k="others")
+    assert of_parts(tensors_of(call), call.arguments, settings_of(call)) == call
+    for unknown in (maker, changer):
+        with pytest.raises(AssertionError, match="keys"):
+            unknown("q keys")

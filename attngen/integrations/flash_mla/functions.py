@@ -366,7 +366,7 @@ def _listed_in_caches(
         splits = None if pages is None else pages.num_splits
         form, layout = ("dense", "bshd") if pages is None else ("paged", "NHD")
         recalled.note(arguments.key, arguments.record, arguments.makers, arguments.made, Given(
-            as_one, keys, values, seqused_k=used, page_table=table, arguments=own, softmax_scale=softmax_scale,
+            q=as_one, k=keys, v=values, seqused_k=used, page_table=table, arguments=own, softmax_scale=softmax_scale,
             variant=variant(_name(own)), return_lse=True, form=form, layout=layout, num_splits=splits,
         ))  # fmt: skip
     return out, lse

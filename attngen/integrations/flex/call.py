@@ -99,7 +99,7 @@ def _maxima(query: Tensor, key: Tensor, value: Tensor, traced: Traced, scale: fl
     """The largest logit of each query, which no kernel keeps: by a pass of the reference, without a gradient."""
     call, _ = bind_call(
         Given(
-            query, key, value, arguments=traced.tensors(query.dtype), variant=traced.handle, softmax_scale=scale,
+            q=query, k=key, v=value, arguments=traced.tensors(query.dtype), variant=traced.handle, softmax_scale=scale,
             form="dense", layout="bhsd",
         )
     )  # fmt: skip

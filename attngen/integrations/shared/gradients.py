@@ -53,7 +53,7 @@ def gradients_of(
     starts_q, starts_k, longest_q, longest_k = packing or (None,) * 4
     form, layout = ("dense", "bshd") if packing is None else ("varlen", "varlen")
     call = Given(
-        q, k, v, seqused_k=seqused_k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
+        q=q, k=k, v=v, seqused_k=seqused_k, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, max_seqlen_q=longest_q,
         max_seqlen_k=longest_k, softmax_scale=softmax_scale, deterministic=deterministic, form=form, layout=layout,
         return_lse=True,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attngen.integrations.shared import choice
 from attngen.runtime.arguments.addresses import FORWARD
-from attngen.runtime.arguments.given import Given, make, tensors_of
+from attngen.runtime.arguments.given import Given, maker, tensors_of
 from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.seen import SeenTensors, seen
@@ -27,11 +27,8 @@ from attngen.runtime.registry.lookup import registry
 #: time.
 _MOST_NOTED = 8
 
-#: Arguments that a launch reads of a call whose addresses are known: q, whose form the output may have, and the scale.
-_SCALE = Given._fields.index("softmax_scale")
-_EMPTY = tuple(Given._field_defaults.get(name) for name in Given._fields)
-_BETWEEN, _BEHIND = _EMPTY[1:_SCALE], _EMPTY[_SCALE + 1 :]
-
+#: Makes what a launch reads of a call whose addresses are known: q, whose form the output may have, and the scale.
+_launched = maker("q softmax_scale")
 
 #: The tensors of a call by their places, at least one of them None; q is the first.
 Record = tuple[Tensor | None, ...]
@@ -86,8 +83,7 @@ def again(
     addresses = alike.addresses.copy()
     for place, source in alike.sources:
         addresses[place] = pointers[source]
-    given = make(Given, (record[0], *_BETWEEN, scale, *_BEHIND))
-    out, lse = alike.prepared(given, addresses)
+    out, lse = alike.prepared(_launched(record[0], scale), addresses)
     return out, lse
 
 

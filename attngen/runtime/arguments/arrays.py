@@ -49,8 +49,9 @@ def refuse_beside(tensors: Mapping[str, object], name: str) -> None:
 def serve_given(run: Callable[[Given], Result], given: Given) -> Result:
     """Result of a call of attention whose q is an array; see ``serve``."""
     pages = {"k": "k_pages", "v": "v_pages"} if given.form == "paged" else {}  # by their names in the call
-    fields = {pages.get(name, name): value for name, value in given._asdict().items()}
-    return serve(lambda **fields: run(Given(*fields.values())), fields, ("out",))
+    named = {name: pages.get(name, name) for name in given._fields}
+    fields = {named[name]: value for name, value in given._asdict().items()}
+    return serve(lambda **fields: run(Given(**{name: fields[named[name]] for name in named})), fields, ("out",))
 
 
 def serve(run: Callable[..., Result], arguments: Mapping[str, object], written: Collection[str] = ()) -> Result:

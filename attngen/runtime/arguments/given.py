@@ -6,7 +6,7 @@ takes several times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +16,9 @@ from attngen.lang.variant import Variant
 #: ``return_lse`` of what keeps the log-sum-exp for a backward, or returns both whatever the caller asks for: of weights
 #: that have none it takes any tensor of its shape.
 KEPT = "kept"
+
+#: Those of a call whose variant takes none.
+NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Given(NamedTuple):
@@ -37,7 +40,7 @@ class Given(NamedTuple):
     cu_seqlens_k: Any = None
     page_table: Any = None
     out: Any = None  # where the output goes
-    arguments: Mapping[str, Any] = MappingProxyType({})  # the variant's own scalars and tensors
+    arguments: Mapping[str, Any] = NO_ARGUMENTS  # the variant's own scalars and tensors
     tile_map: Any = None
     variant: str | Variant = "full"
     softmax_scale: Any = None
@@ -80,5 +83,34 @@ keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["max_seq
 #: The settings of a call that all calls of its kind have in common: all fields without a tensor, lengths aside.
 kind_settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["return_lse"], None))
 
-#: Makes a call of its fields in their order: with names it takes several times as long.
-make: Callable[[type[Given], tuple[Any, ...]], Given] = tuple.__new__
+#: Makes a call of its fields in their order.
+_make: Callable[[type[Given], tuple[Any, ...]], Given] = tuple.__new__
+
+
+def maker(names: str, **constants: str) -> Callable[..., Given]:
+    """A function that makes a call of fields, in the order of ``names``. Others are ``constants``, or have their
+    defaults. It takes as long as a tuple, ``Given`` with names several times as long."""
+    defaults = dict.fromkeys(Given._fields, "None")
+    defaults |= {name: repr(value) for name, value in (Given._field_defaults | constants).items()}
+    return _function(names, defaults | {"arguments": "NO_ARGUMENTS"}, "")
+
+
+def changer(names: str) -> Callable[..., Given]:
+    """A function that makes a call of another one and of other values of fields, in the order of ``names``."""
+    return _function(names, {name: f"given[{place}]" for name, place in _PLACES.items()}, "given")
+
+
+def _function(names: str, others: Mapping[str, str], first: str) -> Callable[..., Given]:
+    """Written out, so that nothing is looked up by its name when it is called."""
+    given = names.split()
+    unknown = set(given) - set(Given._fields)
+    assert not unknown, unknown
+    fields = ", ".join(name if name in given else others[name] for name in Given._fields)
+    text = f"lambda {', '.join([first] * bool(first) + given)}: _make(Given, ({fields}))"
+    function: Callable[..., Given] = eval(compile(text, __file__, "eval"), globals())
+    return function
+
+
+def of_parts(tensors: Sequence[Any], arguments: Mapping[str, Any], settings: Sequence[Any]) -> Given:
+    """The call of which these are ``tensors_of``, ``arguments`` and ``settings_of``, without a tile map."""
+    return _make(Given, (*tensors, arguments, None, *settings))

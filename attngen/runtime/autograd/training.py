@@ -18,7 +18,7 @@ from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, view
-from attngen.runtime.arguments.given import KEPT, OTHERS, TENSORS, Given, keyed_of, make, settings_of
+from attngen.runtime.arguments.given import KEPT, OTHERS, TENSORS, Given, keyed_of, of_parts, settings_of
 from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.arguments.lengths import lengths_of
 from attngen.runtime.autograd.transforms import Recorded, gradients
@@ -93,7 +93,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
         arguments = {**arguments, **dict(zip(names, tensors[own:], strict=True))}
         asked = tuple(name for name, needed in zip(names, wanted[4:], strict=True) if needed)
     tensors[own:] = [None] * (len(TENSORS) - own)
-    given = make(Given, (*tensors, arguments, None, *settings))
+    given = of_parts(tensors, arguments, settings)
     dq, dk, dv, gradients = differentiate(given, out, lse, dout, dlse, asked)
     _, q_wanted, k_wanted, v_wanted, *_ = wanted
     return (

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from attngen.errors import CallError
 from attngen.lang.ir import Expr, Load, Op, Type, Var
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.given import KEPT, TENSORS, Given, make, settings_of, tensors_of
+from attngen.runtime.arguments.given import KEPT, TENSORS, Given, of_parts, settings_of, tensors_of
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
 from attngen.runtime.registry.binding import find
 
@@ -62,7 +62,7 @@ class Recorded:
         """Return the call with these tensors."""
         count = len(TENSORS)
         own = dict(zip(self.names, tensors[count:], strict=True))
-        return make(Given, (*tensors[:count], {**self.numbers, **own}, None, *self.settings))
+        return of_parts(tensors[:count], {**self.numbers, **own}, self.settings)
 
 
 def attend(given: Given, run: Callable[[Given], Any], differentiate: Callable[..., Any] | None) -> Any:

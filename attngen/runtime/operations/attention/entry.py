@@ -11,7 +11,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import arrays, torch_state
-from attngen.runtime.arguments.given import Given, make
+from attngen.runtime.arguments.given import Given, maker
 from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.paging import FEW_ROWS
 from attngen.runtime.arguments.torch_state import is_traced, watching
@@ -25,6 +25,22 @@ if TYPE_CHECKING:
 
 #: Looked up once: every call asks. Whether autocast is on is asked for any device.
 _any_autocast = torch._C._is_any_autocast_enabled
+
+_dense = maker(
+    "q k v q_descale k_descale v_descale seqused_k arguments tile_map variant softmax_scale return_lse deterministic "
+    "layout backend package out_dtype",
+    form="dense",
+)
+_varlen = maker(
+    "q k v q_descale k_descale v_descale seqused_k cu_seqlens_q cu_seqlens_k arguments tile_map variant softmax_scale "
+    "max_seqlen_q max_seqlen_k return_lse deterministic backend package out_dtype",
+    form="varlen", layout="varlen",
+)  # fmt: skip
+_paged = maker(
+    "q k v q_descale k_descale v_descale seqused_k cu_seqlens_q page_table out arguments variant softmax_scale "
+    "max_seqlen_q return_lse layout backend package num_splits split_size",
+    form="paged",
+)
 
 
 def attention(
@@ -104,11 +120,10 @@ def attention(
             deterministic=deterministic, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             out_dtype=out_dtype, **arguments,
         )  # fmt: skip
-    given = make(Given, (
-        q, k, v, q_descale, k_descale, v_descale, seqused_k, None, None, None, None, arguments, tile_map, variant,
-        softmax_scale, None, None, return_lse, deterministic, "dense", layout, backend, package, None, None, out_dtype,
-        0, 0, 0,
-    ))  # fmt: skip
+    given = _dense(
+        q, k, v, q_descale, k_descale, v_descale, seqused_k, arguments, tile_map, variant, softmax_scale, return_lse,
+        deterministic, layout, backend, package, out_dtype,
+    )  # fmt: skip
     return run_plain(given) if may_repeat(q) else _by_state(given)
 
 
@@ -156,11 +171,10 @@ def attention_varlen(
     """
     if _any_autocast():
         q, k, v = _as_autocast(q, k, v)
-    given = make(Given, (
-        q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, None, None, arguments,
-        tile_map, variant, softmax_scale, max_seqlen_q, max_seqlen_k, return_lse, deterministic, "varlen", "varlen",
-        backend, package, None, None, out_dtype, 0, 0, 0,
-    ))  # fmt: skip
+    given = _varlen(
+        q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, arguments, tile_map, variant,
+        softmax_scale, max_seqlen_q, max_seqlen_k, return_lse, deterministic, backend, package, out_dtype,
+    )  # fmt: skip
     return run_plain(given) if may_repeat(q) else _by_state(given)
 
 
@@ -267,11 +281,10 @@ def attention_paged(
             differentiable.
         NoKernelError: As ``attention``.
     """
-    given = make(Given, (
-        q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, None, page_table, out, arguments,
-        None, variant, softmax_scale, max_seqlen_q, None, return_lse, False, "paged", page_layout, backend, package,
-        num_splits, split_size, None, 0, 0, 0,
-    ))  # fmt: skip
+    given = _paged(
+        q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, page_table, out, arguments,
+        variant, softmax_scale, max_seqlen_q, return_lse, page_layout, backend, package, num_splits, split_size,
+    )  # fmt: skip
     if num_decodes is not None:
         return later.mixed.attend(run_or_trace, num_decodes, given, whole=True)
     if not may_repeat(q):

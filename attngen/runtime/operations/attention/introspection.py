@@ -88,7 +88,7 @@ def tile_map(
         "layout": layout, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     })  # fmt: skip
     given = Given(
-        q, k, k if v is None else v, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        q=q, k=k, v=k if v is None else v, seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, variant=variant, form=_form(cu_seqlens_q),
         layout=layout, backend=backend, package=package, arguments={DROPOUT_P.name: 0.0, **arguments},
     )  # fmt: skip
@@ -235,7 +235,7 @@ def explain(
         "page_layout": page_layout, "num_splits": num_splits, "split_size": split_size,
     })  # fmt: skip
     given = Given(
-        q, k, v, q_descale, k_descale, v_descale,
+        q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         seqused_k=seqused_k, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, page_table=page_table,
         tile_map=tile_map, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
         split_size=split_size,

@@ -20,7 +20,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.arguments.addresses import FORWARD
 from attngen.runtime.arguments.checked import FOLLOWS, LEADS, Results
-from attngen.runtime.arguments.given import Given, make
+from attngen.runtime.arguments.given import Given, changer
 from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.seen import NONE_FREE, Free, check_of
@@ -44,11 +44,11 @@ from attngen.runtime.operations.attention.beside import (
 from attngen.runtime.operations.attention.entry import run_or_trace
 from attngen.runtime.registry.lookup import registry
 
-_Q, _K, _V, _K_DESCALE, _V_DESCALE, _USED, _STARTS, _TABLE, _OUT, _LONGEST, _WITH_LSE = map(
-    Given._fields.index,
-    ("q", "k", "v", "k_descale", "v_descale", "seqused_k", "cu_seqlens_q", "page_table", "out", "max_seqlen_q",
-     "return_lse"),
-)  # fmt: skip
+_Q, _K, _V, _K_DESCALE, _V_DESCALE, _USED, _STARTS, _TABLE, _OUT = map(
+    FORWARD.index, ("q", "k", "v", "k_descale", "v_descale", "seqused_k", "cu_seqlens_q", "page_table", "out")
+)
+
+_of_batch = changer("q k_descale v_descale seqused_k cu_seqlens_q page_table out max_seqlen_q return_lse")
 
 #: Places of addresses in the list of a launch, with what a layer has there.
 Places = Sequence[tuple[int, int]]
@@ -133,8 +133,8 @@ class PagedLayer:
         v_descale: Tensor | None = None, arguments: Mapping[str, object] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._given = Given(
-            None, k_pages, v_pages, None, k_descale, v_descale, arguments=arguments, variant=variant,
-            softmax_scale=softmax_scale, form="paged", layout=page_layout, split_size=split_size,
+            q=None, k=k_pages, v=v_pages, k_descale=k_descale, v_descale=v_descale, arguments=arguments,
+            variant=variant, softmax_scale=softmax_scale, form="paged", layout=page_layout, split_size=split_size,
         )  # fmt: skip
         named = isinstance(variant, str)
         key: list[object] = ["attention", variant if named else id(variant), softmax_scale, page_layout, split_size]
@@ -192,15 +192,14 @@ class PagedLayer:
 
     def _of_batch(self, q: Tensor, out: Tensor, batch: PagedBatch, *, return_lse: bool) -> Given:
         """The call of a batch. Slices are made where there are more rows: they cost as much as all the rest."""
-        fields, rows = list(self._given), batch.tokens
-        fields[_Q] = q if q.shape[0] == rows else q[:rows]
-        fields[_OUT] = out if out.shape[0] == rows else out[:rows]
-        fields[_TABLE], fields[_USED], fields[_STARTS] = batch.page_table, batch.seqused_k, batch.cu_seqlens_q
-        fields[_LONGEST], fields[_WITH_LSE] = batch.max_seqlen_q, return_lse
-        for place in (_K_DESCALE, _V_DESCALE):
-            if fields[place] is not None:
-                fields[place] = _of_requests(fields[place], batch)
-        return make(Given, tuple(fields))
+        given, rows = self._given, batch.tokens
+        q = q if q.shape[0] == rows else q[:rows]
+        out = out if out.shape[0] == rows else out[:rows]
+        k_descale, v_descale = _of_requests(given.k_descale, batch), _of_requests(given.v_descale, batch)
+        return _of_batch(
+            given, q, k_descale, v_descale, batch.seqused_k, batch.cu_seqlens_q, batch.page_table, out,
+            batch.max_seqlen_q, return_lse,
+        )  # fmt: skip
 
     def moved(self, chain: Chain) -> Moves:
         """The entry of ``moves`` for some launches, made now."""

@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen.dtypes import DESCALES
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES, Results
-from attngen.runtime.arguments.given import Given, make
+from attngen.runtime.arguments.given import Given, changer
 from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.kinds import has_kinds
 from attngen.runtime.arguments.paging import FEW_ROWS
@@ -57,12 +56,11 @@ _DIVISIBLE: RecentCache[tuple[bool, str | Variant]] = RecentCache(256)
 #: addresses, whose memory the values keep alive.
 _DIVIDED: RecentCache[tuple[Vectors, Vectors]] = RecentCache(8)
 
-#: Places of what differs between the parts of a call.
-_OF_PARTS = tuple(map(Given._fields.index, ("page_table", "seqused_k", "cu_seqlens_q", "max_seqlen_q")))
-_SCALES = tuple(map(Given._fields.index, DESCALES))
-_OUT, _MARGIN, _LEAST, _MOST, _LONGEST = map(
-    Given._fields.index, ("out", "sm_margin", "least_queries", "most_queries", "max_seqlen_q")
-)
+#: The parts of a call: by their sequences, and by the queries of these; and a call into a given output.
+_of_sequences = changer("q_descale k_descale v_descale seqused_k cu_seqlens_q page_table max_seqlen_q sm_margin")
+_of_few = changer("max_seqlen_q sm_margin most_queries")
+_of_many = changer("out least_queries")
+_into = changer("out")
 
 
 class Vectors(NamedTuple):
@@ -93,16 +91,15 @@ def attend(run: Callable[[Given], Results], num_decodes: int, given: Given, *, w
 def _attend_apart(run: Callable[[Given], Results], count: int, last: bool, given: Given) -> Results:
     """Result of a paged call that may be divided after its first, or before its last, ``count`` sequences."""
     few, many = _divided(count, last, given)
-    decodes, prompts = _part(given, few, 1), _part(given, many, given.max_seqlen_q)
+    prompts = _part(given, many, given.max_seqlen_q, given.sm_margin)
     q = given.q
     if not q.is_cuda or torch.cuda.is_current_stream_capturing():
-        prompts[_OUT] = run(_given(decodes))
-        return run(_given(prompts))
-    decodes[_MARGIN] = left_to_prompts(q, q.shape[0], given.k, given.layout, count)
+        return run(_into(prompts, run(_part(given, few, 1, given.sm_margin))))
+    decodes = _part(given, few, 1, left_to_prompts(q, q.shape[0], given.k, given.layout, count))
     with SideStream(q.get_device()) as side:
-        prompts[_OUT] = run(_given(decodes))
+        prompts = _into(prompts, run(decodes))
         side.switch()
-        return run(_given(prompts))
+        return run(prompts)
 
 
 def few_queries(given: Given) -> int:
@@ -164,21 +161,18 @@ def _attend_unlike(run: Callable[[Given], Results], given: Given, otherwise: Cal
 
 def attend_by_length(run: Callable[[Given], Results], few: int, given: Given) -> Results:
     """Result of a paged call in which sequences of at most ``few`` queries decode in a launch of their own."""
-    decodes, prompts = list(given), list(given)
-    decodes[_MOST], decodes[_LONGEST], prompts[_LEAST] = few, few, few + 1
     q, batch = given.q, given.page_table.shape[0]
     try:
         if torch.cuda.is_current_stream_capturing():
-            prompts[_OUT] = run(_given(decodes))
-            return run(_given(prompts))
+            return run(_of_many(given, run(_of_few(given, few, given.sm_margin, few)), few + 1))
         count = batch - prompts_of(q.shape[0], batch, given.max_seqlen_q)
-        decodes[_MARGIN] = left_to_prompts(q, q.shape[0], given.k, given.layout, count)
+        decodes = _of_few(given, few, left_to_prompts(q, q.shape[0], given.k, given.layout, count), few)
         with SideStream(q.get_device()) if q.is_cuda else nullcontext() as side:
-            prompts[_OUT] = run(_given(decodes))
+            prompts = _of_many(given, run(decodes), few + 1)
             if side is not None:
                 side.switch()
-            result = run(_given(prompts))
-        pairs.note(given, few, _given(decodes), _given(prompts))
+            result = run(prompts)
+        pairs.note(given, few, decodes, prompts)
         return result
     except NoKernelError:  # those that leave out sequences do not take such tensors
         _LEAVE_OUT.put(_kind(given), (False, given.variant))
@@ -218,10 +212,6 @@ def _kind(given: Given) -> tuple[object, ...]:
     return named, given.package, registry.generation, q.dtype, k.dtype, q.shape[-1], given.v.shape[-1], q.get_device()
 
 
-def _given(fields: list[object]) -> Given:
-    return make(Given, tuple(fields))
-
-
 def _divided(count: int, last: bool, given: Given) -> tuple[Vectors, Vectors]:
     """The index vectors of the sequences that decode, and of the others."""
     table, used, starts = given.page_table, given.seqused_k, given.cu_seqlens_q
@@ -242,15 +232,11 @@ def _divided(count: int, last: bool, given: Given) -> tuple[Vectors, Vectors]:
     return known
 
 
-def _part(given: Given, vectors: Vectors, longest: object) -> list[object]:
-    """The fields of the call of a part of a batch; rows of q and of the output stay where they are."""
-    fields, batch = list(given), given.page_table.shape[0]
-    for place, value in zip(_OF_PARTS, (*vectors[:3], longest)):  # noqa: B905
-        fields[place] = value
-    for place in _SCALES:
-        if fields[place] is not None:
-            fields[place] = _of_sequences(fields[place], batch, vectors.sequences)
-    return fields
+def _part(given: Given, vectors: Vectors, longest: object, margin: int) -> Given:
+    """The call of a part of a batch; rows of q and of the output stay where they are."""
+    batch, (table, used, starts, part) = given.page_table.shape[0], vectors
+    scales = [_scales_of(scale, batch, part) for scale in (given.q_descale, given.k_descale, given.v_descale)]
+    return _of_sequences(given, *scales, used, starts, table, longest, margin)
 
 
 def _apart(count: int, last: bool, given: Given) -> bool:
@@ -299,6 +285,6 @@ def _divisible(variant: Any, package: Any) -> bool:
     return known[0]
 
 
-def _of_sequences(scale: object, batch: int, part: slice) -> object:
+def _scales_of(scale: object, batch: int, part: slice) -> object:
     """Scales for a part of the sequences: a slice if each sequence has its own, else all."""
     return scale[part] if isinstance(scale, Tensor) and scale.dim() == 2 and scale.shape[0] == batch else scale
