@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from attngen.errors import REMEDY, LoadError
 from attngen.formats import MANIFEST_FORMAT
@@ -163,6 +163,27 @@ class StructureFields:
     blocks: Some = 1  # that a multiprocessor runs at once
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkLimits:
+    """Limits by which workers, blocks or clusters of them, cut a list of work, in tiles of keys.
+
+    Kernels have them as constants (``work_list.cuh``), and the host computes with the same.
+    """
+
+    #: Equal parts of items may have one of so many tiles more than an equal share, and one of so many workers may be
+    #: idle where items stay whole.
+    one_of: ClassVar[int] = 16
+
+    least_tiles: Some = 2  # fewest of a worker: with fewer, fewer workers have any
+    cut_tiles: Count = 2  # how many more than an equal share a worker may have if all its tiles belong to one work item
+    whole_tiles: Count = 64  # most of a worker where items stay whole: with more, idle workers cost more than merging
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructureEntry(StructureFields, WorkLimits):
+    """The decisions of a schedule in the file of a manifest."""
+
+
 @dataclass(frozen=True, eq=False)
 class LaunchFields:
     """Launch parameters of one entry of a kernel's source. A call launches all of a kernel's entries, one after the
@@ -256,6 +277,7 @@ class Manifest(KernelFields):
     arch: str
     dtype: str
     l2_keys: Some
+    structure: StructureEntry = StructureEntry()
     main: Name
     launches: tuple[LaunchEntry, ...]
     resources: LaunchMemory

@@ -28,6 +28,7 @@
 #include "split.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+#include "work_list.cuh"
 
 using Element = bf16;  // of Q, K and P
 using OutElement = bf16;  // of O
@@ -54,11 +55,18 @@ static_assert(kRows == kBlockN);  // so that boxes of Q and P have as many bytes
 
 constexpr float kRaiseAbove = 8.0f;  // growth of the running max, in units of log2, at which the row max follows
 
-// Distribution of work, in tiles of keys.
-constexpr int kLeastTiles = 2;  // of a block at least; with fewer, fewer blocks work
-constexpr int kCutTiles = 2;  // how many more than an equal share a block may have, if it then works on one work item only
-constexpr int kWholeTiles = 512;  // of a block: with more, idle blocks cost more than merging
-
+// Limits by which workers cut the list of work, in tiles of keys; the host computes with the same.
+struct Limits {
+  static constexpr int kLeastTiles = 2;  // of a worker at least; with fewer, fewer workers have any
+  static constexpr int kCutTiles = 2;  // how many more than an equal share a worker may have, if it then works on one work item only
+  static constexpr int kWholeTiles = 512;  // of a worker: with more, idle workers cost more than merging
+  static constexpr int kOneOf = 16;  // one of so many: tiles more than an equal share, and workers that are idle
+};
+using Division = Exact;
+using Cutting = CutBy<Limits, Division>;
+// The regions of shared memory that hold where a range begins, and what each warp has counted.
+static_assert(sizeof(Walk) <= 24);
+static_assert(kThreads / 32 * sizeof(Count) <= 144);
 using Partial = PartialRow<kHeadDimV>;
 constexpr int kRowThreads = kHeadDimV / 4;       // of a row of partial results
 constexpr long long kPatience = 1 << 17;         // clocks that a block waits for parts of others
@@ -130,11 +138,6 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// The place of a work item.
-struct Place {
-  int hk, b, row_block;
-};
-
 // A work item: rows of one KV head of a sequence, and the KV tiles that they see.
 struct Work {
   int b, hk, row_start;
@@ -143,22 +146,7 @@ struct Work {
   Spans spans;
 };
 
-// A part of a work item: its tiles [first, end). It begins with KV chunk number `chunk` of the item's `chunks`.
-struct Part : Work {
-  int chunk, chunks;
-  int list_begin;  // index of the item's first chunk in the list
-  int first, end;
-};
-
-// A work item of which others have parts, too: how many, the first of these workers, and which of them this one is.
-struct Unfinished {
-  int item, parts, first_worker, own;
-};
-// The next KV chunk, and the number of chunks left in this worker's range of the list.
-struct Walk {
-  Place place;
-  int chunk, left;
-};
+using Part = PartOf<Work>;
 
 extern __shared__ char shared_memory[];
 
@@ -241,150 +229,51 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     return work.spans.visible_lo + number;
   };
 
-  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size.
-  const bool listed_splits = split_tiles > 0;
-  const Divisor by_split(split_tiles, split_tiles_reciprocal);
-  const auto chunks_of = [&](int tiles) {
-    if (tiles <= 0) return tiles + 1;  // an item that sees no key has one chunk, which writes its result
-    return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
-  };
+  const Chunks<true> chunks_of(split_tiles, split_tiles_reciprocal);
+  const bool listed_splits = chunks_of.are_splits();
   const int items = batch * kv_heads * row_units;
-  // A worker is a block, or a cluster whose blocks have the rows of an item. With enough workers for all items, each item is cut evenly among its own
-  // workers, unless some of these would have much more to do than others; else every worker takes an equal range of the list.
-  const int worker = blockIdx.x / blocks, most_workers = gridDim.x / blocks;
-  const auto cuts_of = [](const Count& all, int workers) {
-    if (all.items == 0 || all.items > workers) return 0;
-    const int cuts = static_cast<uint32_t>(workers) / static_cast<uint32_t>(all.items), share = static_cast<uint32_t>(all.chunks) / static_cast<uint32_t>(workers);
-    return all.longest <= cuts * (share + max(kCutTiles, share <= kWholeTiles ? share / 16 : 0)) ? cuts : 0;
-  };
+  // A worker is a block, or the blocks that have the rows of an item.
+  const int worker = blockIdx.x >> row_bits, most_workers = gridDim.x >> row_bits;
   int splits = 0, range_end = 0;
   EvenRanges ranges(0, 1);
   Walk begin = {};
   // The first part, and whether it is found without the list.
   Part part;
   bool found = false;
-  // The range is one of `splits` equal parts of an item; false if a short item has fewer parts.
-  const auto cut_part = [&](int number, Part& part) {
-    const EvenRanges tiles(part.tiles, splits);
-    part.chunk = number;
-    part.chunks = max(min(part.tiles, splits), 1);
-    part.first = tiles.first(number);
-    part.end = tiles.first(number + 1);
-    return number < part.chunks;
-  };
   // Up to 32 items, and enough workers to cut each evenly: a lane looks at one of them. Else the list is counted, below.
   if (!listed_splits && items <= 32) {
     const Work own = work_of(place_of_item(min(lane, items - 1)));
-    const int tiles = lane < items ? own.tiles : -1;
-    const uint32_t existing = __ballot_sync(~0u, tiles >= 0);
-    const int count = __popc(existing), chunks = __reduce_add_sync(~0u, tiles <= 0 ? tiles + 1 : tiles), longest = __reduce_max_sync(~0u, tiles);
-    const int most = min(max(chunks / kLeastTiles, count), most_workers);
-    splits = cuts_of({chunks, count, longest}, most);
+    const FewItems<Cutting> few(lane < items ? own.tiles : -1, most_workers);
+    splits = few.splits;
     if (splits > 0) {
-      if (worker >= count * splits) return;
-      const int number = static_cast<uint32_t>(worker) / static_cast<uint32_t>(splits);
-      const int from = __ffs(__ballot_sync(~0u, tiles >= 0 && __popc(existing & (1u << lane) - 1) == number)) - 1;
+      if (worker >= few.count * splits) return;
+      const int number = Exact::quotient(worker, splits), from = few.lane_of(number, lane);
       static_cast<Work&>(part) = of_lane(own, from);
-      found = cut_part(worker - number * splits, part);
+      found = cut_part<Division>(part, worker - number * splits, splits);
     }
   }
   if (splits == 0) {
-    // Each warp counts the chunks of a few items by itself, so that no warp waits for another; of more, each thread counts some.
-    const bool by_warp = items <= kItemsOfWarp;
-    const int counters = by_warp ? 32 : kThreads, counter = by_warp ? lane : threadIdx.x, items_of_thread = (items + counters - 1) / counters;
-    const int item_first = min(counter * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
-    const Place place_first = place_of_item(item_first);
-    Count all = {0, items, 0}, before = {};
-    {
-      Count own = {};
-      Place place = place_first;
-#pragma unroll 1
-      for (int item = item_first; item < item_end; ++item) {
-        const int tiles = work_of(place).tiles;
-        own += Count{chunks_of(tiles), tiles >= 0, tiles};
-        advance(place);
-      }
-      before = count_before(own, lane);
-      const Count of_lanes = Count(before) += own;
-      if (by_warp) {
-        all = {__shfl_sync(~0u, of_lanes.chunks, 31), __shfl_sync(~0u, of_lanes.items, 31), __shfl_sync(~0u, of_lanes.longest, 31)};
-      } else {
-        if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = of_lanes;
-        __syncthreads();
-        all = {};
-#pragma unroll 1
-        for (int other = 0; other < kThreads / 32; ++other) {
-          const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
-          if (other < warp) before += of_warp;
-          all += of_warp;
-        }
-      }
-    }
-
-    int workers = min(max((listed_splits ? all.chunks * split_tiles : all.chunks) / kLeastTiles, all.items), most_workers);
-    if (!listed_splits) splits = cuts_of(all, workers);
-    if (splits > 0) {
-      workers = all.items * splits;
-    } else if (!listed_splits && all.items > workers && all.chunks / workers <= kWholeTiles && all.chunks == all.items * all.longest) {
-      // Equal items: if few blocks stay idle, each takes the same number of whole items, and no partial results are merged.
-      const int items_each = (all.items + workers - 1) / workers, takers = all.items / items_each;
-      if (takers * items_each == all.items && 16 * takers >= 15 * workers) workers = takers;
-    }
-    ranges = EvenRanges(splits > 0 ? workers : all.chunks, workers);
+    const OwnItems<kThreads, true> own_items(0, items, lane);
+    const Place place_first = place_of_item(own_items.first);
+    const Count own = count_items(own_items, place_first, chunks_of, work_of, advance);
+    Count before = {};
+    const auto count_at = [&](int warp) -> Count& { return shared_at<Count>(kCounts + sizeof(Count) * warp); };
+    const Count all = own_items.by_warp ? count_of_warp(own) : count_of_block<kThreads / 32, 1>(own, warp, lane, count_at, before);
+    const Cut cut = Cutting::of(all, split_tiles, most_workers);
+    splits = cut.splits;
+    ranges = Cutting::ranges(all, cut);
     const int range_begin = ranges.first(worker);
     range_end = ranges.first(worker + 1);
-    if (worker >= workers || range_begin == range_end) return;
+    if (worker >= cut.workers || range_begin == range_end) return;
     {
-      int listed = splits > 0 ? before.items * splits : before.chunks;
-      bool begins = false;  // the range, among the items of this thread
-      Place place = place_first;
-#pragma unroll 1
-      for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
-        const int tiles = work_of(place).tiles;
-        const int chunks = splits > 0 ? (tiles < 0 ? 0 : splits) : chunks_of(tiles);
-        if (range_begin < listed + chunks) {
-          begin = {place, range_begin - listed, range_end - range_begin};
-          begins = true;
-        }
-        listed += chunks;
-        advance(place);
-      }
-      if (by_warp) {
-        const int from = __ffs(__ballot_sync(~0u, begins)) - 1;
-        const auto of_lane = [from](int value) { return __shfl_sync(~0u, value, from); };
-        begin = {{of_lane(begin.place.hk), of_lane(begin.place.b), of_lane(begin.place.row_block)}, of_lane(begin.chunk), of_lane(begin.left)};
-      } else {
-        if (begins) shared_at<Walk>(kBegin) = begin;
-        __syncthreads();
-        begin = shared_at<Walk>(kBegin);
-      }
+      if (own_items.by_warp) before = count_before(own, lane);
+      const bool begins = find_begin(begin, range_begin, range_end, own_items, place_first, before, splits, chunks_of, work_of, advance);
+      begin = own_items.by_warp ? begin_of_warp(begin, begins) : begin_of_block(begin, begins, shared_at<Walk>(kBegin));
     }
   }
   // Takes the next part of this worker's range; false if nothing is left.
   const auto take = [&](Walk& walk, Part& part) {
-    if (walk.left == 0) return false;
-    while ((static_cast<Work&>(part) = work_of(walk.place)).tiles < 0) {
-      advance(walk.place);
-      if (walk.place.hk == kv_heads) return false;
-    }
-    if (splits > 0) {
-      walk.left = 0;
-      return cut_part(walk.chunk, part);
-    }
-    part.chunk = walk.chunk;
-    part.list_begin = range_end - walk.left - walk.chunk;
-    part.chunks = chunks_of(part.tiles);
-    const int taken = listed_splits ? 1 : min(part.chunks - walk.chunk, walk.left);
-    const int chunk_tiles = listed_splits ? split_tiles : 1;
-    part.first = walk.chunk * chunk_tiles;
-    part.end = min((walk.chunk + taken) * chunk_tiles, part.tiles);
-    walk.left -= taken;
-    walk.chunk += taken;
-    if (walk.chunk == part.chunks) {
-      walk.chunk = 0;
-      advance(walk.place);
-    }
-    return true;
+    return take_part<Division>(walk, part, splits, range_end, kv_heads, chunks_of, work_of, advance);
   };
 
   // All warps take the first part by the same instructions: code that runs once waits for L2.
@@ -755,9 +644,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           const int first_worker = listed_splits ? 0 : splits > 0 ? worker - part.chunk : ranges.worker_of(part.list_begin);
           const int parts = listed_splits || splits > 0 ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
           const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
-          // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
           const auto of_worker = [&](int number) {
-            const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
+            const int slot = listed_splits ? item * max_splits + number : slot_of_worker(first_worker, number);
             return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
           };
           // With equal parts no keys follow, so that rows that this block merges itself may stay in shared memory, where values were.
@@ -830,10 +718,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           const Shares<Rows> shares(max(min(work.seqlen_q * group - work.row_start - first_row, kRows), 0), parts);  // a block may have no rows
           Share<Rows> share(shares, shared.own);
           const auto kept = Rows::kKept && splits > 0 ? KeptRows<Rows>(shares, shared.own, kMerged) : KeptRows<Rows>();
-          // A worker has two slots: for an item that another worker begins, and for one that it begins.
           const int slot_bytes = item_rows * (kPartBytes / kRows);
           char* const slots = reinterpret_cast<char*>(partials_ptr) + 2ll * shared.first_worker * slot_bytes + rank * kPartBytes;
-          const auto part_of = [&](int part) { return slots + static_cast<long long>(2 * part + (part == 0)) * slot_bytes; };
+          const auto part_of = [&](int part) { return slots + static_cast<long long>(slot_of_worker(0, part)) * slot_bytes; };
           bool own_share = true;
 #pragma unroll 1
           for (int number = -1;;) {
@@ -1236,9 +1123,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           const int first_worker = listed_splits ? 0 : splits > 0 ? worker - part.chunk : ranges.worker_of(part.list_begin);
           const int parts = listed_splits || splits > 0 ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
           const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
-          // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
           const auto of_worker = [&](int number) {
-            const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
+            const int slot = listed_splits ? item * max_splits + number : slot_of_worker(first_worker, number);
             return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
           };
           // With equal parts no keys follow, so that rows that this block merges itself may stay in shared memory, where values were.

@@ -30,6 +30,7 @@
 #include "split.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+#include "work_list.cuh"
 
 using Element = bf16;  // of Q, K and P
 using OutElement = bf16;  // of O
@@ -54,11 +55,18 @@ constexpr uint32_t kBox = kBlockN * kBoxBytes;  // bytes of a box of a tile
 static_assert(kBoxes <= 2 * kHalfBoxes + 1);
 static_assert(kRows == kBlockN);  // so that boxes of Q and P have as many bytes
 
-// Distribution of work, in tiles of keys.
-constexpr int kLeastTiles = 2;  // of a block at least; with fewer, fewer blocks work
-constexpr int kCutTiles = 2;  // how many more than an equal share a block may have, if it then works on one work item only
-constexpr int kWholeTiles = 64;  // of a block: with more, idle blocks cost more than merging
-
+// Limits by which workers cut the list of work, in tiles of keys; the host computes with the same.
+struct Limits {
+  static constexpr int kLeastTiles = 2;  // of a worker at least; with fewer, fewer workers have any
+  static constexpr int kCutTiles = 2;  // how many more than an equal share a worker may have, if it then works on one work item only
+  static constexpr int kWholeTiles = 64;  // of a worker: with more, idle workers cost more than merging
+  static constexpr int kOneOf = 16;  // one of so many: tiles more than an equal share, and workers that are idle
+};
+using Division = Exact;
+using Cutting = CutBy<Limits, Division>;
+// The regions of shared memory that hold where a range begins, and what each warp has counted.
+static_assert(sizeof(Walk) <= 24);
+static_assert(kThreads / 32 * sizeof(Count) <= 144);
 using Partial = PartialRow<kHeadDimV>;
 constexpr int kMergedRows = 4, kRowThreads = kHeadDimV / 4;  // of a block that merges, and the threads of a row
 // Shared memory. Addresses are constants, so that they cost no instruction; the kernel checks where it begins.
@@ -119,11 +127,6 @@ static_assert(2 * kFewRows <= kRows);
 using RowMatrix = Matrix<16, 8 * kBoxBytes, 1>;
 using ValueMatrix = Matrix<kBox, 8 * kBoxBytes, 1>;
 
-// The place of a work item.
-struct Place {
-  int hk, b, row_block;
-};
-
 // A work item: a query, heads of it that share a KV head, and the list of its keys.
 struct Work {
   int b, hk, row_start;
@@ -134,22 +137,7 @@ struct Work {
   int tiles;  // of as many keys; -1: the sequence has no such rows
 };
 
-// A part of a work item: its tiles [first, end). It begins with KV chunk number `chunk` of the item's `chunks`.
-struct Part : Work {
-  int chunk, chunks;
-  int list_begin;  // index of the item's first chunk in the list
-  int first, end;
-};
-
-// The work item that a worker begins and others finish, and how many have a part of it; none: -1.
-struct Begun {
-  int item, parts;
-};
-// The next KV chunk, and the number of chunks left in this worker's range of the list.
-struct Walk {
-  Place place;
-  int chunk, left;
-};
+using Part = PartOf<Work>;
 
 extern __shared__ char shared_memory[];
 
@@ -228,125 +216,40 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
     return number;
   };
 
-  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size.
-  const bool listed_splits = split_tiles > 0;
-  const Divisor by_split(split_tiles, split_tiles_reciprocal);
-  const auto chunks_of = [&](int tiles) {
-    if (tiles <= 0) return tiles + 1;  // an item that sees no key has one chunk, which writes its result
-    return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
-  };
+  const Chunks<true> chunks_of(split_tiles, split_tiles_reciprocal);
+  const bool listed_splits = chunks_of.are_splits();
   const int items = batch * kv_heads * row_units;
-  // Each warp counts the chunks of a few items by itself, so that no warp waits for another; of more, each thread counts some.
-  const bool by_warp = items <= kItemsOfWarp;
-  const int counters = by_warp ? 32 : kThreads, counter = by_warp ? lane : threadIdx.x, items_of_thread = (items + counters - 1) / counters;
-  const int item_first = min(counter * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
-  const Place place_first = place_of_item(item_first);
-  Count all = {0, items, 0}, before = {};
-  {
-    Count own = {};
-    Place place = place_first;
-#pragma unroll 1
-    for (int item = item_first; item < item_end; ++item) {
-      const int tiles = work_of(place).tiles;
-      own += Count{chunks_of(tiles), tiles >= 0, tiles};
-      advance(place);
-    }
-    before = count_before(own, lane);
-    const Count of_lanes = Count(before) += own;
-    if (by_warp) {
-      all = {__shfl_sync(~0u, of_lanes.chunks, 31), __shfl_sync(~0u, of_lanes.items, 31), __shfl_sync(~0u, of_lanes.longest, 31)};
-    } else {
-      if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = of_lanes;
-      __syncthreads();
-      all = {};
-#pragma unroll 1
-      for (int other = 0; other < kThreads / 32; ++other) {
-        const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
-        if (other < warp) before += of_warp;
-        all += of_warp;
-      }
-    }
-  }
-
-  // A worker is a block, or a cluster whose blocks have the rows of an item. With enough workers for all items, each item is cut evenly among its own
-  // workers, unless some of these would have much more to do than others; else every worker takes an equal range of the list.
-  const int worker = blockIdx.x / blocks, most_workers = gridDim.x / blocks;
-  int workers = min(max((listed_splits ? all.chunks * split_tiles : all.chunks) / kLeastTiles, all.items), most_workers);
-  int splits = 0;
-  if (!listed_splits && all.items > 0 && all.items <= workers) {
-    const int cuts = workers / all.items, share = all.chunks / workers;
-    if (all.longest <= cuts * (share + max(kCutTiles, share <= kWholeTiles ? share / 16 : 0))) splits = cuts;
-  }
-  if (splits > 0) {
-    workers = all.items * splits;
-  } else if (!listed_splits && all.items > workers && all.chunks / workers <= kWholeTiles && all.chunks == all.items * all.longest) {
-    // Equal items: if few blocks stay idle, each takes the same number of whole items, and no partial results are merged.
-    const int items_each = (all.items + workers - 1) / workers, takers = all.items / items_each;
-    if (takers * items_each == all.items && 16 * takers >= 15 * workers) workers = takers;
-  }
-  const EvenRanges ranges(splits > 0 ? workers : all.chunks, workers);
-  const int range_begin = ranges.first(worker), range_end = ranges.first(worker + 1);
+  // A worker is a block, or the blocks that have the rows of an item.
+  const int worker = blockIdx.x >> row_bits, most_workers = gridDim.x >> row_bits;
+  int splits = 0, range_end = 0;
+  EvenRanges ranges(0, 1);
+  Walk begin = {};
+  // Whether the second launch merges; else blocks do so.
+  const bool by_launch = !listed_splits;
   const auto begun_of = [&](int worker) -> Begun& { return reinterpret_cast<Begun*>(begun_ptr)[worker]; };
-  if (worker >= workers || range_begin == range_end) {
-    if (threadIdx.x == 0 && rank == 0 && !listed_splits) begun_of(worker) = {-1, 0};
+  const OwnItems<kThreads, true> own_items(0, items, lane);
+  const Place place_first = place_of_item(own_items.first);
+  const Count own = count_items(own_items, place_first, chunks_of, work_of, advance);
+  Count before = {};
+  const auto count_at = [&](int warp) -> Count& { return shared_at<Count>(kCounts + sizeof(Count) * warp); };
+  const Count all = own_items.by_warp ? count_of_warp(own) : count_of_block<kThreads / 32, 1>(own, warp, lane, count_at, before);
+  const Cut cut = Cutting::of(all, split_tiles, most_workers);
+  splits = cut.splits;
+  ranges = Cutting::ranges(all, cut);
+  const int range_begin = ranges.first(worker);
+  range_end = ranges.first(worker + 1);
+  if (worker >= cut.workers || range_begin == range_end) {
+    if (threadIdx.x == 0 && rank == 0 && by_launch) begun_of(worker) = {-1, 0};
     return;
   }
-  Walk begin = {};
   {
-    int listed = splits > 0 ? before.items * splits : before.chunks;
-    bool begins = false;  // the range, among the items of this thread
-    Place place = place_first;
-#pragma unroll 1
-    for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
-      const int tiles = work_of(place).tiles;
-      const int chunks = splits > 0 ? (tiles < 0 ? 0 : splits) : chunks_of(tiles);
-      if (range_begin < listed + chunks) {
-        begin = {place, range_begin - listed, range_end - range_begin};
-        begins = true;
-      }
-      listed += chunks;
-      advance(place);
-    }
-    if (by_warp) {
-      const int from = __ffs(__ballot_sync(~0u, begins)) - 1;
-      const auto of_lane = [from](int value) { return __shfl_sync(~0u, value, from); };
-      begin = {{of_lane(begin.place.hk), of_lane(begin.place.b), of_lane(begin.place.row_block)}, of_lane(begin.chunk), of_lane(begin.left)};
-    } else {
-      if (begins) shared_at<Walk>(kBegin) = begin;
-      __syncthreads();
-      begin = shared_at<Walk>(kBegin);
-    }
+    if (own_items.by_warp) before = count_before(own, lane);
+    const bool begins = find_begin(begin, range_begin, range_end, own_items, place_first, before, splits, chunks_of, work_of, advance);
+    begin = own_items.by_warp ? begin_of_warp(begin, begins) : begin_of_block(begin, begins, shared_at<Walk>(kBegin));
   }
-
   // Takes the next part of this worker's range; false if nothing is left.
   const auto take = [&](Walk& walk, Part& part) {
-    if (walk.left == 0) return false;
-    while ((static_cast<Work&>(part) = work_of(walk.place)).tiles < 0) {
-      advance(walk.place);
-      if (walk.place.hk == kv_heads) return false;
-    }
-    part.chunk = walk.chunk;
-    part.list_begin = range_end - walk.left - walk.chunk;
-    if (splits > 0) {  // the range is one of `splits` equal parts of an item; a short item has fewer parts
-      const EvenRanges tiles(part.tiles, splits);
-      part.chunks = max(min(part.tiles, splits), 1);
-      part.first = tiles.first(walk.chunk);
-      part.end = tiles.first(walk.chunk + 1);
-      walk.left = 0;
-      return walk.chunk < part.chunks;
-    }
-    part.chunks = chunks_of(part.tiles);
-    const int taken = listed_splits ? 1 : min(part.chunks - walk.chunk, walk.left);
-    const int chunk_tiles = listed_splits ? split_tiles : 1;
-    part.first = walk.chunk * chunk_tiles;
-    part.end = min((walk.chunk + taken) * chunk_tiles, part.tiles);
-    walk.left -= taken;
-    walk.chunk += taken;
-    if (walk.chunk == part.chunks) {
-      walk.chunk = 0;
-      advance(walk.place);
-    }
-    return true;
+    return take_part<Division>(walk, part, splits, range_end, kv_heads, chunks_of, work_of, advance);
   };
 
   if (warpgroup == kConsumers) {
@@ -746,9 +649,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
             const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
             const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
             const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
-            // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
             const auto of_worker = [&](int number) {
-              const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
+              const int slot = listed_splits ? item * max_splits + number : slot_of_worker(first_worker, number);
               return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
             };
             store_half<kHeadDimV>(
@@ -1063,9 +965,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
           const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
           const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
           const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
-          // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
           const auto of_worker = [&](int number) {
-            const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
+            const int slot = listed_splits ? item * max_splits + number : slot_of_worker(first_worker, number);
             return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
           };
           float* const own_part = of_worker(listed_splits ? part.chunk : worker - first_worker);
@@ -1186,18 +1087,13 @@ extern "C" __global__ void __launch_bounds__(kMergedRows * kRowThreads) fwd_sm90
     return number;
   };
 
-  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size.
-  const bool listed_splits = split_tiles > 0;
-  const Divisor by_split(split_tiles, split_tiles_reciprocal);
-  const auto chunks_of = [&](int tiles) {
-    if (tiles <= 0) return tiles + 1;  // an item that sees no key has one chunk, which writes its result
-    return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
-  };
+  const Chunks<true> chunks_of(split_tiles, split_tiles_reciprocal);
+  const bool listed_splits = chunks_of.are_splits();
   const int items = batch * kv_heads * row_units;
   const Work work = work_of(place_of_item(begun.item));
   if (work.row_start + row >= work.rows_end) return;
   const auto of_worker = [&](int part) {
-    const int slot = 2 * (worker + part) + (part == 0);
+    const int slot = slot_of_worker(worker, part);
     return partials_ptr + (slot * static_cast<long long>(item_rows) + row) * Partial::kFloats;
   };
   Partial sum = Partial::added(begun.parts, column, Partial::kOfWarp, of_worker);

@@ -22,6 +22,8 @@
 #include "softmax.cuh"
 #include "split.cuh"
 
+#include "work_list.cuh"
+
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
 
@@ -36,10 +38,18 @@ constexpr int kCluster = 1;  // blocks that can work together
 constexpr int kBoxBytes = 128;  // of a row of one copy, swizzled
 constexpr int kBoxColumns = kBoxBytes / sizeof(Element);
 
-// Distribution of work, in tiles of keys; measured.
-constexpr int kLeastTiles = 8;  // of a block at least; with fewer, fewer blocks work
-constexpr int kCutTiles = 12;  // how many more than an equal share a block may have, if it then works on one work item only
-constexpr int kWholeTiles = 1024;  // of a block: with more, idle blocks cost more than merging
+// Limits by which workers cut the list of work, in tiles of keys; the host computes with the same.
+struct Limits {
+  static constexpr int kLeastTiles = 8;  // of a worker at least; with fewer, fewer workers have any
+  static constexpr int kCutTiles = 12;  // how many more than an equal share a worker may have, if it then works on one work item only
+  static constexpr int kWholeTiles = 1024;  // of a worker: with more, idle workers cost more than merging
+  static constexpr int kOneOf = 16;  // one of so many: tiles more than an equal share, and workers that are idle
+};
+using Division = Exact;
+using Cutting = CutBy<Limits, Division>;
+// The regions of shared memory that hold where a range begins, and what each warp has counted.
+static_assert(sizeof(Walk) <= 24);
+static_assert(kThreads / 32 * sizeof(Count) <= 144);
 
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * sizeof(Element);
 constexpr uint32_t kVBytes = kBlockN * kHeadDimV * sizeof(Element);
@@ -66,11 +76,6 @@ enum class Named {
   kMade = 2,  // 1 of them: barriers that loaders have made
 };
 
-// The place of a work item.
-struct Place {
-  int hk, b, row_block;
-};
-
 // A work item: a query, heads of it that share a KV head, and the list of its keys.
 struct Work {
   int b, hk, row_start;
@@ -81,22 +86,10 @@ struct Work {
   int tiles;  // of as many keys; -1: the sequence has no such rows
 };
 
-// A part of a work item: its tiles [first, end). It begins with KV chunk number `chunk` of the item's `chunks`.
-struct Part : Work {
-  int chunk, chunks;
-  int list_begin;  // index of the item's first chunk in the list
-  int first, end;
-};
-
+using Part = PartOf<Work>;
 // A number that a function knows when it is compiled.
 template <int kNumber>
 struct Number {};
-
-// The next KV chunk, and the number of chunks left in this worker's range of the list.
-struct Walk {
-  Place place;
-  int chunk, left;
-};
 
 extern __shared__ char shared_memory[];
 
@@ -187,18 +180,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mmaindexed_b
     }
   };
 
-  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size. Each thread counts the
-  // chunks of some items.
-  const bool listed_splits = split_tiles > 0;
-  const Divisor by_split(split_tiles, split_tiles_reciprocal);
-  const auto chunks_of = [&](int tiles) {
-    if (tiles <= 0) return 0;
-    return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
-  };
+  const Chunks<false> chunks_of(split_tiles, split_tiles_reciprocal);
+  const bool listed_splits = chunks_of.are_splits();
   const int items = batch * kv_heads * row_units;
-  const int items_of_thread = (items + kThreads - 1) / kThreads;
-  const int item_first = min(threadIdx.x * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
-  const Place place_first = place_of_item(item_first);
+  const OwnItems<kThreads, false> own_items(0, items, lane);
+  const Place place_first = place_of_item(own_items.first);
   // Items of one sequence see about the same number of keys, so clusters can begin without counting. Then an item that sees
   // none is in the list, too.
   const bool clustered = cluster_size() > 1, alike = clustered && batch == 1 && row_units == 1;
@@ -207,103 +193,46 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mmaindexed_b
     Count own = {};
     Place place = place_first;
 #pragma unroll 1
-    for (int i = 0; i < items_of_thread; ++i) {
-      const int item = item_first + i, tiles = item < item_end ? work_of(place).tiles : -1;
-      own += Count{chunks_of(tiles), tiles > 0, tiles};
+    for (int i = 0; i < own_items.each; ++i) {
+      const int item = own_items.first + i, tiles = item < own_items.end ? work_of(place).tiles : -1;
+      own += Count{chunks_of(tiles), chunks_of.lists(tiles), tiles};
       for (uint32_t unseen = __ballot_sync(~0u, tiles == 0 && item % gridDim.x == blockIdx.x); unseen != 0; unseen &= unseen - 1) {
         const int from = __ffs(unseen) - 1;
-        write_unseen({__shfl_sync(~0u, place.hk, from), __shfl_sync(~0u, place.b, from), __shfl_sync(~0u, place.row_block, from)});
+        write_unseen(of_lane(place, from));
       }
       advance(place);
     }
-    before = count_before(own, lane);
-    if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = Count(before) += own;
-    __syncthreads();
-    all = {};
-    for (int other = 0; other < kThreads / 32; ++other) {
-      const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
-      if (other < warp) before += of_warp;
-      all += of_warp;
-    }
+    const auto count_at = [&](int warp) -> Count& { return shared_at<Count>(kCounts + sizeof(Count) * warp); };
+    all = count_of_block<kThreads / 32, kThreads / 32>(own, warp, lane, count_at, before);
   }
 
-  // A worker is a cluster, whose blocks work together, or a single block. With enough workers for all items, each item is cut
-  // evenly among its own workers, unless some of these would have much more to do than others; else every worker takes an
-  // equal range of the list.
-  const auto cuts_for = [&](int workers, int slack) {
-    if (all.items == 0 || all.items > workers) return 0;
-    const int cuts = workers / all.items, share = all.chunks / workers;
-    return all.longest <= cuts * (share + max(slack, share <= kWholeTiles ? share / 16 : 0)) ? cuts : 0;
-  };
+  // A worker is a cluster, whose blocks work together on one part, or a single block.
   const int clusters = gridDim.x / kCluster;
-  int splits = alike ? clusters / items : clustered ? cuts_for(clusters, kCutTiles * kCluster) : 0;
+  int splits = alike ? clusters / items : clustered ? Cutting::splits(all, clusters, Limits::kCutTiles * kCluster) : 0;
   const bool together = splits > 0;
   const int team = together ? kCluster : 1, rank = together ? cluster_rank() : 0;
   const int worker = together ? blockIdx.x / kCluster : blockIdx.x;
-  int workers = min(max((listed_splits ? all.chunks * split_tiles : all.chunks) / kLeastTiles, all.items), static_cast<int>(gridDim.x));
-  if (!together && !listed_splits) splits = cuts_for(workers, kCutTiles);
-  if (splits > 0) {
-    workers = all.items * splits;
-  } else if (!listed_splits && all.items > workers && all.chunks / workers <= kWholeTiles && all.chunks == all.items * all.longest) {
-    // Equal items: if few blocks stay idle, each takes the same number of whole items, and no partial results are merged.
-    const int items_each = (all.items + workers - 1) / workers, takers = all.items / items_each;
-    if (takers * items_each == all.items && 16 * takers >= 15 * workers) workers = takers;
-  }
-  const EvenRanges ranges(splits > 0 ? workers : all.chunks, workers);
+  const Cut cut = together ? Cut{all.items * splits, splits} : Cutting::of(all, split_tiles, gridDim.x);
+  splits = cut.splits;
+  const EvenRanges ranges = Cutting::ranges(all, cut);
   const int range_begin = ranges.first(worker), range_end = ranges.first(worker + 1);
-  if (worker >= workers || range_begin == range_end) return;
-  Walk begin;
+  if (worker >= cut.workers || range_begin == range_end) return;
+  Walk begin = {};
   if (alike) {
     begin = {place_of_item(worker / splits), worker % splits, 1};
-  } else {
-    int listed = splits > 0 ? before.items * splits : before.chunks;
-    Place place = place_first;
-    for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
-      const int tiles = work_of(place).tiles;
-      const int chunks = splits > 0 ? (tiles > 0 ? splits : 0) : chunks_of(tiles);
-      if (range_begin < listed + chunks) shared_at<Walk>(kBegin) = {place, range_begin - listed, range_end - range_begin};
-      listed += chunks;
-      advance(place);
+    if (warp >= kWarps) {
+      named_arrive(Named::kMade, 0, kThreads);
+    } else {
+      named_sync(Named::kMade, 0, kThreads);
     }
-  }
-  if (!alike) {
-    __syncthreads();
-    begin = shared_at<Walk>(kBegin);
-  } else if (warp >= kWarps) {
-    named_arrive(Named::kMade, 0, kThreads);
   } else {
-    named_sync(Named::kMade, 0, kThreads);
+    const bool begins = find_begin(begin, range_begin, range_end, own_items, place_first, before, splits, chunks_of, work_of, advance);
+    begin = begin_of_block(begin, begins, shared_at<Walk>(kBegin));
   }
 
   // Takes the next part of this worker's range; false if nothing is left.
   const auto take = [&](Walk& walk, Part& part) {
-    if (walk.left == 0) return false;
-    while ((static_cast<Work&>(part) = work_of(walk.place)).tiles < (splits > 0 ? 0 : 1)) {
-      advance(walk.place);
-      if (walk.place.hk == kv_heads) return false;
-    }
-    part.chunk = walk.chunk;
-    part.list_begin = range_end - walk.left - walk.chunk;
-    if (splits > 0) {  // the range is one of `splits` equal parts of an item; a short item has fewer parts
-      const EvenRanges tiles(part.tiles, splits);
-      part.chunks = max(min(part.tiles, splits), 1);
-      part.first = tiles.first(walk.chunk);
-      part.end = tiles.first(walk.chunk + 1);
-      walk.left = 0;
-      return walk.chunk < part.chunks;
-    }
-    part.chunks = chunks_of(part.tiles);
-    const int taken = listed_splits ? 1 : min(part.chunks - walk.chunk, walk.left);
-    const int chunk_tiles = listed_splits ? split_tiles : 1;
-    part.first = walk.chunk * chunk_tiles;
-    part.end = min((walk.chunk + taken) * chunk_tiles, part.tiles);
-    walk.left -= taken;
-    walk.chunk += taken;
-    if (walk.chunk == part.chunks) {
-      walk.chunk = 0;
-      advance(walk.place);
-    }
-    return true;
+    return take_part<Division>(walk, part, splits, range_end, kv_heads, chunks_of, work_of, advance);
   };
 
   // The tile of a step: groups of warps take tiles in turn, and so do the blocks of a cluster.
@@ -520,9 +449,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mmaindexed_b
       const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
       const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
       const int item = (part.hk * batch + part.b) * row_units + (part.row_start / kRows >> row_bits);
-      // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
       const auto of_worker = [&](int number) {
-        const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
+        const int slot = listed_splits ? item * max_splits + number : slot_of_worker(first_worker, number);
         return partials_ptr + slot * static_cast<long long>(item_rows * Partial::kFloats);
       };
       float* const own = of_worker(listed_splits ? part.chunk : worker - first_worker);

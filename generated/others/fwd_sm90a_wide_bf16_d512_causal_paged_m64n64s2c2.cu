@@ -27,6 +27,7 @@
 #include "split.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
+#include "work_list.cuh"
 
 using Element = bf16;  // of Q, K, V and P
 using OutElement = bf16;  // of O
@@ -54,10 +55,18 @@ static_assert(kRows == kBlockN);  // so that boxes of Q and P have as many bytes
 
 constexpr float kRaiseAbove = 8.0f;  // growth of the running max, in units of log2, at which the row max follows
 
-// Distribution of work, in tiles of keys.
-constexpr int kLeastTiles = 2;  // of a block at least; with fewer, fewer blocks work
-constexpr int kCutTiles = 2;  // how many more than an equal share a block may have, if it then works on one work item only
-constexpr int kWholeTiles = 64;  // of a block: with more, idle blocks cost more than merging
+// Limits by which workers cut the list of work, in tiles of keys; the host computes with the same.
+struct Limits {
+  static constexpr int kLeastTiles = 2;  // of a worker at least; with fewer, fewer workers have any
+  static constexpr int kCutTiles = 2;  // how many more than an equal share a worker may have, if it then works on one work item only
+  static constexpr int kWholeTiles = 64;  // of a worker: with more, idle workers cost more than merging
+  static constexpr int kOneOf = 16;  // one of so many: tiles more than an equal share, and workers that are idle
+};
+using Division = Exact;
+using Cutting = CutBy<Limits, Division>;
+// The regions of shared memory that hold where a range begins, and what each warp has counted.
+static_assert(sizeof(Walk) <= 24);
+static_assert(kThreads / 32 * sizeof(Count) <= 192);
 
 using Partial = PartialRow<kHeadDimV>;
 constexpr int kMergedRows = 4, kRowThreads = kHeadDimV / 4;  // of a block that merges, and the threads of a row
@@ -114,11 +123,6 @@ struct Spans {
   int full_lo, full_hi;
 };
 
-// The place of a work item.
-struct Place {
-  int hk, b, row_block;
-};
-
 // A work item: rows of one KV head of a sequence, and the KV tiles that they see.
 struct Work {
   int b, hk, row_start;
@@ -127,23 +131,11 @@ struct Work {
   Spans spans;
 };
 
-// A part of a work item: its tiles [first, end). It begins with KV chunk number `chunk` of the item's `chunks`.
-struct Part : Work {
-  int chunk, chunks;
-  int list_begin;  // index of the item's first chunk in the list
-  int first, end;
-};
+using Part = PartOf<Work>;
 
-// The work item that a worker begins and others finish, and how many have a part of it; none: -1.
-struct Begun {
-  int item, parts;
-};
-
-// The next KV chunk, and the number of chunks left in this worker's range of the list; before it, whole items.
-struct Walk {
-  Place place;
-  int chunk, left;
-  int taken;  // whole items so far
+// Before its range of the list a worker takes whole items.
+struct WholeWalk : Walk {
+  int taken = 0;  // whole items so far
 };
 
 extern __shared__ char shared_memory[];
@@ -231,60 +223,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wide_bf16_d5
     return work.spans.visible_lo + number;
   };
 
-  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size. Each thread counts the
-  // chunks of some items.
-  const bool listed_splits = split_tiles > 0;
-  const Divisor by_split(split_tiles, split_tiles_reciprocal);
-  const auto chunks_of = [&](int tiles) {
-    if (tiles <= 0) return tiles + 1;  // an item that sees no key has one chunk, which writes its result
-    return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
-  };
+  const Chunks<true> chunks_of(split_tiles, split_tiles_reciprocal);
+  const bool listed_splits = chunks_of.are_splits();
   const int items = batch * kv_heads * row_units;
   const auto position_of = [&](int row_block) { return 2 * row_block + 1 < row_units ? 2 * row_block + 1 : 2 * (row_units - 1 - row_block); };
   // A worker is a block, or a cluster whose blocks have the rows of an item. If there are two items or more for each, worker w
   // first takes whole items, pair w of every `most_workers` pairs: blocks that run at the same time then read keys of the same
   // head, which L2 holds, and pairs take equally long. The other items are the list.
-  const int worker = blockIdx.x / blocks, most_workers = gridDim.x / blocks;
+  const int worker = blockIdx.x >> row_bits, most_workers = gridDim.x >> row_bits;
   const bool dense = items * static_cast<long long>(item_rows) < 2 * static_cast<long long>(total_q) * group;  // most items exist
   const int rounds = dense && !listed_splits ? items / (2 * most_workers) : 0;
-  const int first_listed = 2 * rounds * most_workers, items_of_thread = (items - first_listed + kThreads - 1) / kThreads;
-  const int item_first = min(first_listed + threadIdx.x * items_of_thread, items), item_end = min(item_first + items_of_thread, items);
-  const Place place_first = place_of_item(item_first);
-  Count all = {0, items, 0}, before = {};
-  Count own = {};
-  Place place = place_first;
-  for (int item = item_first; item < item_end; ++item) {
-    const int tiles = work_of(place).tiles;
-    own += Count{chunks_of(tiles), tiles >= 0, tiles};
-    advance(place);
-  }
-  before = count_before(own, lane);
-  if (lane == 31) shared_at<Count>(kCounts + sizeof(Count) * warp) = Count(before) += own;
-  __syncthreads();
-  all = {};
-  for (int other = 0; other < kThreads / 32; ++other) {
-    const Count of_warp = shared_at<Count>(kCounts + sizeof(Count) * other);
-    if (other < warp) before += of_warp;
-    all += of_warp;
-  }
-
-  // With enough workers for all listed items, each item is cut evenly among its own workers, unless some of these would have
-  // much more to do than others; else every worker takes an equal range of the list.
-  int workers = min(max((listed_splits ? all.chunks * split_tiles : all.chunks) / kLeastTiles, all.items), most_workers);
-  int splits = 0;
-  if (!listed_splits && all.items > 0 && all.items <= workers) {
-    const int cuts = workers / all.items, share = all.chunks / workers;
-    if (all.longest <= cuts * (share + max(kCutTiles, share <= kWholeTiles ? share / 16 : 0))) splits = cuts;
-  }
-  if (splits > 0) {
-    workers = all.items * splits;
-  } else if (!listed_splits && all.items > workers && all.chunks / workers <= kWholeTiles && all.chunks == all.items * all.longest) {
-    // Equal items: if few blocks stay idle, each takes the same number of whole items, and no partial results are merged.
-    const int items_each = (all.items + workers - 1) / workers, takers = all.items / items_each;
-    if (takers * items_each == all.items && 16 * takers >= 15 * workers) workers = takers;
-  }
-  const EvenRanges ranges(splits > 0 ? workers : all.chunks, workers);
-  const int range_begin = ranges.first(min(worker, workers)), range_end = ranges.first(min(worker + 1, workers));
+  const OwnItems<kThreads, false> own_items(2 * rounds * most_workers, items, lane);
+  const Place place_first = place_of_item(own_items.first);
+  const Count own = count_items(own_items, place_first, chunks_of, work_of, advance);
+  Count before = {};
+  const auto count_at = [&](int warp) -> Count& { return shared_at<Count>(kCounts + sizeof(Count) * warp); };
+  const Count all = count_of_block<kThreads / 32, kThreads / 32>(own, warp, lane, count_at, before);
+  const Cut cut = Cutting::of(all, split_tiles, most_workers);
+  const int splits = cut.splits;
+  const EvenRanges ranges = Cutting::ranges(all, cut);
+  const int range_begin = ranges.first(min(worker, cut.workers)), range_end = ranges.first(min(worker + 1, cut.workers));
   const auto begun_of = [&](int worker) -> Begun& { return reinterpret_cast<Begun*>(begun_ptr)[worker]; };
   if (rounds == 0 && range_begin == range_end) {
     if (threadIdx.x == 0 && rank == 0 && !listed_splits) begun_of(worker) = {-1, 0};
@@ -292,21 +250,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wide_bf16_d5
   }
   Walk begin = {};
   if (range_begin < range_end) {
-    int listed = splits > 0 ? before.items * splits : before.chunks;
-    Place place = place_first;
-    for (int item = item_first; item < item_end && listed <= range_begin; ++item) {
-      const int tiles = work_of(place).tiles;
-      const int chunks = splits > 0 ? (tiles < 0 ? 0 : splits) : chunks_of(tiles);
-      if (range_begin < listed + chunks) shared_at<Walk>(kBegin) = {place, range_begin - listed, range_end - range_begin};
-      listed += chunks;
-      advance(place);
-    }
-    __syncthreads();
-    begin = shared_at<Walk>(kBegin);
+    const bool begins = find_begin(begin, range_begin, range_end, own_items, place_first, before, splits, chunks_of, work_of, advance);
+    begin = begin_of_block(begin, begins, shared_at<Walk>(kBegin));
   }
 
-  // Takes the next part of this worker's range; false if nothing is left.
-  const auto take = [&](Walk& walk, Part& part) {
+  // Takes the next part of this worker; false if nothing is left.
+  const auto take = [&](WholeWalk& walk, Part& part) {
     while (walk.taken < 2 * rounds) {  // a whole item
       static_cast<Work&>(part) = work_of(place_of_item(2 * (walk.taken / 2 * most_workers + worker) + walk.taken % 2));
       ++walk.taken;
@@ -316,33 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wide_bf16_d5
       part.end = part.tiles;
       return true;
     }
-    if (walk.left == 0) return false;
-    while ((static_cast<Work&>(part) = work_of(walk.place)).tiles < 0) {
-      advance(walk.place);
-      if (walk.place.hk == kv_heads) return false;
-    }
-    part.chunk = walk.chunk;
-    part.list_begin = range_end - walk.left - walk.chunk;
-    if (splits > 0) {  // the range is one of `splits` equal parts of an item; a short item has fewer parts
-      const EvenRanges tiles(part.tiles, splits);
-      part.chunks = max(min(part.tiles, splits), 1);
-      part.first = tiles.first(walk.chunk);
-      part.end = tiles.first(walk.chunk + 1);
-      walk.left = 0;
-      return walk.chunk < part.chunks;
-    }
-    part.chunks = chunks_of(part.tiles);
-    const int taken = listed_splits ? 1 : min(part.chunks - walk.chunk, walk.left);
-    const int chunk_tiles = listed_splits ? split_tiles : 1;
-    part.first = walk.chunk * chunk_tiles;
-    part.end = min((walk.chunk + taken) * chunk_tiles, part.tiles);
-    walk.left -= taken;
-    walk.chunk += taken;
-    if (walk.chunk == part.chunks) {
-      walk.chunk = 0;
-      advance(walk.place);
-    }
-    return true;
+    return take_part<Division>(walk, part, splits, range_end, kv_heads, chunks_of, work_of, advance);
   };
 
   const int own_row = 16 * (warp % 4) + lane / 4;  // of the block's; the other one of a lane is 8 rows below
@@ -354,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wide_bf16_d5
     const Divisor by_page(page_size, page_size_reciprocal);
     const int row_boxes = kBlockN / box_rows;  // of a tile, each of rows of one page
     int round = 0;  // tiles so far
-    Walk walk = begin;
+    WholeWalk walk = {begin};
     Part part;
     while (__any_sync(~0u, take(walk, part))) {
       // The pages of a tile and of the next one: a lane has those of two boxes of each.
@@ -426,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wide_bf16_d5
     const int group_thread = threadIdx.x % 128;
     KeysRing keys_ring(0, 0, here);
     int round = 0;  // tiles so far
-    Walk walk = begin;
+    WholeWalk walk = {begin};
     Part part;
     while (__any_sync(~0u, take(walk, part))) {
       const Work& work = part;
@@ -589,7 +512,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wide_bf16_d5
 
     int round = 0;  // tiles so far
     Begun begun = {-1, 0};
-    Walk walk = begin;
+    WholeWalk walk = {begin};
     Part part;
     while (__any_sync(~0u, take(walk, part))) {
       const Work& work = part;
@@ -706,9 +629,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wide_bf16_d5
         const int first_worker = listed_splits ? 0 : ranges.worker_of(part.list_begin);
         const int parts = listed_splits ? part.chunks : ranges.worker_of(part.list_begin + part.chunks - 1) - first_worker + 1;
         const int item = (part.hk * batch + part.b) * row_units + position_of(part.row_start / kRows >> row_bits);
-        // A split has one slot; a worker has two: for an item that another worker begins, and for one that it begins.
         const auto of_worker = [&](int number) {
-          const int slot = listed_splits ? item * max_splits + number : 2 * (first_worker + number) + (number == 0);
+          const int slot = listed_splits ? item * max_splits + number : slot_of_worker(first_worker, number);
           return partials_ptr + (slot * static_cast<long long>(item_rows) + first_row) * Partial::kFloats;
         };
         store_half<kHeadDimV>(
@@ -809,18 +731,13 @@ extern "C" __global__ void __launch_bounds__(kMergedRows * kRowThreads) fwd_sm90
     return work.spans.visible_lo + number;
   };
 
-  // The list of KV chunks: single tiles, or splits of `split_tiles` tiles if the call fixes their size.
-  const bool listed_splits = split_tiles > 0;
-  const Divisor by_split(split_tiles, split_tiles_reciprocal);
-  const auto chunks_of = [&](int tiles) {
-    if (tiles <= 0) return tiles + 1;  // an item that sees no key has one chunk, which writes its result
-    return listed_splits ? by_split.quotient(tiles + split_tiles - 1) : tiles;
-  };
+  const Chunks<true> chunks_of(split_tiles, split_tiles_reciprocal);
+  const bool listed_splits = chunks_of.are_splits();
   const int items = batch * kv_heads * row_units;
   const Work work = work_of(place_of_item(begun.item));
   if (work.row_start + row >= work.seqlen_q * group) return;
   const auto of_worker = [&](int part) {
-    const int slot = 2 * (worker + part) + (part == 0);
+    const int slot = slot_of_worker(worker, part);
     return partials_ptr + (slot * static_cast<long long>(item_rows) + row) * Partial::kFloats;
   };
   Partial sum = Partial::added(begun.parts, column, Partial::kOfWarp, of_worker);

@@ -29,7 +29,7 @@ HOST = root() / "tests" / "host"
 COMPILED = (
     "softmax.cuh", "divisor.cuh", "counted.cuh", "split.cuh", "ring.cuh", "expression.cuh", "widen.cuh", "pair.cuh",
     "quad.cuh", "lane_max.cuh", "few_heads.cuh", "gather.cuh", "quick_ranges.cuh", "staged_rows.cuh",
-    "short_parts.cuh", "shares.cuh",
+    "short_parts.cuh", "shares.cuh", "work_list.cuh",
 )  # fmt: skip
 
 #: Stand-ins on the host for the PTX in headers.

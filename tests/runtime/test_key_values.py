@@ -11,6 +11,7 @@ import torch
 import attngen
 from attngen.dtypes import MERGED_ROWS, PAGE_BLOCK
 from attngen.errors import CallError, NoKernelError
+from attngen.manifest import WorkLimits
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry.splits import Capacity, split_sizes
 from attngen.runtime.registry.lookup import package_of_kernels, registry
@@ -114,7 +115,7 @@ def test_a_spec_of_rows_of_e4m3_is_named() -> None:
 
 def launch(**fields: int) -> Any:
     usual = {"tile_m": 64, "tile_n": 64, "row_warps": 2, "row_blocks": 2, "cluster": 2, "merges": False}
-    return SimpleNamespace(**usual | fields)
+    return SimpleNamespace(**usual | fields, limits=WorkLimits())
 
 
 @pytest.mark.parametrize(

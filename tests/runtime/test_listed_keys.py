@@ -15,6 +15,7 @@ from attngen.errors import CallError, NoKernelError, SpecError
 from attngen.inspect import baseline
 from attngen.lang.check import restore_variant
 from attngen.lang.variant import Variant
+from attngen.manifest import WorkLimits
 from attngen.plan import plan
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry.splits import Capacity, split_sizes
@@ -256,7 +257,10 @@ def test_lists_of_each_kv_head_and_of_blocks(block: int) -> None:
 
 
 def test_blocks_of_a_list_are_tiles_of_keys() -> None:
-    launch: Any = SimpleNamespace(tile_m=16, tile_n=16, row_warps=4, row_blocks=1, cluster=1, merges=False)
+    limits = WorkLimits(least_tiles=8)
+    launch: Any = SimpleNamespace(
+        tile_m=16, tile_n=16, row_warps=4, row_blocks=1, cluster=1, merges=False, limits=limits
+    )
     q, k = torch.zeros(2, 7, 24, 64), torch.zeros(2, 5000, 2, 64)
     own = variant("blocks", None, keys="blocks_of_32")
     call = bind(own, q, k, k, None, arguments={"indices": torch.zeros(2, 7, 9, dtype=torch.int32)})
@@ -266,7 +270,9 @@ def test_blocks_of_a_list_are_tiles_of_keys() -> None:
 
 
 def test_a_tile_has_keys_of_one_list() -> None:
-    launch: Any = SimpleNamespace(tile_m=64, tile_n=64, row_warps=2, row_blocks=2, cluster=2, merges=False)
+    launch: Any = SimpleNamespace(
+        tile_m=64, tile_n=64, row_warps=2, row_blocks=2, cluster=2, merges=False, limits=WorkLimits()
+    )
     q, k = torch.zeros(1, 2, 128, 16), torch.zeros(1, 50, 1, 16)
     lists = {"indices": torch.zeros(1, 2, 65, dtype=torch.int32), "topk_length": torch.zeros(1, 2, dtype=torch.int32)}
     lists |= {"extra_indices": torch.zeros(1, 2, 130, dtype=torch.int32), "extra_topk_length": lists["topk_length"]}
@@ -282,7 +288,9 @@ def test_a_tile_has_keys_of_one_list() -> None:
 )
 def test_work_items_have_heads_of_one_query(heads: int, bits: int, units: int, rows: int) -> None:
     """And its tiles are those of the list, however many keys the sequence has."""
-    launch: Any = SimpleNamespace(tile_m=64, tile_n=64, row_warps=2, row_blocks=2, cluster=2, merges=False)
+    launch: Any = SimpleNamespace(
+        tile_m=64, tile_n=64, row_warps=2, row_blocks=2, cluster=2, merges=False, limits=WorkLimits()
+    )
     q, k = torch.zeros(2, 7, heads, 16), torch.zeros(2, 5000, 1, 16)
     call = bind(LISTED, q, k, k, None, arguments={"indices": torch.zeros(2, 7, 130, dtype=torch.int32)})
     sizes = split_sizes(launch, call, Capacity(132, 66))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attngen.manifest import WorkLimits
+from attngen.records import written
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.device import counters
 from attngen.runtime.device import driver as drivers
-from attngen.runtime.geometry import splits
 from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.sizes import Geometry
 from attngen.runtime.geometry.splits import Capacity, reciprocal, split_sizes
@@ -31,6 +32,7 @@ class Launch:
     cluster: int = 8
     row_blocks: int = 1
     merges: bool = False
+    limits: WorkLimits = field(default_factory=lambda: WorkLimits(least_tiles=8))
 
 
 def call(batch: int = 2, rows: int = 1, keys: int = 1000, heads: int = 8, kv_heads: int = 2, **fields: int) -> Call:
@@ -160,10 +162,16 @@ def test_a_packed_group_of_any_size_is_taken(memory: FakeDriver) -> None:
     assert "which 3 heads do not fill" in str(_against_group(kernel_of(manifest), given))
 
 
-def test_the_runtime_counts_by_the_least_share_of_the_plan() -> None:
-    """A runtime that is shipped imports no plan, so that the number stands in both."""
+def test_the_runtime_counts_by_the_limits_of_the_plan(memory: FakeDriver) -> None:
+    """Manifests have them; without any, those of most kernels are taken."""
     structure = planned(head_dim=128, backend="cuda", split_kv="true").structure
-    assert structure.least_tiles == splits._LEAST_TILES_OF_BLOCK
+    assert isinstance(structure, WorkLimits)
+    manifest = manifest_of(variant(), package="split")
+    limits = kernel_of({**manifest, "structure": written(structure)}).main.limits
+    assert (limits.least_tiles, limits.cut_tiles) == (structure.least_tiles, structure.cut_tiles) == (8, 12)
+    assert limits.whole_tiles == structure.whole_tiles
+    lacking = kernel_of({**manifest, "structure": {}}).main.limits
+    assert (lacking.least_tiles, lacking.cut_tiles, lacking.whole_tiles) == (2, 2, 64)
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(64, 8), (100, 7), (64 * 200, 1)])

@@ -8,7 +8,7 @@ from typing import Any
 from attngen.arch import Arch
 from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK
 from attngen.families.decode.pipes import LOADERS, decode_pipes, decode_pipes_of, memory, multiplied
-from attngen.manifest import GRID
+from attngen.manifest import GRID, WorkLimits
 from attngen.parts.boxes import BOX_BYTES, widest_box, widths
 from attngen.parts.fields import DESCRIPTORS, EXACT, SHARED_KEYS
 from attngen.parts.promises import keep_promises
@@ -43,16 +43,13 @@ _WARPS_BY_LANES = (*_WARPS, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HopperDecode(Structure):
-    """Roles and memory of a split-KV forward, and the numbers of KV tiles by which work is distributed."""
+class HopperDecode(Structure, WorkLimits):
+    """Roles and memory of a split-KV forward, and the limits by which its work is cut."""
 
     consumers: int  # warps that multiply
     loaders: int  # warps that copy
     cluster: int  # most blocks that can work together
     box_bytes: int  # of a row of one copy, over which it is swizzled
-    least_tiles: int  # fewest of a block: with fewer, fewer blocks work
-    cut_tiles: int  # how many more a block may take if all its tiles then belong to one work item
-    whole_tiles: int  # most of a block without splits: with more, idle blocks cost more than merging results in memory
     key_bytes: int  # of an element of K
 
     @property

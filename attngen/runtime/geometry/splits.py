@@ -9,17 +9,11 @@ from typing import TYPE_CHECKING
 from attngen.dtypes import LATENT_ROWS, MERGED_ROWS
 from attngen.lang.divisors import reciprocal
 from attngen.lang.listed import EXTRA_INDICES, INDICES, LISTS
-from attngen.manifest import LaunchFields
+from attngen.runtime.geometry.work_list import stay_whole
 
 if TYPE_CHECKING:
     from attngen.runtime.arguments.checked import Call
-
-#: Tiles of keys for which one more cluster pays: those of each block that the plan calls ``least_tiles``.
-_LEAST_TILES_OF_BLOCK = 8
-
-#: The same of kernels by wgmma, whose tiles have four times as many keys, and of those among them that convert rows of
-#: two caches, whose tiles take longer.
-_LEAST_WIDE_TILES, _LEAST_CONVERTED_TILES = 2, 1
+    from attngen.runtime.kernels.module import Launch
 
 #: Blocks that are enough to keep memory busy, and tiles of the longest sequence which are read so soon that this does
 #: not matter; measured.
@@ -57,8 +51,6 @@ def clusters_at_once(blocks: int, size: int) -> int:
     return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 
-#: Tiles of a worker up to which equal units stay whole, and how many more than an equal share it may have then.
-_WHOLE_TILES, _CUT_TILES = 64, 2
 #: Rows that a launch merges at once for each block that splits keys, where its warps search for them.
 _MERGED_ROWS = 8
 
@@ -70,7 +62,7 @@ SPLIT_NAMES = (
 )  # fmt: skip
 
 
-def split_sizes(launch: LaunchFields, call: Call, capacity: Capacity) -> dict[str, int]:
+def split_sizes(launch: Launch, call: Call, capacity: Capacity) -> dict[str, int]:
     """Return the numbers by the names that manifests use.
 
     ``row_warps`` (two to the ``row_bits``) warps have a unit of query rows, of which a KV head has ``row_units`` in
@@ -88,11 +80,11 @@ class SplitNumbers:
     """The numbers of ``split_sizes`` for calls that differ in sequences, queries and keys only."""
 
     __slots__ = (
-        "_asked", "_blocks", "_cluster", "_clusters", "_either", "_fixed", "_group", "_kv_heads", "_least", "_listed",
+        "_asked", "_blocks", "_cluster", "_clusters", "_either", "_fixed", "_group", "_kv_heads", "_limits", "_listed",
         "_listed_tiles", "_merges", "_searches", "_shared", "_split_size", "_tile_m", "_tile_n", "_together", "_warps",
     )  # fmt: skip
 
-    def __init__(self, launch: LaunchFields, call: Call, capacity: Capacity) -> None:
+    def __init__(self, launch: Launch, call: Call, capacity: Capacity) -> None:
         self._tile_m, self._tile_n, self._warps = launch.tile_m, launch.tile_n, launch.row_warps
         self._kv_heads, self._group = call.kv_heads, call.heads // max(call.kv_heads, 1)
         self._listed = call.variant.keys is not None
@@ -108,7 +100,7 @@ class SplitNumbers:
         self._together = 0
         if call.split_size and self._shared:
             self._together = max(-(-self._group // launch.tile_m), _FIXED_ROW_WARPS)
-        self._least = _LEAST_TILES_OF_BLOCK if self._shared else _least_wide_tiles(call)
+        self._limits = launch.limits
         self._blocks, self._clusters = capacity.blocks, capacity.clusters
 
     def __call__(self, batch: int, seqlen_q: int, seqlen_k: int, blocks: int = 0) -> tuple[int, ...]:
@@ -130,7 +122,7 @@ class SplitNumbers:
         elif self._asked:
             split_tiles = -(-kv_tiles // self._asked)
             max_splits = -(-kv_tiles // split_tiles)
-        shared, least, most, size = self._shared, self._least, self._cluster, self._fixed
+        shared, least, most, size = self._shared, self._limits.least_tiles, self._cluster, self._fixed
         if not shared:
             size, clustered = min(size, 1 << row_bits), row_bits > 0
         elif split_tiles or most == 1 or units > clusters:
@@ -146,9 +138,9 @@ class SplitNumbers:
                 least *= most
         useful = max(-(-units * kv_tiles // least), units, 1)
         blocks = cluster * (at_once if at_once < useful else useful)
-        # by a launch, so that nobody has to find out who comes last
+        # by a launch, so that nobody has to find out who comes last; but it takes 3 us where no item is cut
         if self._either:
-            in_place = not split_tiles and _stay_whole(units, kv_tiles, blocks // cluster)
+            in_place = not split_tiles and stay_whole(self._limits, units, kv_tiles, blocks // cluster)
         else:
             in_place = self._merges
         merged = not shared and not split_tiles and not in_place
@@ -171,32 +163,13 @@ class SplitNumbers:
         )  # fmt: skip
 
 
-def _stay_whole(units: int, tiles: int, workers: int) -> bool:
-    """Whether workers share units of equally many tiles without cutting any, as latent/indexed/_share.cu.j2 has it:
-    then a launch that merges finds nothing, which takes 3 us. Cut ones are merged faster by it than in place."""
-    share = units * tiles // workers
-    if share > _WHOLE_TILES:
-        return False
-    if units <= workers:
-        return 2 * units > workers and tiles <= share + max(_CUT_TILES, share // 16)
-    each = -(-units // workers)
-    takers = units // each
-    return takers * each == units and 16 * takers >= 15 * workers
-
-
-def _listed_tiles(launch: LaunchFields, call: Call) -> int:
+def _listed_tiles(launch: Launch, call: Call) -> int:
     """Tiles of the keys that a call lists; each has keys of one list."""
     lists = LISTS[str(call.variant.keys)]
     keys = [call.tensors[INDICES.name].shape[-1] * lists.block]
     if lists.extra:
         keys.append(call.tensors[EXTRA_INDICES.name].shape[-1])
     return sum(-(-each // launch.tile_n) for each in keys)
-
-
-def _least_wide_tiles(call: Call) -> int:
-    """Tiles of keys for which one more cluster of a kernel by wgmma pays."""
-    row = LATENT_ROWS.get(call.kv_dtype) if EXTRA_INDICES.name in call.tensors else None
-    return _LEAST_CONVERTED_TILES if row is not None and row.scales_after_rows else _LEAST_WIDE_TILES
 
 
 @lru_cache(1024)

@@ -15,7 +15,7 @@ from attngen.errors import REMEDY, LoadError
 from attngen.files import read_regular
 from attngen.formats import VERSION
 from attngen.lang.variant import Variant
-from attngen.manifest import SHARES, Argument, KernelFields, LaunchEntry, LaunchFields, parse_manifest
+from attngen.manifest import SHARES, Argument, KernelFields, LaunchEntry, LaunchFields, WorkLimits, parse_manifest
 from attngen.records import shared
 from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN
 from attngen.runtime.device.interface import Driver
@@ -107,6 +107,7 @@ class KernelLaunch(LaunchFields):
         self.short_early = any(one.of == "short_tiles" for one in entry.parameters)  # after some of the longest
         self.times = kernel.times
         self.visible, self.uneven = kernel.visible, kernel.structure.uneven
+        self.limits: WorkLimits = kernel.limits
         self.blocks_at_once = 1 if self.persistent else kernel.structure.blocks  # of a multiprocessor
         shared_memory = entry.resources.shared_memory if entry.resources else 0
         how = DEPENDENT * self.pdl | COOPERATIVE * self.cooperative
@@ -157,6 +158,7 @@ class Kernel(KernelFields):
         self.min_driver = entries.min_driver or 0
         for name in (self.dtype, *entries.operands.values()):
             _check_dtype(name, origin)
+        self.limits = entries.structure  # of its list of work, if it has one
         self.launches = tuple(KernelLaunch(self, entry, self._image_of(entry)) for entry in entries.launches)
         self.main = self.launch(entries.main)
         self.main_place = self.launches.index(self.main)

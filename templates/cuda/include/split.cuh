@@ -1,63 +1,8 @@
-// Split-KV: equal ranges of a list, partial results of rows, and the last block to finish.
+// Split-KV: partial results of rows, and the last block to finish. How keys are divided is in work_list.cuh.
 #pragma once
 
 #include "counted.cuh"
 #include "softmax.cuh"
-
-// Totals of a list of KV chunks: chunks, the work items that they belong to, and the tiles of the longest item.
-struct Count {
-  int chunks, items, longest;
-
-  __device__ __forceinline__ Count& operator+=(const Count& other) {
-    chunks += other.chunks;
-    items += other.items;
-    longest = max(longest, other.longest);
-    return *this;
-  }
-};
-
-constexpr int kItemsOfWarp = 128;  // which a warp counts by itself
-
-// The sum of what the lanes before this one have.
-__device__ __forceinline__ Count count_before(const Count& own, int lane) {
-  Count sum = own;
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const Count other = {
-        __shfl_up_sync(~0u, sum.chunks, distance), __shfl_up_sync(~0u, sum.items, distance),
-        __shfl_up_sync(~0u, sum.longest, distance)};
-    if (lane >= distance) sum += other;
-  }
-  return {sum.chunks - own.chunks, sum.items - own.items, sum.longest};
-}
-
-// The totals of a warp.
-__device__ __forceinline__ Count count_of_warp(const Count& own) {
-  return {__reduce_add_sync(~0u, own.chunks), __reduce_add_sync(~0u, own.items), __reduce_max_sync(~0u, own.longest)};
-}
-
-// A list cut into one range for each worker; lengths differ by one at most.
-struct EvenRanges {
-  int count, quotient, remainder;
-
-  EvenRanges() = default;
-  __device__ __forceinline__ EvenRanges(int chunks, int workers)
-      : count(workers), quotient(chunks / max(workers, 1)), remainder(chunks % max(workers, 1)) {}
-  // Ranges of one chunk each.
-  static __device__ __forceinline__ EvenRanges of_one(int workers) {
-    EvenRanges ranges;
-    ranges.count = workers;
-    ranges.quotient = 1;
-    ranges.remainder = 0;
-    return ranges;
-  }
-  __device__ __forceinline__ int first(int worker) const { return worker * quotient + min(worker, remainder); }
-  __device__ __forceinline__ int worker_of(int chunk) const {
-    if (quotient == 1 && remainder == 0) return chunk;
-    const int longer = remainder * (quotient + 1);  // chunks in ranges that have one more
-    return chunk < longer ? chunk / (quotient + 1) : remainder + (chunk - longer) / quotient;
-  }
-};
 
 // Partial results of a row from some of its keys: O of kWidth columns, not yet divided by the row sum, the row max, and
 // the row sum. In memory the columns come first, then the row max and the sum; the padding keeps rows that lie one after the

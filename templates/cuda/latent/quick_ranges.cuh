@@ -1,7 +1,7 @@
 // Divisions of small numbers by few instructions, each of which runs once and is in no cache.
 #pragma once
 
-#include "split.cuh"
+#include "work_list.cuh"
 
 // Quotient of two numbers that are not negative, the second one not 0, if it is below 2^21: an approximation is then off by one at most.
 __device__ __forceinline__ int quick_quotient(int number, int divisor) {
@@ -11,10 +11,13 @@ __device__ __forceinline__ int quick_quotient(int number, int divisor) {
   return quotient + (rest >= divisor) - (rest < 0);
 }
 
-__device__ __forceinline__ EvenRanges quick_ranges(int chunks, int workers) {
-  EvenRanges ranges;
-  ranges.count = workers;
-  ranges.quotient = quick_quotient(chunks, max(workers, 1));
-  ranges.remainder = chunks - ranges.quotient * max(workers, 1);
-  return ranges;
-}
+struct Quick {
+  static __device__ __forceinline__ int quotient(int number, int divisor) { return quick_quotient(number, divisor); }
+  static __device__ __forceinline__ EvenRanges ranges(int chunks, int workers) {
+    EvenRanges ranges;
+    ranges.count = workers;
+    ranges.quotient = quick_quotient(chunks, max(workers, 1));
+    ranges.remainder = chunks - ranges.quotient * max(workers, 1);
+    return ranges;
+  }
+};

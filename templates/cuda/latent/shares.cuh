@@ -5,6 +5,7 @@
 #include "split.cuh"
 #include "tma.cuh"
 #include "types.cuh"
+#include "work_list.cuh"
 
 // Partial results of a block's rows in memory: chunks of 16 bytes, row after row, then for each row its weights and, behind these, row max
 // and row sum. A unit is the least that blocks share. In float32 a row has one weight.
@@ -171,19 +172,6 @@ struct KeptRows {
   __device__ __forceinline__ bool has(int row) const { return row >= first && row < end; }
   __device__ __forceinline__ uint32_t place_of(int row) const { return start + row * 16 * Rows::kChunks; }
 };
-
-// What another lane has of a struct of words.
-template <typename Words>
-__device__ __forceinline__ Words of_lane(const Words& own, int lane) {
-  constexpr int kWords = sizeof(Words) / 4;
-  int words[kWords];
-  memcpy(words, &own, sizeof(Words));
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) words[i] = __shfl_sync(~0u, words[i], lane);
-  Words result;
-  memcpy(&result, words, sizeof(Words));
-  return result;
-}
 
 // Counts a block that has left, and returns how many had left before. What it has written is released by a fence, if others need it.
 __device__ __forceinline__ uint32_t count_left(uint32_t* counter, uint32_t times) {
