@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError
 from attngen.lang.constant_conditions import fold_conditions
-from attngen.lang.variant import Settings, Variant
+from attngen.lang.variant import Variant, VariantSettings
 from attngen.runtime.registry.lookup import registry
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def variant(
         "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
     }  # fmt: skip
     settings = {"dropout": dropout, "keys": keys, "sink_in_lse": sink_in_lse, "weights": weights}
-    defaults = {one.name: one.default for one in dataclasses.fields(Settings)}
+    defaults = {one.name: one.default for one in dataclasses.fields(VariantSettings)}
     given |= {setting: value for setting, value in settings.items() if value is not defaults[setting]}
     named = {field: value for field, value in given.items() if value is not None}
     fields = {field: value for field, value in named.items() if not isinstance(value, Mapping) or value}

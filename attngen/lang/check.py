@@ -23,7 +23,7 @@ from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
 from attngen.lang.promotion import to_float, typed
 from attngen.lang.ranges import INT32, INT64, declared_ranges
 from attngen.lang.source import MAX_LENGTH, ExpressionError, Snippet, locate
-from attngen.lang.variant import VISIBLE, WEIGHTS, Scalar, Settings, Tensor, Variant, VariantText
+from attngen.lang.variant import VISIBLE, WEIGHTS, Scalar, Tensor, Variant, VariantSettings, VariantText
 from attngen.records import read
 
 #: Operators whose INT result may outgrow int32.
@@ -167,16 +167,15 @@ def compile_variant(
     """Return the checked variant of a spec's fields.
 
     ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink.
-    ``settings`` are those of ``Settings``: with ``dropout`` the variant takes a rate and a state of random numbers
-    besides its own arguments, and with ``keys`` the tensors of ``lang.listed.KEYS``. ``let`` maps a name to
-    a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
+    ``settings`` are those of ``VariantSettings``: with ``dropout`` the variant takes a rate and a state of random
+    numbers besides its own arguments, and with ``keys`` the tensors of ``lang.listed.KEYS``. ``let`` maps a name to a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
     (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
     ``written`` takes the expressions with the value of each part (see ``doubts``). Expressions that read a name of
     ``unsure``, which a declaration that cannot be read may declare, are not checked.
 
     Raises SpecError, with one error for each field that is wrong (``each``).
     """
-    said = Settings(**settings)
+    said = VariantSettings(**settings)
     keys = said.keys
     if said.weights != "softmax":
         others = {"sink": sink is not None, "keys": keys is not None, "dropout": said.dropout}

@@ -15,7 +15,7 @@ from attngen.lang.listed import KEYS
 from attngen.lang.ranges import Range, declared_ranges
 from attngen.records import VariantName
 
-__all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "Settings", "Tensor", "Variant", "VariantText"]
+__all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "VariantSettings", "Tensor", "Variant", "VariantText"]
 
 #: Fields of a variant that name and declare what others read, and its expressions; all others are settings.
 _NO_FEATURES = frozenset(("name", "scalars", "tensors", "let", "mask_text", "score_text", "sink_text"))
@@ -33,8 +33,8 @@ def _setting(default: Any, description: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a variant beside its expressions and what these read: one declaration of each.
+class VariantSettings:
+    """VariantSettings of a variant beside its expressions and what these read: one declaration of each.
 
     Specs, JSON, definitions and comparisons of variants follow. ``choices`` are the allowed texts, and ``unset`` is the
     word for None. A setting that nobody serves is refused by all (``Variant.features``).
@@ -63,13 +63,13 @@ class Settings:
         return {name: value for name, value in self.settings.items() if value != defaults[name]}
 
 
-def _settings_of(owner: type[Settings]) -> tuple[Field[Any], ...]:
+def _settings_of(owner: type[VariantSettings]) -> tuple[Field[Any], ...]:
     others = _NO_FEATURES | _EXPRESSIONS
     return tuple(one for one in fields(owner) if one.name not in others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VariantText(Settings):
+class VariantText(VariantSettings):
     """The JSON form of a variant: its expressions are texts of the language."""
 
     name: VariantName
@@ -85,7 +85,7 @@ class VariantText(Settings):
 
 
 @dataclass(frozen=True)
-class Variant(Settings):
+class Variant(VariantSettings):
     """A mask, a score and a sink over declared scalars and tensors.
 
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``. ``sink``

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from attngen.lang.listed import LISTS
 from attngen.lang.variant import WEIGHTS
-from attngen.plan.served import ANY, Values, only
+from attngen.plan.served import ANY, ServedValues, only
 
 #: Of all attention: any mask and sink, and functions that are approximated or not.
-MASKS: dict[str, Values] = {
+MASKS: dict[str, ServedValues] = {
     "softmax_scale": only(None, why="the scale is an argument of the call"),
     "sink_in_lse": only(True, why="only forward kernels with 'v: key' leave a sink out of the log-sum-exp"),
     **dict.fromkeys(("mask", "sink", "fast_math"), ANY),

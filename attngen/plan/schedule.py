@@ -10,7 +10,7 @@ from attngen.arch import Arch
 from attngen.errors import PlanError
 from attngen.plan.model import Plan
 from attngen.plan.pipes import Pipes
-from attngen.plan.served import UNDECLARED, Values
+from attngen.plan.served import UNDECLARED, ServedValues
 from attngen.schema.kernel_spec import KernelSpec
 
 
@@ -53,7 +53,7 @@ class Schedule:
     listed_keys: bool = False
     split_kv: bool = False
     split_tiles: bool = False
-    serves: Mapping[str, Values] = field(default_factory=lambda: UNDECLARED)
+    serves: Mapping[str, ServedValues] = field(default_factory=lambda: UNDECLARED)
     explanation: str = "attngen.parts.explained.base:ScheduleExplanation"
 
 

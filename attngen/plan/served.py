@@ -15,24 +15,24 @@ from attngen.schema.kernel_spec import KernelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class ServedValues:
     """Values of a field that kernels serve, and why they serve no others; None: ``plan`` of the schedule decides."""
 
     allowed: tuple[Any, ...] | None = None
     why: str = ""
 
 
-ANY = Values()
+ANY = ServedValues()
 
 
-def only(*allowed: Any, why: str) -> Values:
-    """Values that kernels serve, with the condition that others fail."""
-    return Values(allowed, why)
+def only(*allowed: Any, why: str) -> ServedValues:
+    """ServedValues that kernels serve, with the condition that others fail."""
+    return ServedValues(allowed, why)
 
 
 #: Fields of a schedule without a declaration, whose ``plan`` refuses what it cannot do. A field that comes later is not
 #: among them, since such a schedule cannot know it.
-UNDECLARED: Mapping[str, Values] = dict.fromkeys(
+UNDECLARED: Mapping[str, ServedValues] = dict.fromkeys(
     (
         "dtype", "kv_dtype", "out_dtype", "tile_m", "tile_n", "stages", "num_warps", "roles", "backward", "loads",
         "tile_map", "alignment", "fast_math", "softmax", "softmax_scale", "deterministic", "persistent", "order",
@@ -55,7 +55,7 @@ _NAMES = {
 }  # fmt: skip
 
 
-def unserved(spec: KernelSpec, served: Mapping[str, Values], name: str) -> PlanError | None:
+def unserved(spec: KernelSpec, served: Mapping[str, ServedValues], name: str) -> PlanError | None:
     """The refusal of the first field whose value the schedule ``name`` does not serve, or None.
 
     Fields that it ``served`` come in its order. A field that it does not list keeps its default.
@@ -63,7 +63,7 @@ def unserved(spec: KernelSpec, served: Mapping[str, Values], name: str) -> PlanE
     given = {field: (label, value, default) for field, label, value, default in _fields_of(spec)}
     for field in (*(field for field in served if field in given), *given):
         label, value, default = given[field]
-        values = served.get(field) or Values((default,), f"{name} does not serve it")
+        values = served.get(field) or ServedValues((default,), f"{name} does not serve it")
         if values.allowed is None or value in values.allowed:
             continue
         choices = [_shown(field, each) for each in values.allowed if each is not None]

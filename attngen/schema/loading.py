@@ -26,7 +26,7 @@ from attngen.lang.facts import Facts
 from attngen.lang.ir import Const, Type
 from attngen.lang.parser import Written
 from attngen.lang.source import locate
-from attngen.lang.variant import Monotone, Scalar, Settings, Tensor, Variant
+from attngen.lang.variant import Monotone, Scalar, Tensor, Variant, VariantSettings
 from attngen.schema import names, tree
 from attngen.schema.messages import field_path, spec_error, spec_errors, unknown_fields
 from attngen.schema.models import KernelModel, ScalarModel, SpecModel, TensorModel, VariantModel
@@ -439,7 +439,7 @@ def _compile(
         locate=places,
         written=written,
         unsure=unsure,
-        **{one.name: getattr(model, one.name) for one in fields(Settings)},
+        **{one.name: getattr(model, one.name) for one in fields(VariantSettings)},
     )
 
 

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from attngen.formats import SCHEMA
-from attngen.lang.variant import Settings
+from attngen.lang.variant import VariantSettings
 from attngen.schema.fields import (
     Alignment,
     ArchName,
@@ -176,9 +176,9 @@ def _setting(hint: Any, metadata: Mapping[str, Any], default: Any) -> tuple[Any,
     return kind, Field(default=default, description=metadata["description"])
 
 
-_HINTS = get_type_hints(Settings)
+_HINTS = get_type_hints(VariantSettings)
 _SETTINGS: dict[str, Any] = {
-    one.name: _setting(_HINTS[one.name], one.metadata, one.default) for one in fields(Settings)
+    one.name: _setting(_HINTS[one.name], one.metadata, one.default) for one in fields(VariantSettings)
 }
 _Settings = create_model("_Settings", __base__=Model, **_SETTINGS)
 

@@ -16,14 +16,14 @@ from attngen.inspect import baseline
 from attngen.integrations.engines import layers
 from attngen.lab.bench import check
 from attngen.lang.check import restore_variant
-from attngen.lang.variant import Settings, Variant
+from attngen.lang.variant import Variant, VariantSettings
 from attngen.parallel import decoding, making
 from attngen.runtime.operations.index_scores import arguments
 from attngen.runtime.reference import eager
 from attngen.schema.models import VariantModel
 from attngen.schema.writing import declaration
 
-SETTINGS = {one.name: one.default for one in fields(Settings)}
+SETTINGS = {one.name: one.default for one in fields(VariantSettings)}
 #: A value of each setting, and of what it cannot stand without.
 GIVEN: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": True},

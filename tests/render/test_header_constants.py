@@ -8,8 +8,8 @@ import pytest
 
 from attngen.manifest import STRUCTS
 from attngen.plan.pipes import ROW_PADDING
-from attngen.render.source import headers
 from attngen.runtime.geometry.map_shape import SLOTS_OF_WORD
+from tests.render.headers import headers
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from attngen.manifest import StructureEntry, WorkLimits
 from attngen.plan import Plan
 from attngen.records import read, written
 from attngen.render import render
-from attngen.render.source import headers
 from attngen.runtime.geometry.work_list import cut_of, stay_whole
 from tests.plan.specs import planned
+from tests.render.headers import headers
 from tests.render.test_decode_on_host import COMPILER, HOST, on_host
 
 _LISTED = "variants:\n  listed: {keys: counted_index_of_two_caches}\n"

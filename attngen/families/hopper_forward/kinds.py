@@ -15,7 +15,7 @@ _ALL = (*_HALF, *_EIGHT_BITS)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SoftmaxKind:
     """A kind of softmax: what plans and ``attngen explain`` know of it beside its template.
 
     ``softmax`` is the value of a spec's field, or weights that are no softmax; ``form`` what the plan makes of it where
@@ -67,25 +67,27 @@ _POWERS = "; in tiles without a mask P(j) is a polynomial of degree {degree}"
 #: the end; and with a log-sum-exp ``lse``, ``state`` and ``merge``: itself, what partial results hold, what normalizes
 #: their sum.
 KINDS = (
-    Kind("first_max", "", "first_max", _OLD_MAX),
-    Kind("first_max", "", "first_max_8_bits", _OLD_MAX + _FEW, dtypes=_EIGHT_BITS),
-    Kind("first_max", "relative", "first_max_relative", _OLD_MAX + _RELATIVE),
-    Kind("first_max", "relative", "first_max_relative_8_bits", _OLD_MAX + _RELATIVE + _FEW, dtypes=_EIGHT_BITS),
-    Kind("first_max", "capped", "first_max_capped", _OLD_MAX + _CAPPED, logits="capped"),
-    Kind("first_max", "capped", "first_max_capped_8_bits", _OLD_MAX + _CAPPED + _FEW, "", "capped", dtypes=_EIGHT_BITS),
-    Kind("lazy", "", "lazy", _LAZY, "lazy", dtypes=_ALL),
-    Kind("exact_max", "", "exact_max", "maximum, O rescaled, exponentials make P(j)", "exactmax", dtypes=_ALL),
-    Kind("bounded", "", "bounded", _CONSTANT, "bounded", "fused", _NO_MAX, cuts=False),
-    Kind("bounded", "capped", "bounded_capped", _CONSTANT + _CAPPED, "bounded", "capped", _NO_MAX, cuts=False),
-    Kind("bounded", "powers", "bounded_powers", _CONSTANT + _POWERS, "bounded", "powers", _NO_MAX, cuts=False),
-    Kind("sigmoid", "", "sigmoid", _SIGMOID, first_tile="sigmoids make", cuts=False, has_lse=False),
+    SoftmaxKind("first_max", "", "first_max", _OLD_MAX),
+    SoftmaxKind("first_max", "", "first_max_8_bits", _OLD_MAX + _FEW, dtypes=_EIGHT_BITS),
+    SoftmaxKind("first_max", "relative", "first_max_relative", _OLD_MAX + _RELATIVE),
+    SoftmaxKind("first_max", "relative", "first_max_relative_8_bits", _OLD_MAX + _RELATIVE + _FEW, dtypes=_EIGHT_BITS),
+    SoftmaxKind("first_max", "capped", "first_max_capped", _OLD_MAX + _CAPPED, logits="capped"),
+    SoftmaxKind(
+        "first_max", "capped", "first_max_capped_8_bits", _OLD_MAX + _CAPPED + _FEW, "", "capped", dtypes=_EIGHT_BITS
+    ),
+    SoftmaxKind("lazy", "", "lazy", _LAZY, "lazy", dtypes=_ALL),
+    SoftmaxKind("exact_max", "", "exact_max", "maximum, O rescaled, exponentials make P(j)", "exactmax", dtypes=_ALL),
+    SoftmaxKind("bounded", "", "bounded", _CONSTANT, "bounded", "fused", _NO_MAX, cuts=False),
+    SoftmaxKind("bounded", "capped", "bounded_capped", _CONSTANT + _CAPPED, "bounded", "capped", _NO_MAX, cuts=False),
+    SoftmaxKind("bounded", "powers", "bounded_powers", _CONSTANT + _POWERS, "bounded", "powers", _NO_MAX, cuts=False),
+    SoftmaxKind("sigmoid", "", "sigmoid", _SIGMOID, first_tile="sigmoids make", cuts=False, has_lse=False),
 )
 
 #: Values of a spec's ``softmax``.
 SOFTMAXES = tuple(dict.fromkeys(kind.softmax for kind in KINDS if kind.softmax not in WEIGHTS))
 
 
-def kind_of(softmax: str, form: str, p: str) -> Kind:
+def kind_of(softmax: str, form: str, p: str) -> SoftmaxKind:
     """The kind of a value of ``softmax`` in one of its forms, with P in the dtype ``p``."""
     return next(kind for kind in KINDS if (kind.softmax, kind.form) == (softmax, form) and p in kind.dtypes)
 
@@ -95,13 +97,13 @@ def form_of(*, terms: tuple[float, ...], capped: bool, relative: bool) -> str:
     return "capped" if capped else "powers" if terms else "relative" if relative else ""
 
 
-def kind_of_structure(forward: HopperForward, p: str) -> Kind:
+def kind_of_structure(forward: HopperForward, p: str) -> SoftmaxKind:
     """The kind of softmax of a structure, with P in the dtype ``p``."""
     form = form_of(terms=forward.terms, capped=forward.capped, relative=forward.relative)
     return kind_of(forward.softmax, form, p)
 
 
-def kind_of_plan(plan: Plan) -> Kind:
+def kind_of_plan(plan: Plan) -> SoftmaxKind:
     """The kind of softmax of a Hopper forward."""
     assert isinstance(plan.structure, HopperForward)
     return kind_of_structure(plan.structure, plan.operands.p.name)

@@ -10,7 +10,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
 from attngen.families.hopper_forward.candidates import ROWS, Choice, Form
-from attngen.families.hopper_forward.kinds import SOFTMAXES, Kind, kind_of_structure
+from attngen.families.hopper_forward.kinds import SOFTMAXES, SoftmaxKind, kind_of_structure
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import hopper_tile
@@ -29,7 +29,7 @@ from attngen.plan.model import Argument, Plan, Workspace
 from attngen.plan.operands import operands_of
 from attngen.plan.pipes import ROW_PADDING
 from attngen.plan.schedule import Schedule, plans_of
-from attngen.plan.served import ANY, Values, only
+from attngen.plan.served import ANY, ServedValues, only
 from attngen.plan.times import times_of, visible_keys
 from attngen.schema.kernel_spec import KernelSpec
 
@@ -180,7 +180,7 @@ def _scale_label(block: int) -> str:
     return "tokenscales" if block == 1 else f"scale{block}"
 
 
-def _arguments(plan: Plan, roles: HopperForward, kind: Kind) -> tuple[Argument, ...]:
+def _arguments(plan: Plan, roles: HopperForward, kind: SoftmaxKind) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
     staged = [boxes("out", ROWS, packed=plan.pack_gqa)] if roles.boxes_out else []
@@ -224,7 +224,7 @@ def _products(planned: Plan, roles: HopperForward) -> int:
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 
 
-def serves(numbers: Mapping[str, Probabilities]) -> dict[str, Values]:
+def serves(numbers: Mapping[str, Probabilities]) -> dict[str, ServedValues]:
     """Declaration of a Hopper forward with these rules for P."""
     return {
         "dtype": only(*numbers, why=f"cuda kernels take {' and '.join(numbers)}"),

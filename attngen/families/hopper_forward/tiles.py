@@ -23,7 +23,7 @@ from attngen.families.hopper_forward.candidates import (
     candidates,
     key_step,
 )
-from attngen.families.hopper_forward.kinds import Kind, form_of, kind_of
+from attngen.families.hopper_forward.kinds import SoftmaxKind, form_of, kind_of
 from attngen.families.hopper_forward.memory import fits, memory_refusal, with_memory
 from attngen.families.hopper_forward.pipes import forward_roles
 from attngen.families.hopper_forward.registers import REGISTERS, register_refusal, registers_of, searches
@@ -200,7 +200,7 @@ def _is_end_aligned(spec: KernelSpec, iteration: str, tile_n: int) -> bool:
 
 def _softmax(
     spec: KernelSpec, iteration: str, form: Form, candidate: Candidate, *, widest: int, columns: int
-) -> tuple[Kind, dict[str, Any]]:
+) -> tuple[SoftmaxKind, dict[str, Any]]:
     """The kind of softmax, and fields of ``HopperForward`` about the row max and P: how it is kept, and what a logit
     costs. ``widest``: columns of the wider one of K and V; ``columns``: those of both."""
     numbers, tiled = form.numbers[spec.dtype], candidate.bias_bytes
@@ -245,7 +245,7 @@ def _order(
     candidate: Candidate,
     consumers: int,
     *,
-    kind: Kind,
+    kind: SoftmaxKind,
     widest: int,
 ) -> dict[str, Any]:
     """Fields of ``HopperForward`` about the order of work tiles, and of the tiles of keys of each."""

@@ -27,7 +27,7 @@ from attngen.plan.model import Argument, Columns, Plan, Region, Structure, Works
 from attngen.plan.operands import operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.schedule import Schedule
-from attngen.plan.served import Values, only
+from attngen.plan.served import ServedValues, only
 from attngen.schema.kernel_spec import Backward, KernelSpec
 
 _ROWS = _KEYS = 64  # heads of a block, keys of a step
@@ -214,7 +214,7 @@ def refusal_beside_masks(spec: KernelSpec, what: str) -> PlanError | None:
     return None
 
 
-def serves(what: str) -> dict[str, Values]:
+def serves(what: str) -> dict[str, ServedValues]:
     """Declaration of a backward of masks and sinks alone, in words ``what``."""
     return {
         "dtype": only(*KEY_VALUE_DTYPES, why=f"{what} takes {' and '.join(KEY_VALUE_DTYPES)}"),

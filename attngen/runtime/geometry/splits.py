@@ -13,7 +13,7 @@ from attngen.runtime.geometry.work_list import stay_whole
 
 if TYPE_CHECKING:
     from attngen.runtime.arguments.checked import Call
-    from attngen.runtime.kernels.module import Launch
+    from attngen.runtime.kernels.module import KernelLaunch
 
 #: Blocks that are enough to keep memory busy, and tiles of the longest sequence which are read so soon that this does
 #: not matter; measured.
@@ -62,7 +62,7 @@ SPLIT_NAMES = (
 )  # fmt: skip
 
 
-def split_sizes(launch: Launch, call: Call, capacity: Capacity) -> dict[str, int]:
+def split_sizes(launch: KernelLaunch, call: Call, capacity: Capacity) -> dict[str, int]:
     """Return the numbers by the names that manifests use.
 
     ``row_warps`` (two to the ``row_bits``) warps have a unit of query rows, of which a KV head has ``row_units`` in
@@ -84,7 +84,7 @@ class SplitNumbers:
         "_listed_tiles", "_merges", "_searches", "_shared", "_split_size", "_tile_m", "_tile_n", "_together", "_warps",
     )  # fmt: skip
 
-    def __init__(self, launch: Launch, call: Call, capacity: Capacity) -> None:
+    def __init__(self, launch: KernelLaunch, call: Call, capacity: Capacity) -> None:
         self._tile_m, self._tile_n, self._warps = launch.tile_m, launch.tile_n, launch.row_warps
         self._kv_heads, self._group = call.kv_heads, call.heads // max(call.kv_heads, 1)
         self._listed = call.variant.keys is not None
@@ -163,7 +163,7 @@ class SplitNumbers:
         )  # fmt: skip
 
 
-def _listed_tiles(launch: Launch, call: Call) -> int:
+def _listed_tiles(launch: KernelLaunch, call: Call) -> int:
     """Tiles of the keys that a call lists; each has keys of one list."""
     lists = LISTS[str(call.variant.keys)]
     keys = [call.tensors[INDICES.name].shape[-1] * lists.block]

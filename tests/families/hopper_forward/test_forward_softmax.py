@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from attngen.errors import PlanError
-from attngen.families.hopper_forward.kinds import KINDS, SOFTMAXES, Kind
+from attngen.families.hopper_forward.kinds import KINDS, SOFTMAXES
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.lang.folding import KEY, ONE, fold_logit, split_keys, subtract
 from attngen.lang.ir import Const, Op, Type, names, own
@@ -147,7 +147,7 @@ def test_a_kind_is_a_template_and_a_row() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.file)
-def test_the_template_of_a_kind_has_its_macros(kind: Kind) -> None:
+def test_the_template_of_a_kind_has_its_macros(kind: SoftmaxKind) -> None:
     text = (TEMPLATES / f"softmax/{kind.file}.cu.j2").read_text()
     taken = ", ".join(re.findall(r"^<% set ([\w, ]+) =", text, re.MULTILINE)).split(", ")
     assert {*re.findall(r"<% macro (\w+)\(", text), *taken} >= MACROS | (MACROS_OF_LSE if kind.has_lse else set())
