@@ -166,12 +166,13 @@ def compile_variant(
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
-    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink.
-    ``settings`` are those of ``VariantSettings``: with ``dropout`` the variant takes a rate and a state of random
-    numbers besides its own arguments, and with ``keys`` the tensors of ``lang.listed.KEYS``. ``let`` maps a name to a text, or ``f(x, y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field
-    (``mask``, ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise.
-    ``written`` takes the expressions with the value of each part (see ``doubts``). Expressions that read a name of
-    ``unsure``, which a declaration that cannot be read may declare, are not checked.
+    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink. ``settings``
+    are those of ``VariantSettings``: with ``dropout`` the variant takes a rate and a state of random numbers besides
+    its own arguments, and with ``keys`` the tensors of ``lang.listed.KEYS``. ``let`` maps a name to a text, or ``f(x,
+    y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field (``mask``,
+    ``score``, ``let.dist``, ``scalars.window.min`` …); the nearest enclosing field's serves otherwise. ``written``
+    takes the expressions with the value of each part (see ``doubts``). Expressions that read a name of ``unsure``,
+    which a declaration that cannot be read may declare, are not checked.
 
     Raises SpecError, with one error for each field that is wrong (``each``).
     """

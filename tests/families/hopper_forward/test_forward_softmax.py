@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from attngen.errors import PlanError
-from attngen.families.hopper_forward.kinds import KINDS, SOFTMAXES
+from attngen.families.hopper_forward.kinds import KINDS, SOFTMAXES, SoftmaxKind
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.lang.folding import KEY, ONE, fold_logit, split_keys, subtract
 from attngen.lang.ir import Const, Op, Type, names, own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -182,7 +181,7 @@ def _by_state(given: Given) -> Results:
     """Run a call that may not run as an earlier one did: it is made an operator, its tensors are arrays, or ``run``
     looks closer."""
     if arrays.is_array(given.q):
-        return arrays.serve_given(partial(later.mixed.attend_ragged, run_or_trace), given)
+        return arrays.serve_given(_run_tensors, given)
     traced = is_traced(given.q)
     if not traced and not watching():  # such as a nested tensor, which is refused
         return run(given)
@@ -193,6 +192,11 @@ def _by_state(given: Given) -> Results:
     if not torch.compiler.is_compiling() and given.q.device.type == "meta":
         _check_on_meta(given)
     return operators.call(given)
+
+
+def _run_tensors(given: Given) -> Any:
+    """Run a call whose tensors stand for arrays."""
+    return later.mixed.attend_ragged(run_plain, given) if may_repeat(given.q) else _by_state(given)
 
 
 def _check_on_meta(given: Given) -> None:

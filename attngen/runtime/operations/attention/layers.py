@@ -271,10 +271,11 @@ class _Launches:
         if (begin | into) % CHUNK_BYTES or stream != first.stream or not may_repeat(q) or in_graph(stream):
             return False
         moves = layer.moves
-        moved = [moves.get(part.chain) or layer.moved(part.chain) for part in parts]
         if len(parts) == 1:
-            first.launch(begin, into, moved[0])
-        elif streams is None:
+            first.launch(begin, into, moves.get(first.chain) or layer.moved(first.chain))
+            return True
+        moved = [moves.get(part.chain) or layer.moved(part.chain) for part in parts]
+        if streams is None:
             with PAIRED:
                 first.launch(begin, into, moved[0])
                 parts[1].launch(begin, into, moved[1])

@@ -131,7 +131,7 @@ def are_unlike(batch: int, rows: int, longest: int) -> bool:
 
 
 def attend_ragged(run: Callable[[Given], Results], given: Given) -> Results:
-    """Result of a paged call that does not say which sequences decode; the longest has more than a few queries."""
+    """Result of a call that ``may_repeat``, and if it is paged, does not say which sequences decode."""
     return _attend_unlike(run, given, run) if _are_unlike(given) else run(given)
 
 
@@ -147,8 +147,6 @@ def _are_unlike(given: Given) -> bool:
 def _attend_unlike(run: Callable[[Given], Results], given: Given, otherwise: Callable[[Given], Results]) -> Results:
     """Result of a paged call whose sequences probably are of both kinds; ``otherwise`` where kernels cannot leave out
     sequences."""
-    if not may_repeat(given.q):
-        return otherwise(given)
     known = pairs.recognized(given)
     if known is not None:
         pair, addresses = known
