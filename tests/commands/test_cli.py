@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from attngen import cli
 from attngen.errors import CompileError, SpecError
 from tests.forked import ROOT
+from tests.sampling import sampled
 
 
 @pytest.fixture
@@ -74,8 +75,10 @@ def test_errors_are_told_without_a_traceback(runner, monkeypatch, error, code):
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["check", "specs/hopper.yaml"]])
-@pytest.mark.parametrize("output", ["unread", "closed", "full"])
+@sampled(
+    arguments={"help": ["--help"], "list": ["list"], "check": ["check", "specs/hopper.yaml"]},
+    output=["unread", "closed", "full"],
+)
 def test_output_that_nobody_takes_leaves_no_traceback(arguments: list[str], output: str) -> None:
     """As with ``attngen list | true``, ``attngen list >&-``, and a full disk."""
     reads, writes = os.pipe()

@@ -89,9 +89,10 @@ FEW_CASES = [
 ]
 
 
-def seldom(fields: dict[str, object]) -> object:
-    """Mark fields each of which other kernels have, too: a kernel takes two seconds to compile."""
-    return pytest.param(fields, marks=pytest.mark.exhaustive)
+def seldom(value: object) -> object:
+    """Mark fields each of which other kernels have, too, or cases: a kernel takes two seconds to compile, and longer to
+    run."""
+    return pytest.param(value, marks=pytest.mark.exhaustive)
 
 
 def on_host(name: str, text: str) -> str:
@@ -150,6 +151,7 @@ WIDE_CASES = ["16,2,1,4,0,64,64,1,200", "4,1,1,3,0,16,500", "48,1,3,4,2,16,300,0
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
+@pytest.mark.parametrize("cases", [KEY_VALUE_CASES[:5], seldom(KEY_VALUE_CASES[5:])], ids=["few", "rest"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -160,8 +162,8 @@ WIDE_CASES = ["16,2,1,4,0,64,64,1,200", "4,1,1,3,0,16,500", "48,1,3,4,2,16,300,0
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
-def test_one_whose_values_are_keys_is_right(fields: dict[str, object], tmp_path: Path) -> None:
-    run({"v": "key", **fields}, KEY_VALUE_CASES, tmp_path)
+def test_one_whose_values_are_keys_is_right(fields: dict[str, object], cases: list[str], tmp_path: Path) -> None:
+    run({"v": "key", **fields}, cases, tmp_path)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -197,12 +199,19 @@ LISTED_BLOCKS_CASES = ["64,9,2,300,13,1,13,0,4,5,8,1,3", "128,3,4,512,16,8,16,1,
 @pytest.mark.parametrize(
     ("keys", "fields", "cases"),
     [
-        ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES),
+        ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES[3:8]),
+        pytest.param("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES, marks=pytest.mark.exhaustive),
         pytest.param("counted_index", {"head_dim": "512"}, LISTED_CASES, marks=pytest.mark.exhaustive),
         pytest.param(
             "counted_blocks_of_16", {"head_dim": "{qk: 576, v: 512}"}, LISTED_BLOCKS_CASES, marks=pytest.mark.exhaustive
         ),
-        ("counted_index", {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"}, LISTED_CASES),
+        ("counted_index", {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"}, LISTED_CASES[:3]),
+        pytest.param(
+            "counted_index",
+            {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"},
+            LISTED_CASES,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda value: "" if isinstance(value, list) else "-".join(value.values()) if isinstance(value, dict) else value,
 )
@@ -226,12 +235,13 @@ TWO_CACHES_CASES = [
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-def test_one_with_two_caches_is_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", [TWO_CACHES_CASES[2:], seldom(TWO_CACHES_CASES[:2])], ids=["few", "rest"])
+def test_one_with_two_caches_is_right(cases: list[str], tmp_path: Path) -> None:
     declared = "variants:\n  listed: {keys: counted_index_of_two_caches}\n"
     plan = planned(
         "listed", declared=declared, backend="cuda", v="key", layout="paged", head_dim=512, kv_dtype="fp8_mla_584"
     )
-    run_plan(plan, "two_caches.cpp", {}, TWO_CACHES_CASES, tmp_path)
+    run_plan(plan, "two_caches.cpp", {}, cases, tmp_path)
 
 
 def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:

@@ -26,6 +26,7 @@ from attngen.render.expressions import (
     settled,
 )
 from tests.plan.specs import kernel_spec
+from tests.sampling import sampled
 
 MOST = 2**31 - 1
 SIZES = (1, 2, 3, 64, 1000, 2**16 - 1, 2**16 + 1, 2**30, MOST)
@@ -87,8 +88,7 @@ def operations(expr: Expr) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("along", [KEYS, QUERIES], ids=["forward", "backward"])
-@pytest.mark.parametrize("name", sorted(MASKS))
+@sampled(name=sorted(MASKS), along={"forward": KEYS, "backward": QUERIES})
 def test_bounds_of_tiles_are_those_of_int64(name: str, along: Along) -> None:
     text, scalars = declared(name)
     passes = {"passes": "backward", "backward": "{backend: cuda}"} if along is QUERIES else {"backend": "cuda"}

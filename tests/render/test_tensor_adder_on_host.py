@@ -101,10 +101,10 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "head_dim", "dtype", "layout", "lengths", "stored"),
     [
-        ("all", 64, "bf16", "dense", (192, 256), 0),
+        pytest.param("all", 64, "bf16", "dense", (192, 256), 0, marks=pytest.mark.exhaustive),
         pytest.param("all", 64, "bf16", "dense", (192, 256), 1, marks=pytest.mark.exhaustive),
         ("all", 128, "bf16", "dense", (150, 300), 1),
-        ("all", 128, "fp16", "dense", (150, 304), 0),
+        pytest.param("all", 128, "fp16", "dense", (150, 304), 0, marks=pytest.mark.exhaustive),
         ("all", 64, "fp16", "varlen", (149, 301), 1),
         ("decay", 32, "fp16", "dense", (150, 300), 0),
     ],

@@ -10,13 +10,14 @@ import pytest
 
 from tests.families.hopper_backward.cluster_protocol import Case, Cluster, Rules
 from tests.plan.simulation import ProtocolError
+from tests.sampling import sampled
 
 RUNS = 150
 
 
-@pytest.mark.parametrize(("ordered", "reads_ds"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("overlap", ["roles", "dv"])
-def test_the_rules_of_the_templates_hold(overlap: str, ordered: bool, reads_ds: bool) -> None:
+@sampled(form={"plain": (False, False), "ordered": (True, False), "reads_ds": (False, True)}, overlap=["roles", "dv"])
+def test_the_rules_of_the_templates_hold(form: tuple[bool, bool], overlap: str) -> None:
+    ordered, reads_ds = form
     random = Random(0)
     for _ in range(RUNS):
         case = replace(Case.random(random), overlap=overlap, ordered=ordered, reads_ds=reads_ds)

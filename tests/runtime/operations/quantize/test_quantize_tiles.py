@@ -25,6 +25,7 @@ from attngen.runtime.operations.quantize.sizes import PreparedQuantize
 from tests.runtime.host_kernels import COMPILER, HostDriver, on_host, quantizing_kernels
 from tests.runtime.operations.quantize import quantized_by_sample as sample
 from tests.runtime.operations.quantize.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean
+from tests.sampling import some
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -118,7 +119,7 @@ def test_keys_less_their_mean(host: HostDriver, dim: int) -> None:
     assert {name for name, _ in host.launches} == {f"quantize_sm90a_bf16_d{dim}_kept"}
 
 
-@pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("centered", some([True, False], always=[True]))
 @pytest.mark.parametrize("dim", DIMS)
 def test_scales_from_a_sample(host: HostDriver, dim: int, centered: bool) -> None:
     """Numbers are what exact scales would give, but for coarser steps, and are found again if one is too large."""
