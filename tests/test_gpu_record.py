@@ -178,7 +178,8 @@ def test_of_several_cards_one_is_for_the_tests_that_need_it(tmp_path: Path, monk
         "import torch\ntorch.cuda.device_count = lambda: 2\n\nfrom tests.gpu.conftest import pytest_runtest_protocol\n"
     )
     monkeypatch.setattr(record, "cards", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "PYTEST_XDIST_WORKER"):  # of this process, if it is a worker itself
+        monkeypatch.delenv(name, raising=False)
     suite, said = run([path], workers=2, limit=200, folder=tmp_path, prebuild=False)
     assert len(names(suite.tests, "passed")) == 9, (tmp_path / "tests").read_text()
     assert len(said) == 2

@@ -44,7 +44,7 @@ def test_every_variant_that_code_names_exists() -> None:
     named = []
     for path in INTEGRATIONS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Candidate":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "VariantCandidate":
                 first = node.args[0]
                 if isinstance(first, ast.Constant):
                     assert first.value in names, f"{path.name}:{node.lineno}"

@@ -126,7 +126,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         parts=parts_of(plan, structure),
         command=command(plan),
         summary=summary(plan),
-        headers=_headers(plan, structure),
+        headers=_headers(plan, structure, bounds=code.falls),
         element=plan.operands.p,
         regions=tuple(
             RegionView(constant(region.name), region.offset, _region_text(region.name, region.bytes, key_values))
@@ -175,7 +175,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     )
 
 
-def _headers(plan: Plan, forward: HopperForward) -> tuple[str, ...]:
+def _headers(plan: Plan, forward: HopperForward, *, bounds: bool) -> tuple[str, ...]:
     """The headers that a kernel needs."""
     variant = plan.variant
     needed = {
@@ -184,6 +184,7 @@ def _headers(plan: Plan, forward: HopperForward) -> tuple[str, ...]:
         "division": bool(plan.divisors),
         "dropout": variant.dropout,
         "expression": any((variant.masked, variant.score, variant.sink)),
+        "least_logit": bounds,
         "pages": plan.key_access == "paged",
         "pdl": True,
         "powers": forward.takes_powers,

@@ -50,13 +50,6 @@ __device__ __forceinline__ float nan_max(float a, float b) {
 #endif
 }
 
-// Raises finite elements to `least`; -inf and NaN stay what they are.
-template <int kCount>
-__device__ __forceinline__ void bound_below(float (&x)[kCount], float least) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] = x[i] * 0x1p-126f + nan_max(x[i], least);
-}
-
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }

@@ -52,7 +52,7 @@ def test_caches_of_8_bits() -> None:
         ("kv_dtype: fp8_e4m3", "sm86", 128, "kv_dtype: .*sm86 does not convert numbers of 8 bits"),
         ("kv_dtype: fp8_e4m3", "sm89", 72, "head_dim: .*multiples of 16"),
         ("kv_dtype: fp8_e4m3, descale: page", "sm89", 128, "descale: .*a scale of each head"),
-        ("dtype: fp32", "sm80", 128, "dtype: .*not fp32"),
+        ("dtype: fp32", "sm80", 128, "dtype: .*found fp32"),
         ("loads: descriptor", "sm80", 128, "loads: .*load by cp.async"),
         ("alignment: element", "sm80", 128, "alignment: .*copies 16 bytes"),
         ("tile_map: always", "sm80", 128, "tile_map: .*classify tiles themselves"),
