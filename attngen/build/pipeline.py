@@ -387,8 +387,8 @@ def compile_kernels(
     """Find or compile kernels in the cache without indexing them, so that calls do not find them.
 
     ``workers`` are processes that were started ahead (``attngen.store.jobs.worker_processes``).
-    Gives the kernels by the names of their plans, in the order of ``prepared`` (the one that was built may have another
-    name), and those that could not be compiled. Raises StoreError if the cache cannot be written.
+    Returns the kernels and the failures. The kernels go by the names of their plans, in the order of ``prepared``; one
+    that was built by another plan has the name of that plan itself. Raises StoreError if the cache cannot be written.
     """
     outcome = Compiles(store, observer or Silent(), COMPILER)
     outcome.run(prepared, jobs, workers)
