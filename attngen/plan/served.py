@@ -26,7 +26,7 @@ ANY = ServedValues()
 
 
 def only(*allowed: Any, why: str) -> ServedValues:
-    """ServedValues that kernels serve, with the condition that others fail."""
+    """Values that kernels serve, with the condition that others fail."""
     return ServedValues(allowed, why)
 
 
