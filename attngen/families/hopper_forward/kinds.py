@@ -64,8 +64,8 @@ _POWERS = "; in tiles without a mask P(j) is a polynomial of degree {degree}"
 
 #: The template of each has these macros: ``constants``; ``declare`` and ``offset``, the state of two rows, and what
 #: logits are relative to; ``first`` and ``step``, P of the first tile and of others; ``normalize``, the factors of O in
-#: the end; with a log-sum-exp ``lse``, ``state`` and ``merge``: itself, what partial results hold, what normalizes their
-#: sum; and in kinds of ``HopperForward.bounds_tiles`` ``bound``, the least logits of a tile.
+#: the end; with a log-sum-exp ``lse``, ``state`` and ``merge``: itself, what partial results hold, what normalizes
+#: their sum; and in kinds of ``HopperForward.bounds_tiles`` ``bound``, the least logits of a tile.
 KINDS = (
     SoftmaxKind("first_max", "", "first_max", _OLD_MAX),
     SoftmaxKind("first_max", "", "first_max_8_bits", _OLD_MAX + _FEW, dtypes=_EIGHT_BITS),
