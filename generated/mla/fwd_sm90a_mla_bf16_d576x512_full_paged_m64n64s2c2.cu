@@ -429,11 +429,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
 
         const auto multiply = [&](auto consumer) {
           constexpr int half = consumer.half;  // a constant, so that descriptors of products are constants, too
+          constexpr int stage = half;  // of this consumer's tiles
+          // Each consumer stores P in a place of its own.
+          constexpr uint32_t kOwnP = kP + half * kBox, kOtherP = kOwnP + (1 - 2 * half) * kBox;
+
           // Takes over the row max that the other consumer has published with P of its tile.
           const auto take_row_max = [&] {
             named_sync(Named::kPublished, 1 - half, 128 * kConsumers);
             const float raised[2] = {shared_at<float>(kRowMax + 4 * own_row), shared_at<float>(kRowMax + 4 * own_row + 4 * 8)};
-            if (__any_sync(~0u, raised[0] > row_max[0] || raised[1] > row_max[1])) {
+            if (__builtin_expect(__any_sync(~0u, raised[0] > row_max[0] || raised[1] > row_max[1]), 0)) {
               float alpha[2];
               raise_row_max(raised, row_max, alpha);
               rescale(acc, alpha);
@@ -441,12 +445,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
               row_sum[1] *= alpha[1];
             }
           };
-          const auto release_half = [&](int stage) {
-            if (lane < kHalfBoxes) arrive(here + ValuesRing::empty_of(box_of(half, stage, lane)));
-          };
           // Issues O += P V of the other consumer's tile.
           const auto issue_other = [&] {
-            const RowMatrix p(kP + (1 - half) * kBox);
+            const RowMatrix p(kOtherP);
             const ValueMatrix v(place_of(half, 1 - half, 0));
             fence_registers(acc);
             fence_products();
@@ -456,7 +457,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             }
             commit_products();
           };
-
+          const auto release_half = [&](int stage) {
+            if (lane < kHalfBoxes) arrive(here + ValuesRing::empty_of(box_of(half, stage, lane)));
+          };
           // Finishes the other consumer's tile of a step, if there is one: waits for its P, adds P V to O, and releases its columns.
           const auto finish_other = [&](int step) {
             if (!__any_sync(~0u, step < tiles)) return;
@@ -468,7 +471,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
           };
 
           for (int step = half; __any_sync(~0u, step < tiles); step += kConsumers) {
-            const int tile = tile_of(work, part.first + step), phase = round++ & 1;
+            const int tile = tile_of(work, part.first + step);
+            const int phase = round++ & 1;
 
             // S = Q K^T, once the other consumer has issued that of the tile before: so its softmax runs beside this product.
             if constexpr (half == 1) named_sync(Named::kScored, 0, 128 * kConsumers);
@@ -514,18 +518,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
               take_row_max();
               issue_other();
             }
-              const int left = work.seqlen_k - tile * kBlockN;
-              if (__builtin_expect(left < kBlockN, 0)) {  // V after the end may be NaN, and 0 * NaN is NaN
-                for (int i = max(left, 0) * kBoxBytes + 16 * group_thread; i < static_cast<int>(kBox); i += 128 * 16) {
+            const int left = work.seqlen_k - tile * kBlockN;
+            if (__builtin_expect(left < kBlockN, 0)) {  // V after the end may be NaN, and 0 * NaN is NaN
+              for (int i = max(left, 0) * kBoxBytes + 16 * group_thread; i < static_cast<int>(kBox); i += 128 * 16) {
 #pragma unroll
-                  for (int box = 0; box < kHalfBoxes; ++box) {
-                    shared_at<int4>(place_of(0, half, box) + i) = {};
-                    shared_at<int4>(place_of(1, half, box) + i) = {};
-                  }
+                for (int box = 0; box < kHalfBoxes; ++box) {
+                  shared_at<int4>(place_of(0, half, box) + i) = {};
+                  shared_at<int4>(place_of(1, half, box) + i) = {};
                 }
-                fence_async_proxy();
-                named_sync(Named::kZeroed, half, 128);
               }
+              fence_async_proxy();
+              named_sync(Named::kZeroed, half, 128);
+            }
             const int kv_first = tile * kBlockN + 2 * (lane % 4);
             if (__builtin_expect(__any_sync(~0u, !(tile >= work.spans.full_lo && tile < work.spans.full_hi)), 0)) {
               const int visible_to = seqlen_k - kv_first;
@@ -557,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             // The other consumer has multiplied what is in this buffer, P of two tiles ago: it released the stage of that tile after
             // the product, and this tile has been loaded to the same stage since.
             const int p_row = 16 * (warp % 4) + lane % 16;
-            const uint32_t p_start = here + kP + half * kBox + p_row * kBoxBytes + 16 * (lane / 16 ^ p_row % 8);
+            const uint32_t p_start = here + kOwnP + p_row * kBoxBytes + 16 * (lane / 16 ^ p_row % 8);
 #pragma unroll
             for (int column = 0; column < kBlockN; column += kMmaK) {
               const uint32_t* const of_column = p + column / 4;
@@ -569,14 +573,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             }
             fence_async_proxy();
             named_arrive(Named::kPublished, half, 128 * kConsumers);
-
-            // O += P V
             wait_products<0>();  // on all paths, or ptxas takes O for unfinished below
             fence_registers(acc);
             if constexpr (half == 1) release_half(1 - half);
+
+            // O += P V
             if (__builtin_expect(raised, 0)) rescale(acc, alpha);
             {
-              const ValueMatrix v(place_of(half, half, 0));
+              const ValueMatrix v(place_of(half, stage, 0));
               fence_registers(acc);
               fence_products();
 #pragma unroll
@@ -588,7 +592,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
             wait_products<0>();
             fence_registers(acc);
             release_half(half);
-            if constexpr (half == 0) finish_other(step + 1);  // before S of the next tile, which waits for its keys
+            if constexpr (half == 0) {
+              finish_other(step + 1);  // before S of the next tile, which waits for its keys
+            }
           }
           if constexpr (half == 1) {
             if (tiles % kConsumers == 1) finish_other(tiles - 1);

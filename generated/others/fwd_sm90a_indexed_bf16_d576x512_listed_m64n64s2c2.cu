@@ -387,6 +387,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
 
         const auto multiply = [&](auto consumer) {
           constexpr int half = consumer.half;  // a constant, so that descriptors of products are constants, too
+          constexpr int stage = half;  // of this consumer's tiles
           // Each consumer stores P in a place of its own: where the columns of its tile were that only S needs.
           constexpr uint32_t kOwnP = kMore + half * kBox, kOtherP = kOwnP + (1 - 2 * half) * kBox;
 
@@ -418,8 +419,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
             release(ValuesRing::empty_of(stage_of(half, stage)));
             if (stage != half) release(MoreRing::empty_of(stage));  // the other consumer's P
           };
-
-          // The same of the tile of a step, if there is one, from its P to the release of its columns.
+          // Finishes the other consumer's tile of a step, if there is one: waits for its P, adds P V to O, and releases its columns.
           const auto finish_other = [&](int step) {
             if (!__any_sync(~0u, step < tiles)) return;
             take_row_max();
@@ -494,7 +494,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
               issue_other_columns();
               find_listed(step);
               finish_scores(step);
-              take_row_max();  // the tile before is the other one's
+            }
+            if constexpr (half == 1) {  // the tile before is the other one's
+              take_row_max();
               issue_other();
             }
             // The keys of a lane's elements. An entry that names no key becomes seqlen_k, after the last key, which is masked.
@@ -503,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
 #pragma unroll
               for (int i = 0; i < kBlockN / 4; i += 2) {
                 const int column = 4 * i + 2 * (lane % 4), entry = tile * kBlockN + column;
-                const int2 two = shared_at<int2>(kKeys + 4 * (kBlockN * half + column));
+                const int2 two = shared_at<int2>(kKeys + 4 * (kBlockN * stage + column));
                 const auto key_of = [&](int key, int entry) {
                   return entry < work.entries && static_cast<uint32_t>(key) < static_cast<uint32_t>(work.seqlen_k) ? key : work.seqlen_k;
                 };
@@ -560,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
             // O += P V
             if (__builtin_expect(raised, 0)) rescale(acc, alpha);
             {
-              const ValueMatrix v(place_of(half, half, 0));
+              const ValueMatrix v(place_of(half, stage, 0));
               fence_registers(acc);
               fence_products();
 #pragma unroll

@@ -75,7 +75,8 @@ class DecodeView:
     items: str = "cuda/decode/_items.cu.j2"  # templates: how work items are numbered,
     places: str = "cuda/decode/_places.cu.j2"  # and which rows and tiles they have
     loader: str = "cuda/decode/_loader.cu.j2"  # and how their keys are loaded,
-    consumer: str = ""  # and multiplied, where kernels of one template differ
+    consumer: str = ""  # and multiplied, where kernels of one template differ,
+    scores: str = ""  # and how consumers of latent attention that are alike compute S
     lists: KeyLists | None = None  # what the lists of a call hold
 
 

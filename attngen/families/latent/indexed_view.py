@@ -37,8 +37,9 @@ def indexed_view(plan: Plan, template: str) -> DecodeView:
     if plan.latent_row is not None and plan.latent_row.scales_after_rows:
         loader = "looking_ahead_loader"
     return replace(
-        view, loader=f"cuda/latent/indexed/_{loader}.cu.j2", consumer=f"cuda/latent/indexed/_{consumer}.cu.j2"
-    )
+        view, loader=f"cuda/latent/indexed/_{loader}.cu.j2", consumer=f"cuda/latent/indexed/_{consumer}.cu.j2",
+        scores="cuda/latent/scores/by_halves.cu.j2",
+    )  # fmt: skip
 
 
 def mma_indexed_view(plan: Plan, template: str) -> DecodeView:

@@ -24,4 +24,7 @@ def mla_view(plan: Plan, template: str) -> DecodeView:
     """View of a plan."""
     view = split_view(plan, template, pipes_view(mla_pipes_of(plan)), _REGION_TEXTS)
     kind = "" if plan.latent_row is None else "widening_"
-    return replace(view, loader=f"cuda/latent/_{kind}loader.cu.j2", consumer=f"cuda/latent/_{kind}consumer.cu.j2")
+    return replace(
+        view, loader=f"cuda/latent/_{kind}loader.cu.j2", consumer=f"cuda/latent/_{kind}consumer.cu.j2",
+        scores="cuda/latent/scores/by_boxes.cu.j2",
+    )  # fmt: skip
