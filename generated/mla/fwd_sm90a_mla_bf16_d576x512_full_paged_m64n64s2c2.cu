@@ -4,8 +4,10 @@
 // Rendered by `attngen build specs/mla.yaml`, schedule hopper_mla.
 //
 // V is the first 512 columns of K: a tile of 64 keys is copied once, for S and for O. A block has 64 rows, a row being a head of a
-// query, those of one query side by side. Each of two consumers holds half of the columns of O, and computes S = Q K^T and P
-// of every other tile. It multiplies its own P from registers, and the other consumer's P from shared memory:
+// query, those of one query side by side.
+//
+// Two consumers hold half of the columns of O each, and compute S = Q K^T and P of every other tile. Each multiplies its own P
+// from registers, and the other consumer's P from shared memory:
 //
 //   consumer 0:  S0      P0        O += P0 V0               O += P1 V1   S2
 //   consumer 1:      S1      O += P0 V0 | P1   O += P1 V1            S3
@@ -46,11 +48,11 @@ constexpr int kMmaK = Product<Element, kBlockN>::kK;  // K of one wgmma: the ele
 // Columns come in boxes of 128 bytes: those of V of each consumer, then those that V lacks.
 constexpr int kBoxBytes = 128, kBoxColumns = kBoxBytes / sizeof(Element);
 constexpr int kHalf = kHeadDimV / 2;                               // columns of O of a consumer
-constexpr int kHalfBoxes = kHalf / kBoxColumns, kHalfBits = 2;
+constexpr int kHalfBoxes = kHalf / kBoxColumns;
 constexpr int kMoreBoxes = (kHeadDimQk - kHeadDimV) / kBoxColumns;
 constexpr int kTiles = 2;                           // in flight
 constexpr uint32_t kBox = kBlockN * kBoxBytes;  // bytes of a box of a tile
-static_assert(kHalfBoxes == 1 << kHalfBits && kMoreBoxes <= 1);
+static_assert(kMoreBoxes <= 1);
 static_assert(kRows == kBlockN);  // so that boxes of Q and P have as many bytes
 
 constexpr float kRaiseAbove = 8.0f;  // growth of the running max, in units of log2, at which the row max follows
@@ -122,9 +124,8 @@ struct Consumer {
 __device__ __forceinline__ int box_of(int half, int stage, int box) { return (2 * half + stage) * kHalfBoxes + box; }
 static_assert(ValuesRing::kStages == 4 * kHalfBoxes);
 
-// A work item of up to kFewRows rows has smaller boxes of Q and P.
-constexpr int kFewRows = 16;
-constexpr uint32_t kFewBox = kFewRows * kBoxBytes;
+constexpr int kFewRows = 16;  // of a work item whose products are transposed, at most
+constexpr uint32_t kFewBox = kFewRows * kBoxBytes;  // bytes of a box of its Q and P
 constexpr uint32_t kSharedSums = 4 * 4 * kFewRows;  // bytes of four warps' row maxima, after which their row sums lie
 static_assert(2 * kFewRows <= kRows);
 
@@ -181,7 +182,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
   const int blocks = 1 << row_bits, rank = blockIdx.x % blocks;
   launch_dependents();
   const uint32_t here = mapped(kShared, 0) - kShared;  // barriers and copies take shared::cluster addresses
-
   if (threadIdx.x == 0 && static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
   if (elected()) {  // a thread of each warp, since a warp initializes barriers one after the other
     if (warp == 0) init_barriers(here + kValuesFull, 16, 1);  // a loader, and the bytes of the copy
@@ -190,13 +190,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_mla_bf16_d57
     if (warp == 3) init_barriers(here + kMoreEmpty, 2, 4);  // each warp of a consumer
     fence_barrier_init();
   }
-  if (warp == 0) {
-    if (lane < 2) shared_at<Unfinished>(kUnfinished + lane * static_cast<uint32_t>(sizeof(Unfinished))) = {};
-  }
+  if (warp == 0 && lane < 2) shared_at<Unfinished>(kUnfinished + lane * static_cast<uint32_t>(sizeof(Unfinished))) = {};
   if (threadIdx.x == 32) prefetch_map(k_map);
   __syncthreads();
   wait_dependencies();  // nothing in global memory is read or written before
-
   // Work items in order: row blocks of a sequence, then sequences, then KV heads.
   const Divisor by_row_units(row_units, row_units_reciprocal), by_batch(batch, batch_reciprocal);
   const Divisor by_group(group, group_reciprocal);

@@ -5,8 +5,10 @@
 //
 // Each query has a list of keys, which all its heads share. A block has 64 heads of one query, or two blocks of a cluster have
 // 128 of them, and goes through its list, 64 keys at a time. Four warps gather their rows, once for S and for O, since V is the
-// first 512 columns of K. Each of two consumers holds half of the columns of O, and computes S = Q K^T and P of every other
-// tile. It multiplies its own P from registers, and the other consumer's P from shared memory:
+// first 512 columns of K.
+//
+// Two consumers hold half of the columns of O each, and compute S = Q K^T and P of every other tile. Each multiplies its own P
+// from registers, and the other consumer's P from shared memory:
 //
 //   consumer 0:  S0      P0        O += P0 V0               O += P1 V1   S2
 //   consumer 1:      S1      O += P0 V0 | P1   O += P1 V1            S3
@@ -42,18 +44,19 @@ constexpr int kHeadDimV = 512;  // the first columns of K
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = 384;
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-constexpr float kRaiseAbove = 8.0f;  // growth of the running max, in units of log2, at which the row max follows
 constexpr int kMmaK = Product<Element, kBlockN>::kK;  // K of one wgmma: the elements that it sums over
 
 // Columns come in boxes of 128 bytes: those of V of each consumer, then those that V lacks.
 constexpr int kBoxBytes = 128, kBoxColumns = kBoxBytes / sizeof(Element);
 constexpr int kHalf = kHeadDimV / 2;                               // columns of O of a consumer
 constexpr int kHalfBoxes = kHalf / kBoxColumns;
-constexpr int kBoxes = kHeadDimQk / kBoxColumns;
+constexpr int kMoreBoxes = (kHeadDimQk - kHeadDimV) / kBoxColumns;
 constexpr int kTiles = 2;                           // in flight
 constexpr uint32_t kBox = kBlockN * kBoxBytes;  // bytes of a box of a tile
-static_assert(kBoxes <= 2 * kHalfBoxes + 1);
+static_assert(kMoreBoxes <= 1);
 static_assert(kRows == kBlockN);  // so that boxes of Q and P have as many bytes
+
+constexpr float kRaiseAbove = 8.0f;  // growth of the running max, in units of log2, at which the row max follows
 
 // Limits by which workers cut the list of work, in tiles of keys; the host computes with the same.
 struct Limits {
@@ -117,10 +120,10 @@ struct Boxes {
 __device__ __forceinline__ int stage_of(int half, int tile) { return kTiles * half + tile; }
 static_assert(ValuesRing::kStages == kConsumers * kTiles);
 
-// A work item of up to kFewRows heads leaves the other rows of each box of Q unused: consumers exchange values there.
-constexpr int kFewRows = 32;
-constexpr uint32_t kSharedSums = 4 * 4 * kFewRows;  // bytes of four warps' row maxima, after which their row sums lie
+constexpr int kFewRows = 32;  // of a work item whose products are transposed, at most
+// Such an item leaves the other rows of each box of Q unused: consumers exchange values there.
 __device__ constexpr uint32_t spare_of(int box) { return kQ + box * kBox + kFewRows * kBoxBytes; }
+constexpr uint32_t kSharedSums = 4 * 4 * kFewRows;  // bytes of four warps' row maxima, after which their row sums lie
 static_assert(2 * kFewRows <= kRows);
 
 // Layouts of wgmma's operands: Q, P and, for S, K are K-major; for O, K is MN-major, since its rows are keys.
@@ -152,6 +155,7 @@ __device__ __forceinline__ Part& part_at(int number) {
   static_assert(sizeof(Part) <= kBytes);
   return shared_at<Part>(kParts + kBytes * (number & 1));
 }
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16_d576x512_listed_m64n64s2c2(
     const bf16* q_ptr, const bf16* k_ptr, bf16* out_ptr, float* lse_ptr, float* partials_ptr, int* begun_ptr,
     uint32_t* counters_ptr, const int* seqused_k_ptr, const int* indices_ptr,
@@ -169,19 +173,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform across the warp, and the compiler knows
   const int lane = threadIdx.x % 32, warpgroup = warp / 4;
   // Blocks that hold the rows of a work item.
-  const int blocks = cluster_size(), rank = cluster_rank(), item_rows = kRows << row_bits;
+  const int item_rows = kRows << row_bits;
+  const int blocks = cluster_size(), rank = cluster_rank();
   // Lets the next launch start early, unless it may have clusters: these would crowd the part of the chip that is free first.
   if (blocks == 1) launch_dependents();
   const uint32_t here = mapped(kShared, rank) - kShared;  // addresses of the block's own in its cluster
-
-  if (threadIdx.x == 0) {
-    if (static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
-    init_barriers(here + kQFull, 1, 129);  // each thread of the loaders, when its copies have landed, and one that has left the part for the consumers
-    init_barriers(here + kQEmpty, 1, 8);  // each warp of both consumers
-    init_barriers(here + kValuesFull, 4, 128);  // each thread of the loaders, when its copies have landed
-    init_barriers(here + kValuesEmpty, 4, 4);  // each warp of a consumer
-    init_barriers(here + kMoreFull, 2, 128);  // each thread of the loaders, when its copies have landed
-    init_barriers(here + kMoreEmpty, 2, 4);  // each warp of a consumer
+  if (threadIdx.x == 0 && static_cast<uint32_t>(__cvta_generic_to_shared(shared_memory)) != here + kShared) __trap();
+  if (warp == 0) {
+    init_barriers(here + kQFull, 1, 129, lane, 32);  // each thread of the loaders, when its copies have landed, and one that has left the part for the consumers
+    init_barriers(here + kQEmpty, 1, 8, lane, 32);  // each warp of both consumers
+    init_barriers(here + kValuesFull, 4, 128, lane, 32);  // each thread of the loaders, when its copies have landed
+    init_barriers(here + kValuesEmpty, 4, 4, lane, 32);  // each warp of a consumer
+    init_barriers(here + kMoreFull, 2, 128, lane, 32);  // each thread of the loaders, when its copies have landed
+    init_barriers(here + kMoreEmpty, 2, 4, lane, 32);  // each warp of a consumer
     fence_barrier_init();
   }
   __syncthreads();
@@ -281,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
         const int h = work.hk * group + (exists ? head_start + row : 0);
         const Element* const from = (q_ptr + work.b * stride_q_b + q * stride_q_s + h * stride_q_h) + 8 * chunk;
 #pragma unroll
-        for (int box = 0; box < kBoxes; ++box) {
+        for (int box = 0; box < 2 * kHalfBoxes + kMoreBoxes; ++box) {
           copy_async(kQ + box * kBox + (row - first) * kBoxBytes + place, from + box * kBoxColumns, exists);
         }
       }
@@ -329,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
         };
         const auto load_more = [&] {
           MoreRing(consumer, phase, here).acquire();
-          load_boxes(Boxes<kBoxes - 2 * kHalfBoxes>(), kMore + consumer * kBox, kHeadDimV);
+          load_boxes(Boxes<kMoreBoxes>(), kMore + consumer * kBox, kHeadDimV);
           arrive_when_copied(here + MoreRing::full_of(consumer));
         };
         if (more_first) load_more();
@@ -456,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
             issue_half(1 - half, phase, true);
             MoreRing(half, phase, here).wait();
             fence_async_proxy();
-            multiply_boxes(Boxes<kBoxes - 2 * kHalfBoxes>(), kQ + 2 * kHalfBoxes * kBox, kMore + half * kBox, true);
+            multiply_boxes(Boxes<kMoreBoxes>(), kQ + 2 * kHalfBoxes * kBox, kMore + half * kBox, true);
             commit_products();
           };
           // Waits for it; `step` is that of its tile.
@@ -787,7 +791,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_indexed_bf16
             }
           };
           MoreRing(half, phase, here).wait();
-          multiply_boxes(Boxes<kBoxes - 2 * kHalfBoxes>(), kQ + 2 * kHalfBoxes * kBox, kMore + half * kBox);
+          multiply_boxes(Boxes<kMoreBoxes>(), kQ + 2 * kHalfBoxes * kBox, kMore + half * kBox);
 #pragma unroll
           for (int i = 0; i < kConsumers; ++i) {
             const int of = i == 0 ? half : 1 - half;

@@ -76,7 +76,8 @@ class DecodeView:
     places: str = "cuda/decode/_places.cu.j2"  # and which rows and tiles they have
     loader: str = "cuda/decode/_loader.cu.j2"  # and how their keys are loaded,
     consumer: str = ""  # and multiplied, where kernels of one template differ,
-    scores: str = ""  # and how consumers of latent attention that are alike compute S
+    scores: str = ""  # and how consumers of latent attention that are alike compute S,
+    roles: str = ""  # and what warpgroups that multiply do
     lists: KeyLists | None = None  # what the lists of a call hold
 
 

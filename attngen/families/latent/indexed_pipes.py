@@ -135,7 +135,7 @@ def indexed_pipes(
         ),
         roles=(
             *consumer_roles(consumers, alike),
-            Role("loaders", first, WARPGROUP, producer),
+            Role("loader", first, WARPGROUP, producer),
         ),
         order=_ORDER,
         others=tuple(others.items()),

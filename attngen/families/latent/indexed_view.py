@@ -39,6 +39,7 @@ def indexed_view(plan: Plan, template: str) -> DecodeView:
     return replace(
         view, loader=f"cuda/latent/indexed/_{loader}.cu.j2", consumer=f"cuda/latent/indexed/_{consumer}.cu.j2",
         scores="cuda/latent/scores/by_halves.cu.j2",
+        roles=f"cuda/latent/roles/{'gathered_keys' if plan.structure.alike else 'scorer_and_follower'}.cu.j2",
     )  # fmt: skip
 
 

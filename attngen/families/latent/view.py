@@ -27,4 +27,5 @@ def mla_view(plan: Plan, template: str) -> DecodeView:
     return replace(
         view, loader=f"cuda/latent/_{kind}loader.cu.j2", consumer=f"cuda/latent/_{kind}consumer.cu.j2",
         scores="cuda/latent/scores/by_boxes.cu.j2",
+        roles=f"cuda/latent/roles/{'copied_keys' if plan.latent_row is None else 'scorer_and_follower'}.cu.j2",
     )  # fmt: skip

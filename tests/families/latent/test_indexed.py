@@ -89,7 +89,7 @@ def test_each_consumer_computes_s_where_loaders_have_time_for_it(entry: str, ali
     assert isinstance(kernel.structure, HopperMla)
     assert kernel.structure.alike == alike
     assert {role.name for role in kernel.structure.warp_roles} == (
-        {"consumers", "loaders"} if alike else {"scorer", "follower", "loaders"}
+        {"consumers", "loader"} if alike else {"scorer", "follower", "loader"}
     )
 
 
