@@ -84,7 +84,7 @@ def _split(chance: random.Random, arch: str, variant: Fields) -> Fields:
         "kv_dtype": "fp8_e4m3" if cached else None,
         "backend": some(chance, 0.5, "cuda"),
         "pipeline": some(chance, 0.2, {"stages": 2}, {"stages": 3}),
-        "softmax": some(chance, 0.3, "exact_max", "lazy"),
+        "softmax": some(chance, 0.3, "exact_max", None),
     }
 
 

@@ -17,7 +17,7 @@ from attngen.store.limits import available_cores
 from attngen.store.store import Store
 from tests.compile.frontend import to_ptx
 from tests.fuzz.legal import legal
-from tests.fuzz.trials import Planned, asked_for, plan_one
+from tests.fuzz.trials import Planned, asked_for, plan_for_card, plan_one
 from tests.gpu import generated
 
 PLANNED = range(50)
@@ -78,6 +78,10 @@ def test_open_fields_of_a_spec_are_left_out() -> None:
 
 def test_every_spec_is_planned_and_rendered() -> None:
     assert refused(planned(PLANNED)) == []
+
+
+def test_specs_for_cards_are_planned() -> None:
+    assert refused([plan_for_card(seed, False) for seed in (*range(8), 432)]) == []  # 432: split_kv with a softmax
 
 
 def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

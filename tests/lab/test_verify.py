@@ -21,7 +21,7 @@ from attngen.lab.verify.trial import CaseResult, Trial
 from attngen.lab.verify.verdict import Verdict, VerifyReport
 from attngen.plan import plan
 from attngen.render import render
-from attngen.schema import expand, load_spec
+from attngen.schema import expand, load_spec, load_spec_text
 
 SPEC = """
 schema: 1
@@ -198,10 +198,15 @@ def test_a_retargeted_kernel_keeps_its_tile() -> None:
     assert moved.source.text.replace("sm90a", "sm100a") == blackwell.source.text
 
 
+def test_a_helper_is_retargeted_without_a_tile() -> None:
+    """Kernels of other operations have no choices to keep."""
+    text = "schema: 1\npackage: t\narch: [sm80]\nkernels:\n  - {variant: causal, head_dim: 64, layout: paged}\n"
+    (append,) = (kernel for kernel in tool.prepare(load_spec_text(text)) if kernel.plan.direction == "append")
+    assert retarget(append, ARCHES["sm90a"]).plan.arch_name == "sm90a"
+
+
 def test_a_tile_that_does_not_fit_is_chosen_again() -> None:
     text = "schema: 1\npackage: t\narch: [sm100a]\nkernels:\n  - variant: causal\n    head_dim: 256\n"
-    from attngen.schema import load_spec_text
-
     (kernel,) = expand(load_spec_text(text))
     prepared = Prepared(kernel, plan(kernel), render(plan(kernel)))
     assert retarget(prepared, ARCHES["sm120a"]).plan.arch_name == "sm120a"

@@ -23,10 +23,11 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
     Raises PlanError if no tile fits.
     """
     before = prepared.plan
-    free = replace(prepared.spec, arch=arch.name, backend=before.backend, loads=before.loads, allow=_ALLOW)
+    free = replace(prepared.spec, arch=arch.name, backend=before.backend, allow=_ALLOW)
     if operation_of(before.direction) is not ATTENTION:
         planned = plan(free)
         return Prepared(prepared.spec, planned, render(planned))
+    free = replace(free, loads=before.loads)
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
     if before.direction == "backward":
         tiles = (
