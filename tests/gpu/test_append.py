@@ -230,5 +230,6 @@ def test_contents_of_tensors_are_checked_under_debug(monkeypatch: pytest.MonkeyP
         given["page_table"][1, 1] = 10**6
         with pytest.raises(CallError, match=f"token .* of sequence 1 has no place: page {10**6}"):
             attngen.append_kv(**given)
-    assert len(launches) == 1 and not launched()
+    assert len(launches) == 1
+    assert not launched()
     assert given["k"].shape[0] == BATCH
