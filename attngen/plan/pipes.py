@@ -1,7 +1,7 @@
 """The pipes of a kernel as values: writers and readers of shared memory in a block, and the barriers between them.
 
-A schedule declares them once. Shared memory, the constants and the initialization of the kernels, ``attngen explain``,
-the tables of docs/schedules and the models of the barriers in the tests all come from that.
+A schedule declares them once. Shared memory, the constants and the initialization of the kernels, ``attngen explain``
+and the tables of docs/schedules all come from that.
 """
 
 from __future__ import annotations

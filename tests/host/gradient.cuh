@@ -12,6 +12,24 @@ inline float4 load_float4(uint32_t from) {
   std::memcpy(&x, place_of_address(from), sizeof(x));
   return x;
 }
+inline void store_float4(uint32_t to, float x, float y, float z, float w) {
+  const float4 four = {x, y, z, w};
+  std::memcpy(place_of_address(to), &four, sizeof(four));
+}
+inline int row_place(int row) { return row & ~15 | row / 2 % 4 * 4 | row / 8 % 2 * 2 | row % 2; }
+inline void store_floats(float* to, uint32_t from, uint32_t bytes) {
+  const Storing storing;
+  std::memcpy(to, place_of_address(from), bytes);
+}
+inline void add_floats(float* to, uint32_t from, uint32_t bytes) {
+  const Storing storing;
+  for (uint32_t i = 0; i < bytes / 4; ++i) to[i] += reinterpret_cast<const float*>(place_of_address(from))[i];
+}
+inline void load_floats(uint32_t to, const float* from, uint32_t bytes, uint32_t full) { load_bytes(to, from, full, bytes); }
+template <typename Element>
+inline void clear_rows(Element* rows, long long stride, int columns, int first, int end, int thread, int threads) {
+  for (int row = first + thread; row < end; row += threads) std::memset(rows + row * stride, 0, columns * sizeof(Element));
+}
 template <typename Element>
 inline float dot(uint32_t a, uint32_t b) {
   const float2 x = unpack<Element>(a), y = unpack<Element>(b);

@@ -1,6 +1,7 @@
 // Launches of a kernel whose blocks may form clusters: every thread of a cluster is a fiber. One program includes this, once.
 #pragma once
 
+#include <ctime>
 #include <functional>
 
 #include "threads.h"
@@ -36,6 +37,9 @@ static Thread* fiber(size_t index) {
   return all[index];
 }
 static char* shared_memory_of(size_t index) {
+#if RACES
+  return static_cast<char*>(__builtin_memset(races::memory_of(static_cast<int>(index)), 0xff, kSharedBytes));
+#endif
   static std::vector<char*> all;
   if (index == all.size()) all.push_back(static_cast<char*>(std::aligned_alloc(1024, kSharedBytes)));
   return static_cast<char*>(std::memset(all[index], 0xff, kSharedBytes));
@@ -53,6 +57,9 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
       Cluster& cluster = clusters[number / cluster_blocks];
       Block* block = new Block{first + number, number % cluster_blocks, &cluster, shared_memory_of(number)};
       block->warps.resize(threads_of_block / 32);
+#if RACES
+      for (int warp = 0; warp < threads_of_block / 32; ++warp) block->warps[warp].actor = races::new_actor("warp", warp, block->index);
+#endif
       cluster.blocks.push_back(block);
       blocks.push_back(block);
       for (int i = 0; i < threads_of_block; ++i) {
@@ -62,27 +69,43 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
         thread->warp = &block->warps[i / 32];
         thread->lane = i % 32;
         thread->done = false;
+        thread->products = thread->copies = thread->stores = 0;
+        thread->held.count = 0;
         threads.push_back(thread);
       }
     }
+#if RACES
+    const std::clock_t last_clock = std::clock() + 10 * CLOCKS_PER_SEC;
+    long long turns = 0;
+#endif
+    long long rounds = 0, seen = 0;  // in which warps only read again and again, and what they may have seen
     for (bool all_done = false; !all_done;) {
-      bool any_moved = clock_read = false;
+      bool any_moved = clock_read = false, any_polled = false;
       all_done = true;
       for (size_t warp = 0; warp < threads.size(); warp += 32) {
         do {
-          moved = false;
+          moved = polled = false;
+#if RACES
+          if (++turns % 1024 == 0 && std::clock() > last_clock) fail("threads wait for others again and again");
+#endif
           for (int lane = 0; lane < 32; ++lane) {
             if (!threads[warp + lane]->done) resume(threads[warp + lane]);
           }
-          any_moved = any_moved || moved;
-        } while (moved);
+          any_moved = any_moved || (moved && !polled);
+          any_polled = any_polled || polled;
+        } while (moved && !polled);
         for (int lane = 0; lane < 32; ++lane) all_done = all_done && threads[warp + lane]->done;
       }
-      if (all_done || any_moved) continue;
+      rounds = any_moved || seen != published ? 0 : rounds + 1;
+      seen = published;
+      if (all_done || any_moved || (any_polled && rounds < 1000)) continue;
       if (!clock_read || blocks_at_once == grid) fail("all threads wait for others");
       now += 1ll << 32;  // who waits for blocks that have not begun gives up
     }
     for (Block* block : blocks) {
+#if RACES
+      races::end(block->index);
+#endif
       for (auto& [address, barrier] : block->barriers) {
         if (barrier.bytes != 0) fail("a copy that nobody waited for", address);
       }

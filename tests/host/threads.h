@@ -13,6 +13,8 @@
 #include <map>
 #include <vector>
 
+#include "races.h"
+
 #define __device__
 #define __align__(bytes) alignas(bytes)
 #define __forceinline__ inline
@@ -46,9 +48,10 @@ struct Dim { int x, y, z; };
 
 constexpr int kSharedBytes = 228 * 1024, kSharedStart = 1024, kRankBits = 24;
 
-struct Barrier { int expected = 0, pending = 0, phase = 0; long long bytes = 0; };
+struct Barrier { int expected = 0, pending = 0, phase = 0; long long bytes = 0; int signal = -1; };
 // The values that lanes bring to a meeting stay until all have come to the next, so that two places are enough.
 struct Warp {
+  int actor = -1, copies = -1, stores = -1;
   int arrived = 0;
   long long meetings = 0;
   uint64_t values[2][32];
@@ -59,21 +62,41 @@ struct Meeting {
   int arrived = 0;
   long long meetings = 0;
   bool any[2] = {};  // whether somebody has brought true to this meeting, and to the last one
+  int signal = -1;
+  std::map<Warp*, int> lanes;  // that have arrived
 };
-struct Cluster { std::vector<Block*> blocks; int threads, arrived = 0; long long meetings = 0; };
+struct Cluster { std::vector<Block*> blocks; int threads, arrived = 0; long long meetings = 0; int signal = -1; };
+// Groups of products that a warpgroup has committed: threads, and what they knew.
+struct Group { int threads = 0, signal = -1; };
+struct Warpgroup { int actor = -1; std::vector<Group> groups; };
 struct Block {
   int index, rank;
   Cluster* cluster;
   char* memory;
   std::vector<Warp> warps;
   Meeting named[16];
+  Warpgroup warpgroups[8];
   std::map<uint32_t, Barrier> barriers;
 };
-struct Thread { Dim index; Block* block; Warp* warp; int lane; long long cluster_meeting; bool done, started; ucontext_t context; jmp_buf place; };
+struct Thread {
+  Dim index;
+  Block* block;
+  Warp* warp;
+  int lane;
+  long long cluster_meeting;
+  bool done, started;
+  ucontext_t context;
+  jmp_buf place;
+  uint32_t products = 0, copies = 0, stores = 0;  // groups that it has committed
+  races::Registers held;
+};
 
 extern Thread* current;
 extern int blocks_of_grid;
 extern bool moved;  // something has happened that others may wait for
+// Whether a warp has read again what other blocks write, and how often something has happened that such a warp may wait for.
+inline bool polled = false;
+inline long long published = 0;
 extern jmp_buf scheduler;
 
 #define threadIdx (current->index)
@@ -82,6 +105,9 @@ extern jmp_buf scheduler;
 #define shared_memory (current->block->memory)
 
 [[noreturn]] inline void fail(const char* what, long long number = 0) {
+#if RACES
+  races::fail(what, number);
+#endif
   std::printf("FAILED: %s (%llx)\n", what, number);
   std::exit(3);
 }
@@ -92,6 +118,7 @@ extern jmp_buf scheduler;
 }
 [[gnu::noinline]] inline void resume(Thread* thread) {
   current = thread;
+  races::resume(thread->warp->actor, thread->held);
   if (_setjmp(scheduler) != 0) return;
   if (thread->started) _longjmp(thread->place, 1);
   thread->started = true;
@@ -190,8 +217,12 @@ inline bool __all_sync(unsigned, bool own) { return __ballot_sync(~0u, own) == ~
 inline void named_arrive(int id, int threads) {
   Meeting& meeting = current->block->named[id];
   moved = true;
+  races::arrive(meeting.signal, current->block->index);
+  if (++meeting.lanes[current->warp] > 32) fail("a warp arrives at a named barrier twice before the others", id);
   if (++meeting.arrived == threads) {
     meeting.arrived = 0;
+    meeting.lanes.clear();
+    races::complete(meeting.signal, false);
     meeting.any[++meeting.meetings & 1] = false;
   }
 }
@@ -199,6 +230,7 @@ inline void named_sync(int id, int threads) {
   const long long own = current->block->named[id].meetings;
   named_arrive(id, threads);
   while (current->block->named[id].meetings == own) yield();
+  races::acquire(current->block->named[id].signal, current->block->index, false);
 }
 inline bool named_or(int id, int threads, bool own) {
   Meeting& meeting = current->block->named[id];
@@ -213,6 +245,7 @@ inline void __syncthreads() { named_sync(0, 32 * static_cast<int>(current->block
 inline void settle_cluster(Cluster& cluster) {
   if (cluster.arrived > 0 && cluster.arrived == cluster.threads) {
     cluster.arrived = 0;
+    races::complete(cluster.signal, false);
     ++cluster.meetings;
     moved = true;
   }
@@ -223,6 +256,10 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 template <typename Value>
 inline Value __ldg(const Value* place) { return *place; }
 inline float4 __ldcs(const float4* place) { return *place; }
+template <typename Value>
+inline Value __ldcg(const Value* place) { return *place; }
+template <typename Value>
+inline void __stcg(Value* place, Value value) { *place = value; }
 inline void __stcs(uint4* place, uint4 value) { *place = value; }
 inline void __stcs(uint2* place, uint2 value) { *place = value; }
 inline void __stcs(float4* place, float4 value) { *place = value; }
@@ -250,3 +287,22 @@ inline unsigned __float_as_uint(float x) {
 inline int __float_as_int(float x) { return static_cast<int>(__float_as_uint(x)); }
 inline float __uint_as_float(unsigned bits) { return value_of<float>(bits); }
 inline float __int_as_float(int bits) { return value_of<float>(static_cast<unsigned>(bits)); }
+
+#if RACES
+// The compiler sees no accesses in calls.
+namespace std {
+inline void* checked_memcpy(void* to, const void* from, size_t bytes) {
+  races::touch(from, bytes, false);
+  races::touch(to, bytes, true);
+  return __builtin_memcpy(to, from, bytes);
+}
+inline void* checked_memset(void* to, int value, size_t bytes) {
+  races::touch(to, bytes, true);
+  return __builtin_memset(to, value, bytes);
+}
+}  // namespace std
+using std::checked_memcpy;
+using std::checked_memset;
+#define memcpy checked_memcpy
+#define memset checked_memset
+#endif

@@ -5,7 +5,10 @@
 
 inline void send_float4(uint32_t to, uint32_t full, float a, float b, float c, float d) {
   const float four[4] = {a, b, c, d};
-  std::memcpy(place_of_address(to), four, sizeof(four));
+  {
+    const Copying copying(full);
+    std::memcpy(place_of_address(to), four, sizeof(four));
+  }
   land(full, sizeof(four));
 }
 

@@ -1,11 +1,10 @@
-"""Pipes of the Hopper kernels: what is declared fits memory, kernels, docs and the models of the barriers."""
+"""Pipes of the Hopper kernels: what is declared fits memory, kernels and docs."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 from functools import partial
-from random import Random
 
 import pytest
 
@@ -16,18 +15,10 @@ from attngen.families.latent_backward.pipes import dkv_pipes, dq_pipes
 from attngen.families.wide.pipes import wide_pipes
 from attngen.plan import Plan
 from attngen.plan.catalogue import named
-from attngen.plan.pipes import Event, Pipes, Ring, Signal
+from attngen.plan.pipes import Pipes, Ring
 from attngen.render import render
 from attngen.resources import root, templates_dir
-from tests.families.hopper_backward.backward_protocol import Backward
-from tests.families.hopper_backward.backward_protocol import Case as BackwardCase
-from tests.families.hopper_backward.backward_protocol import Rules as BackwardRules
-from tests.families.hopper_backward.cluster_protocol import Case as ClusterCase
-from tests.families.hopper_backward.cluster_protocol import Cluster
-from tests.families.hopper_backward.cluster_protocol import Rules as ClusterRules
-from tests.families.hopper_forward.forward_protocol import Case, Forward, Rules
 from tests.plan import declared
-from tests.plan.simulation import ProtocolError
 from tests.plan.specs import planned
 
 BACKWARD = {"passes": "backward", "backward": "{backend: cuda}"}
@@ -155,66 +146,6 @@ def table(pipes: Pipes) -> str:
 def test_the_docs_have_the_table_that_is_declared(declare: partial[Pipes]) -> None:
     pages = [page.read_text("utf-8") for page in (root() / "docs/schedules").glob("*.md")]
     assert any(table(declare()) in page for page in pages), f"docs/schedules lacks\n{table(declare())}"
-
-
-# --- the models -----------------------------------------------------------------------------------------------
-
-
-def changed(pipes: Pipes, name: str, by: int) -> Pipes:
-    """Return pipes in which one barrier takes so many arrivals more."""
-
-    def other(signal: Signal | None, own: str) -> Signal | None:
-        return replace(signal, arrivals=signal.arrivals + by) if signal and own == name else signal
-
-    def of(pipe: Ring | Event) -> Ring | Event:
-        if isinstance(pipe, Event):
-            signal = other(pipe.signal, pipe.name)
-            assert signal is not None
-            return replace(pipe, signal=signal)
-        return replace(pipe, full=other(pipe.full, f"{pipe.name}_full"), empty=other(pipe.empty, f"{pipe.name}_empty"))
-
-    return replace(pipes, pipes=tuple(of(pipe) for pipe in pipes.pipes))
-
-
-FORWARD = Case(((frozenset({0, 1}),) * 4,) * 4, 2, 2, 2, 2, pingpong=True, overlap=True, skips=False)
-MODELS = {
-    "forward": (
-        [f"{ring}_{side}" for ring in ("q", "k", "v", "work") for side in ("full", "empty")] + ["work_asked"],
-        lambda random: Forward(FORWARD, Rules(), random).run(),
-    ),
-    "backward": (
-        [
-            "k_full", "k_empty", "v_full", "v_empty", "q_full", "q_empty", "dout_full", "dout_empty", "dq_full",
-            "dq_empty", "work_empty", "ds_full", "biases_full", "biases_empty",
-        ],
-        lambda random: Backward(BackwardCase((5, 5, 5, 5), 2, 2, "pingpong", 1), BackwardRules(), random).run(),
-    ),
-    "cluster": (
-        [
-            "k_full", "v_full", "other_k_full", "q_full", "q_empty", "dout_full", "dout_empty", "p_full", "ds_full",
-            "ds_empty", "other_ds_full", "turn", "added",
-        ],
-        lambda random: Cluster(ClusterCase(12, 2, 1, 2, "roles", ordered=True), ClusterRules(), random).run(),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("model", "barrier"), [(model, name) for model, (names, _) in MODELS.items() for name in names]
-)
-def test_an_arrival_more_is_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch, model: str, barrier: str) -> None:
-    """The models count arrivals as the templates make them: no other number than the declared one lets them run."""
-    own = getattr(declared, model)
-    monkeypatch.setattr(declared, model, lambda *args, **fields: changed(own(*args, **fields), barrier, 1))
-    with pytest.raises(ProtocolError):
-        for seed in range(20):
-            MODELS[model][1](Random(seed))
-
-
-@pytest.mark.parametrize("model", list(MODELS))
-def test_the_declared_pipes_run(model: str) -> None:
-    for seed in range(20):
-        MODELS[model][1](Random(seed))
 
 
 def test_barriers_of_one_number_are_refused() -> None:

@@ -1,5 +1,4 @@
-"""A model of the fixed order in which the blocks of a CUDA backward add up dQ, and of who rounds it, as
-``backward_protocol`` has one of a block's barriers.
+"""A model of the fixed order in which the blocks of a CUDA backward add up dQ, and of who rounds it.
 
 Roles follow ``_gradient_loader`` with ``_gradient_visits_ordered``, ``_gradient_adder_ordered`` with ``order.cuh``, and
 ``_gradient_rounder``, line by line; what lies between the first two is a queue of so many steps as a block has in

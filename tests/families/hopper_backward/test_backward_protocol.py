@@ -1,5 +1,5 @@
-"""The barriers of the CUDA backward, its order of sums, who stores the first of them, and parts of tiles of keys, by
-simulation: no interleaving waits forever, reads what is not there, adds in another order, or to what nobody stored."""
+"""The order of sums of the CUDA backward, who stores the first of them, and parts of tiles of keys, by simulation: no
+interleaving of blocks waits forever, adds in another order, or to what nobody stored."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from random import Random
 
 import pytest
 
-from tests.families.hopper_backward.backward_protocol import Backward, Case, Rules
 from tests.families.hopper_backward.first_protocol import Firsts
 from tests.families.hopper_backward.first_protocol import Rules as FirstRules
 from tests.families.hopper_backward.order_protocol import Grid, Launch
@@ -17,47 +16,6 @@ from tests.families.hopper_backward.parts_protocol import Rules as PartRules
 from tests.plan.simulation import ProtocolError
 
 RUNS = 150
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_rules_of_the_templates_hold(seed: int) -> None:
-    random = Random(seed)
-    for _ in range(RUNS):
-        Backward(Case.random(random), Rules(), random).run()
-
-
-@pytest.mark.parametrize(
-    ("rule", "becomes"),
-    [
-        ("wait_for_adder", "deadlock|added"),
-        ("meet_before_dq", "read"),
-        ("phase_of_both", "deadlock|read"),
-        ("two_buffers", "read"),
-        ("meet_after_rows", "read"),
-        ("keys_until_products", "read"),
-        ("release_end", "deadlock"),
-        ("all_see_the_end", "deadlock|read"),
-        ("unused_before_turn", "deadlock"),
-        ("mark_before_end", "another end"),
-        ("warps_release_biases", "deadlock|read"),
-        ("biases_of_steps", "deadlock|read"),
-        ("wait_for_reader", "deadlock|read"),
-        ("reader_before_rows", "read"),
-        ("rows_in_next", "read"),
-        ("adder_before_end", "deadlock|added|the adder"),
-    ],
-)
-def test_a_rule_that_is_broken_is_found(rule: str, becomes: str) -> None:
-    """The model fails when any one of its rules is broken."""
-    random = Random(1)
-    with pytest.raises(ProtocolError, match=becomes):
-        for _ in range(RUNS):
-            Backward(Case.random(random), Rules(**{rule: False}), random).run()
-
-
-def test_consumers_that_take_turns_need_two_stages_of_dout() -> None:
-    with pytest.raises(ProtocolError, match="deadlock"):
-        Backward(Case((2,), q_stages=2, stages=1, overlap="pingpong"), Rules(), Random(1)).run()
 
 
 # --- the order of additions ---------------------------------------------------------------------------------

@@ -1,0 +1,279 @@
+"""Rendered kernels on the CPU, with every access to shared memory checked against the barriers.
+
+A rendered source is compiled by the host's compiler beside stand-ins for what the hardware does (``tests/host``), and
+launched by the runtime on tensors of the CPU. ``races.h`` keeps a vector clock of each warp, and of the copies,
+products and stores that are under way: an access that no barrier orders after an earlier one to the same place is a
+race, in whatever order the fibers of this run took turns. A wait sees only the parity of a phase, so that a phase that
+may pass before a wait has seen the one before is an error, too, as is a run that does not end.
+
+Nothing here knows the order of operations of any kernel. A barrier operation without a stand-in does not compile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+
+from attngen.plan import Plan
+from attngen.render import render
+from attngen.resources import root
+from attngen.runtime.arguments import torch_state
+from attngen.runtime.device import driver as drivers
+from attngen.runtime.device.interface import Launch
+from attngen.runtime.registry.lookup import package_of_kernels, registry
+from tests.render.headers import headers
+from tests.render.test_decode_on_host import PTX as COMMON_PTX
+from tests.runtime.host_kernels import HostDriver, as_kernels
+
+COMPILER = shutil.which("g++")
+HOST = root() / "tests" / "host"
+
+_WORD = "word = *reinterpret_cast<uint{}_t*>(place_of_address(from));"
+PTX = {
+    **COMMON_PTX,
+    **{rf'asm volatile\("ld\.shared\.u{bits} .*?\);': _WORD.format(bits) for bits in (8, 16, 32)},
+    r'asm volatile\("ld\.shared\.v2\.u32 .*?\);': (
+        "const uint2 both = *reinterpret_cast<uint2*>(place_of_address(from)); first = both.x, second = both.y;"
+    ),
+    r'asm volatile\(\s*"atom\.acquire\.gpu\.global\.cas\.b32 .*?\);': (
+        "now = *state; if (now == kUntouched) publish(state, kTaken);"
+    ),
+}
+
+_CALL = r"\((?:[^()]|\([^()]*\))*\);"
+#: Statements that are a barrier operation: of a ring or an event, of a named barrier, or a wait of what was issued.
+OPERATION = re.compile(
+    r"(?:\w+(?:\([^()]*\))?\.(?:acquire|arrive|arrive_expecting|wait|release|release_last|advance)|Event<\w+>::arrive"
+    r"|\w+\.arrive|named_sync|named_arrive|wait_products<\d+>|wait_stores_read|wait_stores_written|wait_copies<\d+>"
+    r"|__syncthreads|arrive_at|arrive_expecting|arrive_when_copied|arrive_once_loaded|sync_cluster"
+    r"|leave_cluster|arrive_cluster|wait_cluster)" + _CALL
+)
+WAITS = re.compile(r"wait|acquire|sync")
+#: Helpers of a kernel whose body has one: their calls count as operations.
+HELPER = re.compile(r"const auto (\w+) = \[&\](?:\([^()]*\))? (?:-> \w+ )?\{")
+#: What stands before a name that is declared, or a value that is used.
+DECLARES = re.compile(r"(?:[\w>&*.:=(]|return)\s*$(?<!else)(?<!else )")
+INITIALIZED = re.compile(r"(init_barriers\((?:here \+ )?k\w+, \d+, )(\d+)")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of a source: without an operation, with a wait behind the product that follows it, or with an arrival more."""
+
+    number: int
+    line: int
+    text: str
+    kind: str  # removed | moved | count
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.kind}, line {self.line})"
+
+
+def mutated(text: str) -> tuple[str, list[Mutant]]:
+    """A source of which a number chooses one of these changes when it runs; 0 is none."""
+    mutants: list[Mutant] = []
+    lines = text.split("\n")
+    helpers = _helpers(text)
+    operation = re.compile(OPERATION.pattern + (rf"|\b(?:{'|'.join(helpers)}){_CALL}" if helpers else ""))
+
+    def new(at: int, what: str, kind: str) -> int:
+        mutants.append(Mutant(len(mutants) + 1, at + 1, what, kind))
+        return len(mutants)
+
+    def count(match: re.Match[str], at: int) -> str:
+        return f"{match[1]}{match[2]} + (mutation == {new(at, match[0], 'count')})"
+
+    whole = re.compile(rf"\s*(?:{operation.pattern})\s*")
+    product = re.compile(rf"\s*issue_\w+{_CALL}\s*")
+    codes = [line.partition("//")[0] for line in lines]
+    moved = [
+        bool(whole.fullmatch(code) and WAITS.search(code) and product.fullmatch(after))
+        for code, after in pairwise([*codes, ""])
+    ]
+    for at, line in enumerate(lines):
+        code, comment, rest = line.partition("//")
+        code = INITIALIZED.sub(lambda match, at=at: count(match, at), code)  # type: ignore[misc]
+        changed, end = "", 0
+        for match in operation.finditer(code):
+            if DECLARES.search(code[: match.start()]):
+                continue
+            spared = f"mutation != {new(at, match[0], 'removed')}"
+            if moved[at]:
+                spared += f" && mutation != {new(at, match[0], 'moved')}"
+            changed += code[end : match.start()] + f"{{ if ({spared}) {match[0]} }}"
+            end = match.end()
+        changed += code[end:]
+        if at > 0 and moved[at - 1]:
+            (number,) = (one.number for one in mutants if one.line == at and one.kind == "moved")
+            changed += f" {{ if (mutation == {number}) {codes[at - 1].strip()} }}"
+        lines[at] = changed + comment + rest
+    return "\n".join(lines), mutants
+
+
+def _helpers(text: str) -> list[str]:
+    """Names of the lambdas of a kernel that do a barrier operation, and return nothing."""
+    found: list[str] = []
+    for match in HELPER.finditer(text):
+        depth, end = 1, match.end()
+        while depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        body = text[match.end() : end]
+        uses = [name for name in found if re.search(rf"\b{name}\(", body)]
+        if (OPERATION.search(body) or uses) and "return " not in body and "load_" not in body:
+            found.append(match[1])
+    return found
+
+
+@dataclass
+class Library:
+    """A compiled kernel."""
+
+    plan: Plan
+    mutants: list[Mutant]
+    functions: ctypes.CDLL
+
+
+@cache
+def runtime_object() -> Path:
+    """The checker, compiled once."""
+    made = Path(mkdtemp(prefix="attngen-races-")) / "races.o"
+    assert COMPILER is not None
+    subprocess.run([COMPILER, "-std=c++20", "-O2", "-fPIC", "-c", str(HOST / "races.cpp"), "-o", str(made)], check=True)
+    return made
+
+
+def on_host(name: str, text: str) -> str:
+    """A header for the host's compiler; it may have nothing that asks the hardware, but for what has a stand-in."""
+    text = text.replace("#ifdef __CUDA_ARCH__", "#if 1")
+    for pattern, instead in PTX.items():
+        text = re.sub(pattern, instead, text, flags=re.DOTALL)
+    unknown = [f"{name}:{i}: {line}" for i, line in enumerate(text.split("\n"), 1) if "asm" in line]
+    assert not unknown, unknown
+    return text
+
+
+def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harmless: Sequence[str] = ()) -> Library:
+    """Compile the rendered source of a plan, after a ``change``; RefusedError names the line that is unknown.
+
+    ``harmless``: patterns of races with products whose results are not used, the last of a warpgroup.
+    """
+    source = render(plan)
+    text, mutants = mutated(change(source.text))
+    included = re.findall(r'#include "(\w+\.cuh)"', text)
+    folder = Path(mkdtemp(prefix="attngen-barriers-"))
+    (folder / "kernel.inc").write_text(re.sub(r"extern __shared__ .*?char shared_memory\[\];", "", text))
+    waiting, seen = list(included), set()
+    while waiting:
+        name = waiting.pop()
+        if name not in seen and not (HOST / name).exists():
+            (folder / name).write_text(on_host(name, headers()[name]))
+            waiting += re.findall(r'#include "(\w+\.cuh)"', headers()[name])
+        seen.add(name)
+    assert "asm" not in text
+    assert COMPILER is not None
+    kernels = " ".join(f"KERNEL({launch.symbol})" for launch in plan.launches)
+    done = subprocess.run(
+        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-fno-threadsafe-statics", "-fPIC",
+         "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-DRACES=1", f"-DKERNELS={kernels}",
+         f"-I{folder}", f"-I{HOST}", "-c", str(HOST / "checked.cpp"), "-o", str(folder / "kernel.o")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise RefusedError(done.stderr)
+    made = folder / "kernel.so"
+    subprocess.run([COMPILER, "-shared", str(runtime_object()), str(folder / "kernel.o"), "-o", str(made)], check=True)
+    functions = ctypes.CDLL(str(made))
+    functions.run.restype = functions.run_without.restype = ctypes.c_char_p
+    shutil.rmtree(folder)
+    assert plan.structure is not None
+    regions = "".join(f"{region.name} {region.offset}\n" for region in plan.structure.shared)
+    functions.describe(regions.encode(), "".join(f"{pattern}\n" for pattern in harmless).encode())
+    return Library(plan, mutants, functions)
+
+
+class RefusedError(Exception):
+    """A source has something without a stand-in: what the compiler says, with the line."""
+
+
+class BarrierError(Exception):
+    """A launch has a race, waits forever, or may miss a phase."""
+
+
+@dataclass
+class CheckedDriver(HostDriver):
+    """Runs a library. ``tried``: the changes of its main launch that are run before it, with what was found."""
+
+    library: Library | None = None
+    tried: Sequence[Mutant] = ()
+    found: dict[Mutant, str] = field(default_factory=dict)
+    blocks: int = 2
+    kept: list[Any] = field(default_factory=list)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of what it runs."""
+        assert self.library is not None
+        return self.library.plan
+
+    def capability(self, device: int) -> int:
+        return self.plan.arch.capability
+
+    def multiprocessors(self, device: int) -> int:
+        return self.blocks
+
+    def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
+        return self.blocks
+
+    def stream(self, device: int) -> int:
+        return 0
+
+    def zeros(self, size: int, device: int) -> int:
+        self.kept.append((ctypes.c_char * size)())
+        return ctypes.addressof(self.kept[-1])
+
+    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
+        return symbol, cluster
+
+    def launch(self, kernels: Sequence[Launch], device: int) -> None:
+        assert self.library is not None
+        launches = self.library.plan.launches
+        for (symbol, cluster), grid, threads, *_, parameters in kernels:
+            (number,) = (i for i, launch in enumerate(launches) if launch.symbol == symbol)
+            launch = launches[number]
+            given = (number, grid, max(cluster, launch.cluster), threads, ctypes.c_void_p(parameters))
+            self.launches.append((symbol, grid))
+            if launch.name == self.library.plan.main:
+                for mutant in self.tried:
+                    said = self.library.functions.run_without(mutant.number, *given).decode()
+                    self.found[mutant] = self.found.get(mutant, "") or said
+            said = self.library.functions.run(*given).decode()
+            if said:
+                raise BarrierError(f"{symbol}: {said}")
+
+
+@contextmanager
+def device(library: Library, tried: Sequence[Mutant] = (), blocks: int = 2) -> Iterator[CheckedDriver]:
+    """A device whose memory is the host's, with one kernel."""
+    before, torch_state.on_gpu = torch_state.on_gpu, lambda tensor: isinstance(tensor, torch.Tensor)
+    registry.clear()
+    registry.add(package_of_kernels(as_kernels([library.plan]), "here"))
+    driver = CheckedDriver(library=library, tried=tried, blocks=blocks)
+    try:
+        with drivers.use(driver):
+            yield driver
+    finally:
+        torch_state.on_gpu = before
+        registry.clear()

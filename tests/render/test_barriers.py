@@ -1,0 +1,172 @@
+"""Barriers of the kernels as they are rendered: no access to shared memory races with another, no wait misses its phase
+or lasts forever, and results are right; without one of the operations that keep it so, a kernel is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.plan import Plan
+from attngen.runtime.arguments.given import Given
+from attngen.runtime.autograd import training
+from tests.plan.specs import planned
+from tests.render.checked_barriers import COMPILER, Library, Mutant, compiled, device
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+BACKWARD = {"passes": "backward", "backward": "{backend: cuda}"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A call: queries, keys, query and KV heads of a sequence, and how many sequences."""
+
+    rows: int
+    keys: int
+    heads: int = 2
+    kv_heads: int = 1
+    batch: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A kernel and its calls. ``races``: patterns of those that are harmless. ``spared``: patterns of operations
+    without which a kernel may do, and why."""
+
+    name: str
+    fields: Mapping[str, Any]
+    sizes: tuple[Size, ...]
+    variant: str = "causal"
+    races: tuple[str, ...] = ()
+    spared: Mapping[str, str] = field(default_factory=dict)
+    often: bool = False  # in every run
+
+    def plan(self) -> Plan:
+        return planned(self.variant, declared=BIASED if self.variant == "biased" else "", **self.fields)
+
+
+#: Operations without which kernels may do, and why.
+SPARED = {
+    "pingpong_wait(); (moved*": "consumers take turns to be fast, and a turn hands over no memory",
+    "named_sync(Named::kPingpong, 0, * (removed*": "the last one takes the turn that is left over when a block ends",
+    "wait_stores_written(); (removed*": "orders global memory, which is not looked at",
+}
+LAST_TURN = {"pingpong_wait(); (removed*": "where the last one takes the turn that is left over when a block ends"}
+#: After its last step a warpgroup multiplies whatever is there, and uses nothing of it.
+LAST_PRODUCTS = (
+    "race at q of block *: warp [4-7] of block * writes what products of warpgroup 0 of block * reads",
+    "race at dout of block *: warp [0-3] of block * writes what products of warpgroup 1 of block * reads",
+)
+BIASED = """variants:
+  biased:
+    mask: "q_pos >= kv"
+    score: "s + bias[h, q, kv]"
+    tensors: {bias: {dtype: bf16, shape: [h, seqlen_q, seqlen_k], grad: true}}
+"""
+SHORT, LONG = Size(1, 1, 8), Size(300, 300, 4)
+ROWS = (
+    Row("forward", {"backend": "cuda"}, (SHORT, LONG), spared=LAST_TURN, often=True),
+    Row("forward-128", {"backend": "cuda", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
+    Row("forward-256", {"backend": "cuda", "head_dim": 256}, (SHORT, LONG), spared=LAST_TURN),
+    Row("forward-skips", {"backend": "cuda", "head_dim": 96}, (SHORT, LONG), spared=LAST_TURN, often=True),
+    Row("forward-biases", {"backend": "cuda", "head_dim": 128}, (SHORT, LONG), variant="biased", spared=LAST_TURN),
+    Row("forward-split", {"backend": "cuda", "split_kv": "tiles"}, (Size(100, 300, 2),), spared=LAST_TURN),
+    Row(
+        "forward-cooperative",
+        {"backend": "cuda", "head_dim": 128, "warps": "{schedule: cooperative}", "persistent": "false"},
+        (SHORT, LONG), spared=LAST_TURN,
+    ),
+    Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
+    Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), often=True),
+    Row("backward-128", {**BACKWARD, "head_dim": 128}, (Size(300, 300), Size(70, 70, 2, 2, 3))),
+    Row("backward-ordered", {**BACKWARD, "head_dim": 128, "deterministic": "true"}, (Size(300, 300),)),
+    Row("backward-biases", {**BACKWARD, "head_dim": 128}, (Size(150, 150),), variant="biased"),
+    Row("cluster", {**BACKWARD, "head_dim": 256}, (Size(200, 128),), races=LAST_PRODUCTS, often=True),
+    Row(
+        "cluster-ordered", {**BACKWARD, "head_dim": 192, "deterministic": "true"}, (Size(200, 128),),
+        races=LAST_PRODUCTS,
+    ),
+    Row("cluster-halves", {**BACKWARD, "head_dim": 512}, (Size(200, 128),), races=LAST_PRODUCTS),
+)  # fmt: skip
+by_row = pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=row.name, marks=[] if row.often else [pytest.mark.exhaustive]) for row in ROWS],
+)
+
+
+@cache
+def library(row: Row) -> Library:
+    return compiled(row.plan(), harmless=row.races)
+
+
+def call(plan: Plan, variant: str, size: Size) -> list[tuple[Tensor, Tensor]]:
+    """Results of a kernel, each with that of plain torch."""
+    torch.manual_seed(0)
+    dtype = getattr(torch, plan.operands.q.torch)
+    qk, columns = plan.head_dim_qk, plan.head_dim_v
+    q = torch.randn(size.batch, size.rows, size.heads, qk).to(dtype)
+    bias = torch.randn(size.heads, size.rows, size.keys).to(dtype)
+    arguments = {"bias": bias} if variant == "biased" else {}
+    if plan.layout == "paged":
+        pages = -(-size.keys // 64)
+        k = torch.randn(size.batch * pages, 64, size.kv_heads, qk).to(dtype)
+        v = k[..., :columns] if plan.v_of_key else torch.randn(*k.shape[:3], columns).to(dtype)
+        table = torch.arange(size.batch * pages, dtype=torch.int32).view(size.batch, pages)
+        lengths = torch.full((size.batch,), size.keys, dtype=torch.int32)
+        tensors: tuple[Tensor, ...] = (q, k, v, table, lengths)
+        attend = attngen.attention_paged
+    else:
+        k = torch.randn(size.batch, size.keys, size.kv_heads, qk).to(dtype)
+        v = k[..., :columns] if plan.v_of_key else torch.randn(*k.shape[:3], columns).to(dtype)
+        tensors, attend = (q, k, v), attngen.attention  # type: ignore[assignment]
+    if plan.direction == "forward":
+        given = {"variant": variant, **arguments}
+        return [(attend(*tensors, **given), attend(*tensors, backend="reference", **given))]
+    leaves = [tensor.requires_grad_() for tensor in (*tensors, *arguments.values())]
+    out, lse = attend(*tensors, variant=variant, backend="reference", return_lse=True, **arguments)
+    dout = torch.randn(out.shape).to(dtype)
+    wanted = torch.autograd.grad(out, leaves, dout)
+    own = {name: tensor.detach() for name, tensor in arguments.items()}
+    plain = Given(*(tensor.detach() for tensor in tensors), variant=variant, arguments=own)
+    *actual, more = training.differentiate(plain, out.detach(), lse.detach(), dout, None, tuple(own))
+    return list(zip((*actual, *more.values()), wanted, strict=True))
+
+
+def check(row: Row, tried: tuple[Mutant, ...] = ()) -> dict[Mutant, str]:
+    """Run the calls of a row with one block where it can be; return what was found of changes."""
+    found: dict[Mutant, str] = {}
+    for size in row.sizes:
+        left = [mutant for mutant in tried if not found.get(mutant)]
+        with device(library(row), left, blocks=1) as driver:
+            for actual, wanted in call(driver.plan, row.variant, size):
+                torch.testing.assert_close(actual.float(), wanted.float(), atol=0.03, rtol=0.03)
+        found |= driver.found
+    return found
+
+
+@by_row
+def test_a_kernel_is_right_and_has_no_race(row: Row) -> None:
+    every = library(row).mutants
+    tried = tuple(one for one in every[:: max(len(every) // 8, 1)] if not is_spared(row, one))
+    missed = [str(mutant) for mutant, said in check(row, tried).items() if not said]
+    assert not missed
+
+
+def is_spared(row: Row, mutant: Mutant) -> bool:
+    return any(fnmatchcase(str(mutant), pattern.replace("[", "[[]")) for pattern in (*SPARED, *row.spared))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_change_is_noticed(row: Row) -> None:
+    found = check(row, tuple(library(row).mutants))
+    missed = [str(mutant) for mutant, said in found.items() if not said and not is_spared(row, mutant)]
+    assert not missed
