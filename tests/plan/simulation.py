@@ -91,40 +91,6 @@ class Ring:
         """Number of stages."""
         return self.declared.stages
 
-    def release(self, stage: int) -> None:
-        """Say that a stage may be filled again."""
-        self.empty[stage].arrive()
-
-
-@dataclass
-class Place:
-    """A stage of a ring and the parity of its phase, as each role keeps them."""
-
-    ring: Ring
-    stage: int = 0
-    phase: int = 0
-
-    def advance(self, count: int = 1) -> None:
-        self.stage += count
-        if self.stage >= self.ring.stages:
-            self.stage, self.phase = self.stage - self.ring.stages, self.phase ^ 1
-
-    def copy(self) -> Place:
-        return Place(self.ring, self.stage, self.phase)
-
-    def full(self) -> Condition:
-        return self.ring.full[self.stage].done(self.phase)
-
-    def empty(self) -> Condition:
-        return self.ring.empty[self.stage].done(self.phase ^ 1)
-
-    def release(self) -> None:
-        self.ring.release(self.stage)
-
-    def expect(self, wanted: object) -> None:
-        if self.ring.holds[self.stage] != wanted:
-            raise ProtocolError(f"read {self.ring.holds[self.stage]} where {wanted} should be")
-
 
 def all_landed(copies: Sequence[list[bool]]) -> Condition:
     """Return the condition that all of some copies have landed."""
@@ -161,18 +127,6 @@ class Simulation:
 
         self.land(land())
         return landed
-
-    def copy(self, to: Place, what: object) -> None:
-        """Issue a copy; until it lands, the stage holds nothing."""
-        to.ring.holds[to.stage] = None
-        to.ring.full[to.stage].arrive()
-
-        def land(stage: int) -> Role:
-            yield lambda: True
-            to.ring.holds[stage] = what
-            to.ring.full[stage].arrive()
-
-        self.land(land(to.stage))
 
     def run(self) -> None:
         """Run to the end; ProtocolError if that is not reached, or something else is read than was meant."""

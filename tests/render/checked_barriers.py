@@ -70,7 +70,7 @@ INITIALIZED = re.compile(r"(init_barriers\((?:here \+ )?k\w+, \d+, )(\d+)")
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of a source: without an operation, with a wait behind the product that follows it, or with an arrival more."""
+    """A change of a source: an operation less, a wait behind the product that follows it, or an arrival more."""
 
     number: int
     line: int
@@ -124,17 +124,17 @@ def mutated(text: str) -> tuple[str, list[Mutant]]:
 
 def _helpers(text: str) -> list[str]:
     """Names of the lambdas of a kernel that do a barrier operation, and return nothing."""
-    found: list[str] = []
+    helpers: list[str] = []
     for match in HELPER.finditer(text):
         depth, end = 1, match.end()
         while depth:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             end += 1
         body = text[match.end() : end]
-        uses = [name for name in found if re.search(rf"\b{name}\(", body)]
+        uses = [name for name in helpers if re.search(rf"\b{name}\(", body)]
         if (OPERATION.search(body) or uses) and "return " not in body and "load_" not in body:
-            found.append(match[1])
-    return found
+            helpers.append(match[1])
+    return helpers
 
 
 @dataclass
@@ -160,8 +160,9 @@ def on_host(name: str, text: str) -> str:
     text = text.replace("#ifdef __CUDA_ARCH__", "#if 1")
     for pattern, instead in PTX.items():
         text = re.sub(pattern, instead, text, flags=re.DOTALL)
-    unknown = [f"{name}:{i}: {line}" for i, line in enumerate(text.split("\n"), 1) if "asm" in line]
-    assert not unknown, unknown
+    for number, line in enumerate(text.split("\n"), 1):
+        if re.search(r"\basm\b", line):
+            raise RefusedError(f"{name}:{number}: {line.strip()}")
     return text
 
 
@@ -171,7 +172,7 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
     ``harmless``: patterns of races with products whose results are not used, the last of a warpgroup.
     """
     source = render(plan)
-    text, mutants = mutated(change(source.text))
+    text, mutants = mutated(on_host("kernel.inc", change(source.text)))
     included = re.findall(r'#include "(\w+\.cuh)"', text)
     folder = Path(mkdtemp(prefix="attngen-barriers-"))
     (folder / "kernel.inc").write_text(re.sub(r"extern __shared__ .*?char shared_memory\[\];", "", text))
@@ -182,7 +183,6 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
             (folder / name).write_text(on_host(name, headers()[name]))
             waiting += re.findall(r'#include "(\w+\.cuh)"', headers()[name])
         seen.add(name)
-    assert "asm" not in text
     assert COMPILER is not None
     kernels = " ".join(f"KERNEL({launch.symbol})" for launch in plan.launches)
     done = subprocess.run(
@@ -214,11 +214,11 @@ class BarrierError(Exception):
 
 @dataclass
 class CheckedDriver(HostDriver):
-    """Runs a library. ``tried``: the changes of its main launch that are run before it, with what was found."""
+    """Runs a library. ``tried``: the changes of its main launch that are run before it, with their faults."""
 
     library: Library | None = None
     tried: Sequence[Mutant] = ()
-    found: dict[Mutant, str] = field(default_factory=dict)
+    faults: dict[Mutant, str] = field(default_factory=dict)
     blocks: int = 2
     kept: list[Any] = field(default_factory=list)
 
@@ -253,12 +253,13 @@ class CheckedDriver(HostDriver):
         for (symbol, cluster), grid, threads, *_, parameters in kernels:
             (number,) = (i for i, launch in enumerate(launches) if launch.symbol == symbol)
             launch = launches[number]
-            given = (number, grid, max(cluster, launch.cluster), threads, ctypes.c_void_p(parameters))
+            blocks = cluster if getattr(self.plan.structure, "sharing", 1) > 1 else launch.cluster  # chosen by the call
+            given = (number, grid, blocks, threads, ctypes.c_void_p(parameters))
             self.launches.append((symbol, grid))
             if launch.name == self.library.plan.main:
                 for mutant in self.tried:
                     said = self.library.functions.run_without(mutant.number, *given).decode()
-                    self.found[mutant] = self.found.get(mutant, "") or said
+                    self.faults[mutant] = self.faults.get(mutant, "") or said
             said = self.library.functions.run(*given).decode()
             if said:
                 raise BarrierError(f"{symbol}: {said}")
