@@ -23,7 +23,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
 from attngen.runtime.arguments.extra_cache import with_extra_rows
-from attngen.runtime.reference.eager import lengths, names_of
+from attngen.runtime.reference.eager import lengths, names_of, weights_of
 from attngen.runtime.reference.listed import listed
 
 #: Features of variants that it computes.
@@ -75,7 +75,7 @@ def _attend(
         scores = evaluate(call.variant.score, names, tensors, guard=one.visible).to(one.q.dtype)
     scores = _of_visible(one, scores)
     if not call.variant.has_lse:
-        return torch.sigmoid(scores) @ one.v, _in_place_of_lse(one)
+        return weights_of(call.variant, scores) @ one.v, _in_place_of_lse(one)
     keys = scores.shape[-1]
     scores = _with_sink(call, scores, one.names, tensors)
     if call.descales:
@@ -179,7 +179,7 @@ def fused(call: Call, q: Tensor, k: Tensor, v: Tensor, draw: int, probabilities:
         products = one.q.float() @ one.k.float().transpose(1, 2)
         scores = _fused_logits(call, one, products, call.tensors, rounded_to, draw, generator)
         if not call.variant.has_lse:
-            weights = torch.sigmoid(scores)
+            weights = weights_of(call.variant, scores)
             matter = weights > _NEGLIGIBLE
             logits.append(float(scores[matter].abs().max()) if matter.any() else 0.0)
             rounded = weights.to(one.q.dtype).float() @ one.v.float()
@@ -287,8 +287,11 @@ def _fused_ds(
         scores = _fused_logits(call, one, products, own, dtype, draw, generator)
     dp = _dropped(call, one, above @ one.v.transpose(1, 2))
     if not call.variant.has_lse:
-        p = torch.sigmoid(scores.detach())
-        return products, scores, lse, above, p, torch.zeros_like(p[..., :1]), p * (1 - p) * dp
+        logits = scores.detach().requires_grad_()
+        with torch.enable_grad():
+            p = weights_of(call.variant, logits)
+        (ds,) = torch.autograd.grad(p, logits, dp)
+        return products, scores, lse, above, p.detach(), torch.zeros_like(p[..., :1]), ds
     p = torch.where(rows_see, torch.exp(scores.detach() - lse.nan_to_num(neginf=0.0)[..., None]), 0.0)
     delta = ((above * stored).sum(-1) - torch.where(torch.isfinite(lse), above_lse, 0.0))[..., None]
     ds = p * (dp - delta)

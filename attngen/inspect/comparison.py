@@ -35,7 +35,7 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.launch.gradients import differentiable
 from attngen.runtime.operations.attention import entry as calls
 from attngen.runtime.operations.attention import introspection
-from attngen.runtime.reference.eager import OneSequence, attend_rows, names_of, scores_of
+from attngen.runtime.reference.eager import OneSequence, attend_rows, names_of, scores_of, weights_of
 
 #: Logits of all chosen rows and heads up to which all rows are compared, where the caller names none, and how many rows
 #: of each sequence otherwise.
@@ -370,7 +370,7 @@ def _plain(call: Call, one: OneSequence, where: Tensor, which: Tensor, dtype: to
     if call.variant.has_lse:
         weights = torch.softmax(s, dim=-1).nan_to_num(nan=0.0)[..., : one.k.shape[0]]
     else:
-        weights = torch.sigmoid(s)
+        weights = weights_of(call.variant, s)
     if call.variant.dropout:
         stays = kept(call, one.index, where, one.k.shape[0])[which]
         weights = torch.where(stays, weights * rate_of(call)[1], 0.0)

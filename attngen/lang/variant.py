@@ -10,7 +10,7 @@ from typing import Any
 
 from attngen.errors import CallError
 from attngen.lang.declared import Bound, Monotone, Scalar, Tensor
-from attngen.lang.ir import Const, Expr, Type, names, tensors
+from attngen.lang.ir import Const, Expr, Op, Type, Var, names, tensors
 from attngen.lang.listed import KEYS
 from attngen.lang.ranges import Range, declared_ranges
 from attngen.records import VariantName
@@ -21,8 +21,11 @@ __all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "VariantSettings", "Tensor"
 _NO_FEATURES = frozenset(("name", "scalars", "tensors", "let", "mask_text", "score_text", "sink_text"))
 _EXPRESSIONS = frozenset(("mask", "score", "sink"))
 
-#: How logits become the weights of values: relative to all of a row, or each for itself, 1 / (1 + exp(-logit)).
-WEIGHTS = ("softmax", "sigmoid")
+_LOGIT = Var("s", Type.FLOAT)
+
+#: How logits become the weights of values: relative to all logits of a row (None), or each for itself, by a function of
+#: the logit. The reference and the yardsticks of tests compute it from here.
+WEIGHTS: dict[str, Expr | None] = {"softmax": None, "sigmoid": Op("sigmoid", (_LOGIT,), Type.FLOAT)}
 
 #: The mask that hides nothing.
 VISIBLE: Expr = Const(True, Type.BOOL)
@@ -48,7 +51,7 @@ class VariantSettings:
     weights: str = _setting(
         "softmax",
         "how logits become the weights of values; `sigmoid`: each by itself, without a sum over the row",
-        choices=WEIGHTS,
+        choices=tuple(WEIGHTS),
     )
 
     @property
@@ -133,7 +136,7 @@ class Variant(VariantSettings):
     @property
     def has_lse(self) -> bool:
         """Whether a row has a log-sum-exp: its weights are those of a softmax."""
-        return self.weights == "softmax"
+        return WEIGHTS[self.weights] is None
 
     @property
     def arguments(self) -> tuple[Scalar, ...]:

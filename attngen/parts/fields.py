@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from attngen.lang.listed import LISTS
-from attngen.lang.variant import WEIGHTS
 from attngen.plan.served import ANY, ServedValues, only
 
 #: Of all attention: any mask and sink, and functions that are approximated or not.
@@ -47,9 +46,6 @@ EXACT = {"softmax": only(None, "exact_max", why="these kernels have the row max 
 
 #: Backward kernels that fuse the argument of exp2.
 FUSED = {"fast_math": only(True, why="the argument of exp2 is fused in cuda kernels, and in Triton's it is not")}
-
-#: Kernels of softmax attention, and of weights without a sum over the row.
-ANY_WEIGHTS = {"weights": only(*WEIGHTS, why="these kernels have no other weights")}
 
 #: Keys that calls list of one cache.
 ONE_CACHE = only(

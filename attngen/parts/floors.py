@@ -118,8 +118,11 @@ class Floor:
         return self.call(steps, tiles) / (MULTIPROCESSORS.value * CLOCK.value)
 
 
-def floor(plan: Plan) -> Floor:
-    """Floors of a Hopper plan. Products include the padding of head dims, which memory does not hold."""
+def floor(plan: Plan, exponentials: int = 1) -> Floor:
+    """Floors of a Hopper plan. Products include the padding of head dims, which memory does not hold.
+
+    ``exponentials`` counts operations of the MUFU for an element of P.
+    """
     width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
     given = plan.operands
     k, v = plan.tile_n * width_qk * given.k.bytes, plan.tile_n * width_v * given.v.bytes
@@ -129,8 +132,7 @@ def floor(plan: Plan) -> Floor:
         consumers=plan.structure.consumers,
         qk=Product(plan.tile_n, width_qk // given.q.mma_k, given.q.mma_k),
         pv=Product(width_v, plan.tile_n // given.p.mma_k, given.p.mma_k),
-        # a sigmoid takes a reciprocal beside its exponential
-        exponentials=ROWS * plan.tile_n * (1 if plan.variant.has_lse else 2),
+        exponentials=ROWS * plan.tile_n * exponentials,
         shared_reads=ROWS * width_qk * given.q.bytes + k + v,
         loaded=plan.tile_n * key,
         tile=plan.tile_m * query,

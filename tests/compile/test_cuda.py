@@ -20,6 +20,7 @@ from attngen.compile.cuda import compile_text
 from attngen.compile.inspect import count_instructions, parameter_places
 from attngen.compile.toolchain import chosen_nvrtc
 from attngen.errors import CompileError
+from attngen.families.hopper_forward.kinds import WEIGHTS
 from attngen.plan import Plan
 from attngen.plan.allowances import SPILLS
 from attngen.render import render
@@ -95,8 +96,10 @@ def test_kernels_keep_their_speed_and_their_parameters(variant: str, head_dim: i
     check_parameters(plan, artifact)  # here, so that no other worker compiles the kernel for it
 
 
-def test_sigmoids_take_the_place_of_a_softmax() -> None:
-    declared = "variants:\n  own: {mask: q_pos >= kv, score: 's - log(seqlen_k)', weights: sigmoid}\n"
+@pytest.mark.parametrize("weights", WEIGHTS[1:])
+def test_weights_without_a_sum_take_the_place_of_a_softmax(weights: str) -> None:
+    own = f"{{mask: q_pos >= kv, score: 's - log(seqlen_k)', weights: {weights}}}"
+    declared = f"variants:\n  own: {own}\n"
     plan = planned("own", backend="cuda", declared=declared)
     artifact = compile_source(plan, render(plan))
     resources = artifact.manifest["resources"]

@@ -8,6 +8,7 @@ import pytest
 
 from attngen.errors import SpecError
 from attngen.lang.check import compile_variant, restore_variant
+from attngen.lang.variant import WEIGHTS
 
 
 def test_weights_are_a_part_of_the_definition_and_of_the_json_form() -> None:
@@ -31,5 +32,5 @@ def test_what_says_something_of_a_softmax_is_refused(given: dict[str, Any], fiel
 
 
 def test_unknown_weights_of_a_manifest_are_refused() -> None:
-    with pytest.raises(SpecError, match="weights must be one of softmax, sigmoid, got 'relu'"):
+    with pytest.raises(SpecError, match=f"weights must be one of {', '.join(WEIGHTS)}, got 'relu'"):
         restore_variant({**compile_variant("v").to_dict(), "weights": "relu"})

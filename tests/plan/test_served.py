@@ -10,7 +10,7 @@ import pytest
 
 from attngen.dtypes import PAGE_BLOCK
 from attngen.errors import PlanError
-from attngen.lang.variant import Variant
+from attngen.lang.variant import WEIGHTS, Variant
 from attngen.plan import plan
 from attngen.plan.catalogue import named, schedules, with_schedule
 from attngen.plan.served import _OTHERS, ANY, UNDECLARED
@@ -179,6 +179,16 @@ def test_a_field_that_nobody_has_heard_of_is_refused_by_name(name: str) -> None:
     with pytest.raises(PlanError, match="does not serve it; found true; allowed: false") as caught:
         plan(replace(spec, variant=variant))
     assert caught.value.field == "variant.unheard"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_that_nobody_has_heard_of_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel would else compute others, under their name."""
+    monkeypatch.setitem(WEIGHTS, "unheard", WEIGHTS["sigmoid"])
+    spec = spec_of(name)
+    with pytest.raises(PlanError, match="found unheard") as caught:
+        plan(replace(spec, variant=replace(spec.variant, weights="unheard")))
+    assert caught.value.field == "variant.weights"
 
 
 def test_a_schedule_without_a_declaration_serves_the_fields_that_it_could_know() -> None:

@@ -165,7 +165,7 @@ class HopperExplanation(ScheduleExplanation):
 
 def explain(plan: Plan, pipes: Pipes | None) -> HopperExplanation:
     """Return the explanation of a plan."""
-    return HopperExplanation(plan, pipes, floor(plan))
+    return HopperExplanation(plan, pipes, floor(plan, kind_of_plan(plan).exponentials))
 
 
 def _registers(plan: Plan, structure: HopperForward) -> Registers:

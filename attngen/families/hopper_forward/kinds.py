@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from attngen.dtypes import PROBABILITY_DTYPE
 from attngen.families.hopper_forward.structure import HopperForward
-from attngen.lang.variant import WEIGHTS
 from attngen.plan.model import Plan
 
 #: Dtypes of P.
@@ -22,7 +21,8 @@ class SoftmaxKind:
     the score permits: relative, capped or powers. ``file`` is its template in ``hopper_forward/softmax``, ``logits``
     the file of its ``finish_logits`` in ``hopper_forward/logits``. ``label`` stands in names of kernels.
     ``explanation`` says how P of a step is made, ``first_tile`` what makes that of the first tile. ``dtypes`` are those
-    of P. With ``cuts``, query tiles may be cut into parts, whose results are merged. ``has_lse``: rows have a
+    of P, and ``header`` has its own functions, if it has any. ``exponentials`` counts operations of the MUFU for an
+    element of P. With ``cuts``, query tiles may be cut into parts, whose results are merged. ``has_lse``: rows have a
     log-sum-exp, and blocks may share their keys; without it a kernel has no such argument.
     """
 
@@ -34,6 +34,8 @@ class SoftmaxKind:
     logits: str = "branches"
     first_tile: str = "maximum and exponentials make"
     dtypes: tuple[str, ...] = _HALF
+    header: str = ""
+    exponentials: int = 1
     cuts: bool = True
     has_lse: bool = True
 
@@ -80,11 +82,22 @@ KINDS = (
     SoftmaxKind("bounded", "", "bounded", _CONSTANT, "bounded", "fused", _NO_MAX, cuts=False),
     SoftmaxKind("bounded", "capped", "bounded_capped", _CONSTANT + _CAPPED, "bounded", "capped", _NO_MAX, cuts=False),
     SoftmaxKind("bounded", "powers", "bounded_powers", _CONSTANT + _POWERS, "bounded", "powers", _NO_MAX, cuts=False),
-    SoftmaxKind("sigmoid", "", "sigmoid", _SIGMOID, first_tile="sigmoids make", cuts=False, has_lse=False),
+    SoftmaxKind(
+        "sigmoid",
+        "",
+        "sigmoid",
+        _SIGMOID,
+        first_tile="sigmoids make",
+        header="sigmoid",
+        exponentials=2,
+        cuts=False,
+        has_lse=False,
+    ),
 )
 
-#: Values of a spec's ``softmax``.
-SOFTMAXES = tuple(dict.fromkeys(kind.softmax for kind in KINDS if kind.softmax not in WEIGHTS))
+#: Values of a spec's ``softmax``, and of a variant's ``weights``.
+SOFTMAXES = tuple(dict.fromkeys(kind.softmax for kind in KINDS if kind.has_lse))
+WEIGHTS = ("softmax", *(kind.softmax for kind in KINDS if not kind.has_lse))
 
 
 def kind_of(softmax: str, form: str, p: str) -> SoftmaxKind:

@@ -10,7 +10,7 @@ from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
 from attngen.families.hopper_forward.candidates import ROWS, Choice, Form
-from attngen.families.hopper_forward.kinds import SOFTMAXES, SoftmaxKind, kind_of_structure
+from attngen.families.hopper_forward.kinds import SOFTMAXES, WEIGHTS, SoftmaxKind, kind_of_structure
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import hopper_tile
@@ -18,7 +18,7 @@ from attngen.lang.biases import biases
 from attngen.lang.ir import names
 from attngen.manifest import SHARES
 from attngen.parts.boxes import operand_widths, widest_box
-from attngen.parts.fields import ANY_WEIGHTS, ATTENTION, DESCRIPTORS
+from attngen.parts.fields import ATTENTION, DESCRIPTORS
 from attngen.parts.probabilities import PROBABILITIES, Probabilities
 from attngen.parts.promises import keep_promises
 from attngen.plan import arguments
@@ -281,5 +281,5 @@ SCHEDULE = Schedule(
     pipes=forward_pipes_of,
     explanation="attngen.families.hopper_forward.explain:explain",
     layouts=("dense", "varlen", "paged"),
-    serves=serves(PROBABILITIES) | ANY_WEIGHTS,
+    serves=serves(PROBABILITIES) | {"weights": only(*WEIGHTS, why="these kernels have no other weights")},
 )

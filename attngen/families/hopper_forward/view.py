@@ -8,6 +8,7 @@ from functools import partial
 
 from attngen.dtypes import V_GROUP, DType
 from attngen.families.hopper_forward.files import Parts, parts_of
+from attngen.families.hopper_forward.kinds import kind_of_plan
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import place_bits
@@ -177,7 +178,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
 
 def _headers(plan: Plan, forward: HopperForward, *, bounds: bool) -> tuple[str, ...]:
     """The headers that a kernel needs."""
-    variant = plan.variant
+    variant, kind = plan.variant, kind_of_plan(plan)
     needed = {
         "biases": forward.biases > 0,
         "cluster": forward.shares,
@@ -192,7 +193,7 @@ def _headers(plan: Plan, forward: HopperForward, *, bounds: bool) -> tuple[str, 
         "ring": True,
         "row_parts": forward.cuts,
         "schedule": True,
-        "sigmoid": variant.weights == "sigmoid",
+        **({kind.header: True} if kind.header else {}),
         "soft_cap": forward.capped,
         "tables": forward.table_bytes > 0,
         "softmax": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attngen.arch import Arch
 from attngen.dtypes import PLAIN_DTYPES
 from attngen.lang.runs import positions
-from attngen.parts.fields import ANY_WEIGHTS, ATTENTION
+from attngen.parts.fields import ATTENTION
 from attngen.plan.choices import check_head_dims, refuse
 from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec
@@ -14,7 +14,7 @@ from attngen.schema.kernel_spec import KernelSpec
 TRITON = {
     "dtype": only(*PLAIN_DTYPES, why=f"Triton kernels take {', '.join(PLAIN_DTYPES)}"),
     **ATTENTION,
-    **ANY_WEIGHTS,
+    "weights": only("softmax", "sigmoid", why="other weights do not exist in Triton kernels"),
     **dict.fromkeys(("loads", "alignment", "tile_map", "dropout"), ANY),
 }
 

@@ -14,7 +14,7 @@ from attngen.lang.eager import evaluate
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.dropout import kept, rate_of
 from attngen.runtime.arguments.shapes import bind
-from attngen.runtime.reference.eager import names_of
+from attngen.runtime.reference.eager import names_of, weights_of
 
 #: Largest ‖out − reference‖ / ‖reference‖ by dtype: several times what rounding the weights and the output explains.
 TOLERANCE: Mapping[str, float] = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 2e-5, "fp8_e4m3": 5e-2}
@@ -134,7 +134,7 @@ def _out(call: Call, queries: Tensor, keys: Tensor, values: Tensor, b: int, h: i
     if call.variant.has_lse:
         weights = torch.softmax(logits, dim=-1).nan_to_num(nan=0.0)[..., : len(keys)]  # dead rows
     else:
-        weights = torch.sigmoid(logits)
+        weights = weights_of(call.variant, logits)
     if call.variant.dropout:
         weights = torch.where(kept(call, b, rows, len(keys))[h], weights * rate_of(call)[1], 0.0)
     return weights[0] @ values

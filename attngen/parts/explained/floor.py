@@ -63,10 +63,10 @@ def floor_dict(low: Floor, heads: Sequence[HeadFloor]) -> dict[str, Any]:
 
 def floor_lines(plan: Plan, low: Floor, heads: Sequence[HeadFloor]) -> Iterator[str]:
     """Yield the arithmetic of a floor, the bound, and the floors of heads."""
-    each = "" if plan.variant.has_lse else " x 2"
+    each = low.exponentials // (ROWS * plan.tile_n)
     detail = {
         "products": f"QK {_product(low.qk)}; PV {_product(low.pv)}",
-        "exponentials": f"{ROWS} x {plan.tile_n}{each} at {EXPONENTIALS.value} per clock",
+        "exponentials": f"{ROWS} x {plan.tile_n}{f' x {each}' if each > 1 else ''} at {EXPONENTIALS.value} per clock",
         "shared memory": f"Q, K and V as operands: {low.shared_reads} B at {SHARED.value} B per clock",
     }
     yield f"floor of a step in clocks: of a consumer ({ROWS} queries x {plan.tile_n} keys) and of all {low.consumers}"

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from attngen.dtypes import LATENT_ROWS
 from attngen.errors import CallError
 from attngen.lang.eager import Limits, evaluate
-from attngen.lang.variant import Variant
+from attngen.lang.variant import WEIGHTS, Variant
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.debug import limits_of
 from attngen.runtime.arguments.descales import dequantized
@@ -412,7 +412,7 @@ def probabilities_of(
     them (h, rows, 1); and the log-sum-exp (h, rows). Of weights that have none: the weights, 1, and 0, or −inf where a
     row sees no key."""
     if not call.variant.has_lse:
-        weights = torch.where(visible, torch.sigmoid(torch.where(visible, scores, 0.0)), 0.0)
+        weights = weights_of(call.variant, scores)
         blind = torch.where(visible.any(dim=-1), 0.0, -math.inf).to(compute)
         return weights, torch.ones_like(weights[..., :1]), blind
     sink = None
@@ -442,6 +442,15 @@ def probabilities_of(
         times = listed(call, sequence.index, rows, visible.shape[-1], heads)
         lse = torch.logsumexp(torch.where(visible, scores + torch.log(times.to(compute)), -math.inf), dim=-1)
     return weights, divisor, lse
+
+
+def weights_of(variant: Variant, logits: torch.Tensor) -> torch.Tensor:
+    """Weights of logits of which each is a function of its own; 0 where a logit is −inf: its pair is hidden."""
+    weight = WEIGHTS[variant.weights]
+    assert weight is not None  # else the variant has a softmax
+    shown = logits != -math.inf
+    of_shown = evaluate(weight, {"s": torch.where(shown, logits, 0.0)}, float_dtype=logits.dtype)
+    return torch.where(shown, of_shown, 0.0)
 
 
 def _as_compute(tensor: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
