@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from attngen.operations import ATTENTION, OPERATIONS
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "attngen"
 
@@ -225,9 +227,8 @@ def test_the_modules_of_a_call_hold_no_compiler() -> None:
 #: What a call on the CPU needs nothing of.
 OF_KERNELS = (
     "attngen.compile", "attngen.store", "attngen.manifest", "attngen.runtime.device", "attngen.runtime.geometry",
-    "attngen.runtime.kernels", "attngen.runtime.launch", "attngen.runtime.operations.append",
-    "attngen.runtime.operations.index_scores", "attngen.runtime.operations.quantize",
-    "attngen.runtime.operations.shared", "attngen.runtime.operations.topk", "attngen.runtime.operations.widen",
+    "attngen.runtime.kernels", "attngen.runtime.launch", "attngen.runtime.operations.shared",
+    *(f"attngen.{row.folder}" for row in OPERATIONS if row.directions and row is not ATTENTION),
 )  # fmt: skip
 
 

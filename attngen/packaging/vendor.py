@@ -53,13 +53,14 @@ def runtime_files() -> dict[str, bytes]:
     return dict(sorted(files.items()))
 
 
-def _text(module: str) -> str:
+def module_text(module: str) -> str:
+    """Source of a module of attngen."""
     return (_FOLDER / f"{module.replace('.', '/')}.py").read_text("utf-8")
 
 
 def _imports(module: str) -> Iterator[tuple[str, ast.ImportFrom]]:
     """Yield every module of attngen that a module imports, also inside functions, and the statement that does."""
-    for node in ast.walk(ast.parse(_text(module))):
+    for node in ast.walk(ast.parse(module_text(module))):
         if isinstance(node, ast.Import):
             assert not any(alias.name.split(".")[0] == "attngen" for alias in node.names), f"{module}:{node.lineno}"
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "attngen":
@@ -72,7 +73,7 @@ def _imports(module: str) -> Iterator[tuple[str, ast.ImportFrom]]:
 
 def _relative(module: str) -> str:
     """Return the text of a module with its imports of attngen made relative."""
-    lines = _text(module).splitlines(keepends=True)
+    lines = module_text(module).splitlines(keepends=True)
     for _, node in _imports(module):
         lines[node.lineno - 1] = _IMPORT.sub(
             f"from {_dotted(module, node.module or '')} import", lines[node.lineno - 1]

@@ -16,6 +16,7 @@ from attngen.lang.dropout import RNG_STATE
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Scalar, Variant
 from attngen.operations import ATTENTION, OPERATIONS
+from attngen.packaging.stubs import operation_stubs
 from attngen.render.environment import environment
 
 #: Distribution that a manifest names as its compiler → its common name.
@@ -97,8 +98,8 @@ class PackageView:
 
     @property
     def declared(self) -> list[str]:
-        """The operations whose stubs are files of ``templates/package``; attention has an overload for each variant."""
-        return [operation.name for operation in OPERATIONS if operation.public and operation is not ATTENTION]
+        """Stubs of the operations beside attention."""
+        return list(operation_stubs())
 
     def listed(self, *others: str) -> list[str]:
         """Lines of ``__all__``: the names of all calls, and others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -11,19 +12,20 @@ import pytest
 from attngen.dtypes import PAGE_BLOCK
 from attngen.errors import PlanError
 from attngen.lang.variant import WEIGHTS, Variant
+from attngen.operations import OPERATIONS
 from attngen.plan import plan
 from attngen.plan.catalogue import named, schedules, with_schedule
 from attngen.plan.served import _OTHERS, ANY, UNDECLARED
-from attngen.schema import expand, load_spec_text
-from attngen.schema.helper_kernels import appends, quantizers, selectors, wideners
+from attngen.schema import expand, load_spec, load_spec_text
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
+from tests.render.generated import SPECS
 
 VARIANTS = """
   listed: {keys: index}
   scored: {mask: "q_pos >= kv", score: "s + 1.0"}
 """
 
-#: An entry of a spec for each schedule of attention.
+#: An entry of a spec for each schedule of attention that shipped specs have; ``tests/render/others.yaml`` has the rest.
 ENTRIES = {
     "hopper_forward": "variant: causal, head_dim: 64",
     "hopper_fp8": "variant: causal, head_dim: 128, dtype: fp8_e4m3",
@@ -87,14 +89,14 @@ ALWAYS = {
 def spec_of(name: str) -> KernelSpec:
     """The spec that a schedule plans."""
     if name not in ENTRIES:
-        return helpers()[name]
+        return others()[name]
     text = f"schema: 1\narch: sm90a\nvariants:{VARIANTS}kernels:\n  - {{{ENTRIES[name]}}}\n"
     return replace(expand(load_spec_text(text))[-1], backend=named(name).backend)
 
 
 @cache
-def helpers() -> dict[str, KernelSpec]:
-    """The spec of each schedule beside attention, of those that kernels of attention bring."""
+def others() -> dict[str, KernelSpec]:
+    """Specs of schedules of no shipped spec, and of those beside attention that kernels of attention bring."""
     text = (
         "schema: 1\narch: sm90a\nkernels:\n"
         "  - {variant: causal, head_dim: 64, layout: paged}\n"
@@ -104,15 +106,11 @@ def helpers() -> dict[str, KernelSpec]:
         "  - {variant: causal, head_dim: 64, passes: index_scores}\n"
     )
     kernels = expand(load_spec_text(text))
-    made = [spec for of in (appends, quantizers, wideners, selectors) for spec in of(kernels)]
-    return {plan(spec).schedule: spec for spec in made}
+    made = [spec for row in OPERATIONS if row.specs for spec in resolve_name(row.specs)(kernels)]
+    return {plan(spec).schedule: spec for spec in (*expand(load_spec(SPECS["others"])), *made)}
 
 
-def directions() -> tuple[str, ...]:
-    return "forward", "backward", "index_scores", "append", "quantize", "widen", "topk"
-
-
-ALL = [row.name for direction in directions() for row in schedules(direction)]
+ALL = [row.name for operation in OPERATIONS for direction in operation.directions for row in schedules(direction)]
 
 
 @pytest.mark.parametrize("name", ALL)

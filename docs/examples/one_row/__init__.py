@@ -101,7 +101,7 @@ def arguments_of(planned: Plan) -> tuple[Argument, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class OneRowView:
     template: str
     summary: str
     argument_lines: tuple[str, ...]
@@ -111,7 +111,7 @@ class View:
     logit: str
 
 
-def view(planned: Plan, template: str) -> View:
+def view(planned: Plan, template: str) -> OneRowView:
     query, key = frozenset({"q"}), frozenset({"kv"})
     names = scalar_bindings(planned, CUDA) | {
         "q": Binding("q_row", query, below=frozenset({"seqlen_q"})),
@@ -125,7 +125,9 @@ def view(planned: Plan, template: str) -> View:
     visible, logit = code.results
     (launch,) = planned.launches
     parameters = argument_lines(planned, launch.arguments, written={"out", "lse"})
-    return View(template, summary(planned), parameters, lines(code.hoisted), lines(code.body), visible.text, logit.text)
+    return OneRowView(
+        template, summary(planned), parameters, lines(code.hoisted), lines(code.body), visible.text, logit.text
+    )
 
 
 SCHEDULE = Schedule(

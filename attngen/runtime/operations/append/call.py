@@ -6,6 +6,8 @@ torch, with the same results (``append_torch``).
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from attngen.runtime.operations.append.arguments import Append, check, refuse_gradients
@@ -23,7 +25,7 @@ def append_kv(
     slots: Tensor | None = None,
     batch_index: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
-    page_layout: str = "NHD",
+    page_layout: Literal["NHD", "HND"] = "NHD",
     q: Tensor | None = None,
     q_out: Tensor | None = None,
     rotary_cos: Tensor | None = None,

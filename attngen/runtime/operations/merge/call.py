@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from attngen.runtime.arguments.checked import ATTENTION_DTYPES, LAYOUTS
 
 
 def merge(
-    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], *, layout: str = "bshd"
+    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], *, layout: Literal["bshd", "bhsd"] = "bshd"
 ) -> tuple[Tensor, Tensor]:
     """Merge results of one query over disjoint sets of keys into the result over all of them.
 

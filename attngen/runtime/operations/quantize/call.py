@@ -6,7 +6,7 @@ On a GPU one kernel does it, in up to three launches, where a package has one an
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,11 +39,11 @@ def quantize(
     k: Tensor,
     v: Tensor,
     *,
-    granularity: str | int = "head",
+    granularity: Literal["tensor", "head", 64, 128, "token"] = "head",
     hadamard: bool = True,
     signs: Tensor | None = None,
     seed: int = 0,
-    layout: str = "bshd",
+    layout: Literal["bshd", "bhsd"] = "bshd",
     rotary_cos: Tensor | None = None,
     rotary_sin: Tensor | None = None,
     rotary_interleaved: bool = False,
