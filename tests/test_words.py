@@ -79,8 +79,8 @@ def test_faults(text: str, count: int) -> None:
     assert len(list(faults(text))) == count
 
 
-#: Names of several classes: public ones, those that engines ask for, and two that still have to be told apart.
-_SHARED = {"AttngenMLABackend", "AttngenMetadata", "Choice", "Explanation", "Plan", "Prepared"}
+#: Names of several classes: public ones, and those that engines ask for.
+_SHARED = {"AttngenMLABackend", "AttngenMetadata", "Explanation", "Plan"}
 
 
 def test_classes_of_attngen_have_names_of_their_own() -> None:

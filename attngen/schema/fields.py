@@ -27,7 +27,7 @@ IN_GROUPS = "groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OneOf:
     """A value that is one of ``allowed``, or one of ``aliases``, which stand for allowed names."""
 
     allowed: tuple[str | int, ...]
@@ -86,8 +86,8 @@ Extent = Annotated[int | str, PlainValidator(names.check_extent), WithJsonSchema
 _OPERANDS = ("q", "k", "v", "out")
 
 
-def _dtype_choice(allowed: tuple[str, ...]) -> Choice:
-    return Choice(allowed, tuple((alias, name) for alias, name in dtypes.ALIASES.items() if name in allowed))
+def _dtype_choice(allowed: tuple[str, ...]) -> OneOf:
+    return OneOf(allowed, tuple((alias, name) for alias, name in dtypes.ALIASES.items() if name in allowed))
 
 
 def fields_of_dtypes(given: dict[Any, Any]) -> str:
@@ -105,8 +105,8 @@ def fields_of_dtypes(given: dict[Any, Any]) -> str:
     return f"found a mapping; allowed: the dtype of q, and fields beside it for others; here {', '.join(lines)}"
 
 
-ArchName = Annotated[str, Choice(tuple(arch.ARCHES))]
-FallbackName = Annotated[str, Choice(tuple(name for name, row in arch.ARCHES.items() if row.portable))]
+ArchName = Annotated[str, OneOf(tuple(arch.ARCHES))]
+FallbackName = Annotated[str, OneOf(tuple(name for name, row in arch.ARCHES.items() if row.portable))]
 AttentionDType = Annotated[str, _dtype_choice(dtypes.ATTENTION_DTYPES)]
 KeyDType = Annotated[str, _dtype_choice(dtypes.KV_DTYPES)]
 OutDType = Annotated[str, _dtype_choice(dtypes.OUT_DTYPES)]
@@ -159,11 +159,11 @@ Expression = Annotated[str, PlainValidator(_expression), WithJsonSchema({"type":
 MaskExpression = Annotated[bool | str, PlainValidator(_mask), WithJsonSchema({"type": ["string", "boolean"]})]
 SplitKv = Annotated[
     bool | str,
-    Choice((True, False, SPLIT_TILES)),
+    OneOf((True, False, SPLIT_TILES)),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": SPLIT_TILES}]}),
 ]
 TransposedV = Annotated[
-    bool | str, Choice((True, False, IN_GROUPS)), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": IN_GROUPS}]})
+    bool | str, OneOf((True, False, IN_GROUPS)), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": IN_GROUPS}]})
 ]
-Descale = Annotated[int | str, Choice(tuple(dtypes.DESCALE_BLOCKS))]
-Alignment = Annotated[int | str, Choice(("element", 2, 4, 8, 16))]
+Descale = Annotated[int | str, OneOf(tuple(dtypes.DESCALE_BLOCKS))]
+Alignment = Annotated[int | str, OneOf(("element", 2, 4, 8, 16))]

@@ -30,7 +30,6 @@ from attngen.schema.fields import (
     Alignment,
     ArchName,
     AttentionDType,
-    Choice,
     Descale,
     Expression,
     Extent,
@@ -41,6 +40,7 @@ from attngen.schema.fields import (
     Literal,
     Many,
     MaskExpression,
+    OneOf,
     OneOrMany,
     OutDType,
     PackageName,
@@ -55,18 +55,18 @@ from attngen.schema.fields import (
 from attngen.schema.quoting import show
 
 Softmax = Annotated[
-    str, Choice(("exact_max", "lazy", "first_max", "bounded"), aliases=(("fixed_reference", "first_max"),))
+    str, OneOf(("exact_max", "lazy", "first_max", "bounded"), aliases=(("fixed_reference", "first_max"),))
 ]
-ValuesOf = Annotated[str, Choice(("key",))]
-Layout = Annotated[str, Choice(("dense", "varlen", "paged"))]
-Pass = Annotated[str, Choice(("forward", "backward", "index_scores"))]
-Backend = Annotated[str, Choice(("triton", "cuda"))]
-Loads = Annotated[str, Choice(("descriptor", "pointer"))]
-TileMap = Annotated[str, Choice(("auto", "never", "always"))]
-Schedule = Annotated[str, Choice(("pingpong", "cooperative"))]
-Epilogue = Annotated[str, Choice(("staged", "direct"))]
-Order = Annotated[str, Choice(("longest_first", "natural"))]
-Allowance = Annotated[str, Choice(("spill", "serialized_wgmma"))]
+ValuesOf = Annotated[str, OneOf(("key",))]
+Layout = Annotated[str, OneOf(("dense", "varlen", "paged"))]
+Pass = Annotated[str, OneOf(("forward", "backward", "index_scores"))]
+Backend = Annotated[str, OneOf(("triton", "cuda"))]
+Loads = Annotated[str, OneOf(("descriptor", "pointer"))]
+TileMap = Annotated[str, OneOf(("auto", "never", "always"))]
+Schedule = Annotated[str, OneOf(("pingpong", "cooperative"))]
+Epilogue = Annotated[str, OneOf(("staged", "direct"))]
+Order = Annotated[str, OneOf(("longest_first", "natural"))]
+Allowance = Annotated[str, OneOf(("spill", "serialized_wgmma"))]
 
 HeadDimension = Annotated[int, Field(ge=1, le=1024)]
 TileExtent = Annotated[int, Field(ge=1, le=1024)]
@@ -128,7 +128,7 @@ class MonotoneModel(Model):
     """A declared fact: values never decrease along an axis. Trusted by kernels, checked by ``verify``."""
 
     axis: Annotated[int, Field(ge=0, le=7)]
-    order: Annotated[str, Choice(("nondecreasing",))] = "nondecreasing"
+    order: Annotated[str, OneOf(("nondecreasing",))] = "nondecreasing"
     runs: Annotated[int, Field(ge=2, lt=2**31)] | None = Field(
         default=None, description="within so many elements, each is greater by one than the one before"
     )
@@ -171,7 +171,7 @@ def _setting(hint: Any, metadata: Mapping[str, Any], default: Any) -> tuple[Any,
     """Type and field of a setting of variants."""
     kind = hint
     if "choices" in metadata:
-        kind = Annotated[str, Choice(metadata["choices"])]
+        kind = Annotated[str, OneOf(metadata["choices"])]
         kind = kind | None if default is None else kind
     return kind, Field(default=default, description=metadata["description"])
 

@@ -162,7 +162,7 @@ def _named(name: str) -> Mask:
     raise CallError(f"the mask '{name}' is a {type(value).__name__}, not a Mask or what attngen.variant returns")
 
 
-class Choice(NamedTuple):
+class VariantCall(NamedTuple):
     """A variant and its arguments, as the calls take them."""
 
     variant: str | Variant
@@ -174,9 +174,9 @@ class Choice(NamedTuple):
         return self.variant.name if isinstance(self.variant, Variant) else str(self.variant)
 
 
-def _shipped(name: str, arguments: Mapping[str, Any]) -> Choice:
+def _shipped(name: str, arguments: Mapping[str, Any]) -> VariantCall:
     """A variant of the shipped specs: kernels that compute exactly it serve, whichever package has them."""
-    return Choice(catalogue.variant(name), arguments)
+    return VariantCall(catalogue.variant(name), arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class Layer:
     slopes: Tensor | None = None
     sinks: Tensor | None = None
 
-    def causal(self) -> Choice:
+    def causal(self) -> VariantCall:
         """Keys up to the query's own, within the window."""
         window = {} if self.window is None else {"window": self.window}
         if self.slopes is not None:
@@ -201,13 +201,13 @@ class Layer:
             return _shipped(f"{name}_sink", {"sinks": self.sinks, **window})
         return _shipped(name, window)
 
-    def bidirectional(self) -> Choice:
+    def bidirectional(self) -> VariantCall:
         """Keys before and after the query, within the window on both sides."""
         side = NO_LIMIT if self.window is None else self.window - 1
         plain = side == NO_LIMIT and not self.softcap and self.slopes is None and self.sinks is None
         return _shipped("full", {}) if plain else self.sides(side, side)
 
-    def sides(self, left: int, right: int) -> Choice:
+    def sides(self, left: int, right: int) -> VariantCall:
         """Keys from ``left`` before the query to ``right`` after it; -1 is no limit."""
         window = {"left": left, "right": right}
         if self.slopes is not None:
@@ -218,12 +218,12 @@ class Layer:
             return _shipped("window_sink", {"sinks": self.sinks, **window})
         return _shipped("window", window)
 
-    def by_request(self, causal: Tensor) -> Choice:
+    def by_request(self, causal: Tensor) -> VariantCall:
         """Causal for requests whose flag, int32, is not 0; bidirectional for others."""
         self._only_windows("causal flags of requests")
         return _shipped("causal_by_request", {"left": self._left(), "causal": causal})
 
-    def with_images(self, first: Tensor, last: Tensor, clamped: bool) -> Choice:
+    def with_images(self, first: Tensor, last: Tensor, clamped: bool) -> VariantCall:
         """Causal, and both ways within the range of positions that each query has; ``clamped`` to the window."""
         if self.slopes is not None or self.sinks is not None:
             raise CallError("image ranges are not served together with ALiBi or sinks")
@@ -233,12 +233,12 @@ class Layer:
             return _shipped("image_ranges_softcap", {"cap": self.softcap, **arguments})
         return _shipped("image_ranges", arguments)
 
-    def with_prompts(self, prompt: Tensor, window: int) -> Choice:
+    def with_prompts(self, prompt: Tensor, window: int) -> VariantCall:
         """Causal, all keys of each request's prompt, and the last ``window`` ones."""
         self._only_windows("reference sliding windows")
         return _shipped("prompt_window", {"prompt": prompt, "window": window})
 
-    def own(self, mask: Mask) -> Choice:
+    def own(self, mask: Mask) -> VariantCall:
         """A user's mask in place of the layer's, with what the layer gives to it. Raises CallError where the layer has
         what the variant does not declare."""
         variant = _variant_of(mask.variant)
@@ -257,7 +257,7 @@ class Layer:
                     f"the mask '{variant.name}' needs {', '.join(missing)}, which its arguments do not have"
                 )
         named = type(mask.variant) is str and catalogue.is_shipped(mask.variant)
-        return Choice(variant if named else mask.variant, arguments)
+        return VariantCall(variant if named else mask.variant, arguments)
 
     def _left(self) -> int:
         return NO_LIMIT if self.window is None else self.window - 1

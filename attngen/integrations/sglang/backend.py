@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.integrations.engines import layers as engines
-from attngen.integrations.engines.layers import Choice, Layer, Mask, Step
+from attngen.integrations.engines.layers import Layer, Mask, Step, VariantCall
 from attngen.integrations.sglang.plugin import NAME
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedLayer
 
@@ -307,7 +307,7 @@ class AttngenAttnBackend(AttentionBackend):
         """Write new keys and values to the pool."""
         self.token_to_kv_pool.set_kv_buffer(layer, place, k, v, layer.k_scale, layer.v_scale)
 
-    def _paged(self, own: _Layer, layer: Any, choice: Choice) -> PagedLayer:
+    def _paged(self, own: _Layer, layer: Any, choice: VariantCall) -> PagedLayer:
         """The calls of a layer with a variant."""
         key, value = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if own.paged is None or own.choice is not choice or own.cache != key.data_ptr():
@@ -341,7 +341,7 @@ class AttngenAttnBackend(AttentionBackend):
             own = self._layers[key] = _Layer(Layer(window, float(layer.logit_cap or 0.0), None, logits))
         return own
 
-    def _choice(self, own: _Layer, layer: Any, metadata: AttngenMetadata) -> tuple[Tables, Choice]:
+    def _choice(self, own: _Layer, layer: Any, metadata: AttngenMetadata) -> tuple[Tables, VariantCall]:
         """Tables and variant of a layer."""
         if layer.is_cross_attention:
             if metadata.encoder is None:
@@ -370,12 +370,12 @@ class _Layer:
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.causal, self.both_ways = layer.causal(), layer.bidirectional()
-        self.choice: Choice | None = None
+        self.choice: VariantCall | None = None
         self.cache = 0  # its address
         self.paged: PagedLayer | None = None
-        self._masked: Choice | None = None
+        self._masked: VariantCall | None = None
 
-    def masked(self, mask: Mask) -> Choice:
+    def masked(self, mask: Mask) -> VariantCall:
         """The user's mask in the layer's place."""
         if self._masked is None:
             self._masked = self.layer.own(mask)

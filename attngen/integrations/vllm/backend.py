@@ -29,7 +29,7 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.attention.ops import dcp
 
 from attngen.integrations.engines import layers as engines
-from attngen.integrations.engines.layers import Choice, Layer, Mask, Step
+from attngen.integrations.engines.layers import Layer, Mask, Step, VariantCall
 from attngen.integrations.vllm.plugin import MLA_NAME, NAME
 from attngen.runtime.operations.attention.entry import attention_paged, attention_varlen
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
@@ -325,7 +325,7 @@ class AttngenImpl(AttentionImpl):
         self._rswa = None if config is None or config.model_config is None else config.model_config.rswa_window
         self._bound: _Bound | None = None
         self._views: _Views | None = None
-        self._paged: tuple[Choice, PagedLayer] | None = None
+        self._paged: tuple[VariantCall, PagedLayer] | None = None
         #: A cache in 16 bits, the causal layer over it, and its block size: what most calls need.
         self._causal: tuple[Tensor, PagedLayer, int] | None = None
         self._exchange = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
@@ -420,7 +420,7 @@ class AttngenImpl(AttentionImpl):
         scales = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}
         return {name: scale.reshape(() if scale.numel() == 1 else -1) for name, scale in scales.items()}
 
-    def _choice(self, layer: Any, metadata: AttngenMetadata, bound: _Bound) -> Choice:
+    def _choice(self, layer: Any, metadata: AttngenMetadata, bound: _Bound) -> VariantCall:
         """The variant of a step."""
         causal, images = metadata.causal, metadata.mm_prefix_query_range_tensor
         if self._mask is not None:
@@ -448,7 +448,7 @@ class AttngenImpl(AttentionImpl):
         }
 
     def _over_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor, choice: Choice
+        self, q: Tensor, k: Tensor, v: Tensor, metadata: AttngenMetadata, out: Tensor, choice: VariantCall
     ) -> Tensor:
         """Attention among the tokens of each request, without a cache; returns the log-sum-exp (heads, tokens)."""
         starts, longest = metadata.query_start_loc, metadata.max_query_len
@@ -500,8 +500,8 @@ class _Bound(NamedTuple):
     """A layer, its variant, and the variant that sees keys after the query, too."""
 
     layer: Layer
-    causal: Choice
-    both_ways: Choice
+    causal: VariantCall
+    both_ways: VariantCall
 
 
 def configured_mask(config: VllmConfig) -> Mask | None:

@@ -9,7 +9,7 @@ from attngen.runtime.operations.append import in_torch as append_torch
 from attngen.runtime.operations.append.arguments import FIELDS, Append, AppendSizes, check, refuse_gradients
 from attngen.runtime.operations.append.kernel import PreparedAppend, prepare
 from attngen.runtime.operations.append.kinds import AppendCalls, kind_of, seen_key, seen_tensors
-from attngen.runtime.operations.shared.path import Helper, Kind, Prepared
+from attngen.runtime.operations.shared.path import Helper, Kind, PreparedHelper
 
 
 class AppendHelper(Helper[Append, AppendSizes]):
@@ -36,7 +36,7 @@ class AppendHelper(Helper[Append, AppendSizes]):
     def refuse(self, call: Append) -> None:
         refuse_gradients(call)
 
-    def of_kind(self, call: Append, prepared: Prepared) -> AppendCalls:
+    def of_kind(self, call: Append, prepared: PreparedHelper) -> AppendCalls:
         assert isinstance(prepared, PreparedAppend)
         return AppendCalls(prepared, call)
 

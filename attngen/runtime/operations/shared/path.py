@@ -27,7 +27,7 @@ Record = TypeVar("Record", bound="NamedTuple")
 Sizes = TypeVar("Sizes")
 
 
-class Prepared(Protocol):
+class PreparedHelper(Protocol):
     """A call of one form on a kernel."""
 
     def run(self, call: Any, addresses: list[int]) -> Any:
@@ -62,7 +62,7 @@ class Helper(ABC, Generic[Record, Sizes]):
 
     def __init__(self) -> None:
         #: Calls with their sizes; a text is the reason why no kernel takes one.
-        self.prepared: RecentCache[Prepared | str] = RecentCache(1024)
+        self.prepared: RecentCache[PreparedHelper | str] = RecentCache(1024)
         self._kinds: RecentCache[Resizable] = RecentCache(1024)
         #: Kinds of calls whose tensors are recognized in one step; False where they cannot be.
         self._seen: RecentCache[tuple[SeenTensors, Resizable] | bool] = RecentCache(1024)
@@ -80,7 +80,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         """Results of a checked call in plain torch."""
 
     @abstractmethod
-    def prepare(self, call: Record, sizes: Sizes, driver: Driver) -> Prepared | str:
+    def prepare(self, call: Record, sizes: Sizes, driver: Driver) -> PreparedHelper | str:
         """Launches of a checked call, or the reason why no kernel takes it."""
 
     def refuse(self, call: Record) -> None:
@@ -94,7 +94,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         """The tensors by which calls of this call's kind are recognized; None where they cannot be."""
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
-    def of_kind(self, call: Record, prepared: Prepared) -> Resizable:
+    def of_kind(self, call: Record, prepared: PreparedHelper) -> Resizable:
         """Prepared launches for all calls of the kind of one that is prepared."""
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
