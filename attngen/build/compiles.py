@@ -27,6 +27,7 @@ from attngen.store.refusals import read_refusal, write_refusal
 from attngen.store.store import Store
 
 if TYPE_CHECKING:
+    from attngen.plan.attempts import Attempts
     from attngen.plan.model import Plan, Refused
     from attngen.render import Source
     from attngen.schema import KernelSpec
@@ -137,13 +138,14 @@ class Task:
     requested: str
     prepared: Prepared
     key: str
+    attempts: Attempts | None = None  # once one is refused
 
     @classmethod
-    def of(cls, prepared: Prepared, requested: str | None = None) -> Task:
+    def of(cls, prepared: Prepared, requested: str | None = None, attempts: Attempts | None = None) -> Task:
         """Return the task of a kernel; ``requested`` is its name at the first attempt."""
         from attngen.store.key import key_of
 
-        return cls(requested or prepared.plan.name, prepared, key_of(prepared.plan, prepared.source))
+        return cls(requested or prepared.plan.name, prepared, key_of(prepared.plan, prepared.source), attempts)
 
     @property
     def compiler(self) -> tuple[str, str]:
@@ -152,13 +154,14 @@ class Task:
 
     def after(self, refused: Refused) -> Task | None:
         """Return the next attempt, or None if there is none."""
-        from attngen.plan.attempts import next_attempt
+        from attngen.plan.attempts import Attempts, next_attempt
         from attngen.render import render
 
-        planned = next_attempt(self.prepared.spec, (*self.prepared.plan.refused, refused))
+        attempts = self.attempts or Attempts(self.prepared.spec)
+        planned = next_attempt(attempts, (*self.prepared.plan.refused, refused))
         if planned is None:
             return None
-        return Task.of(Prepared(self.prepared.spec, planned, render(planned)), self.requested)
+        return Task.of(Prepared(self.prepared.spec, planned, render(planned)), self.requested, attempts)
 
 
 @dataclass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
@@ -37,31 +38,51 @@ def attempts(spec: KernelSpec) -> Iterator[Plan]:
             yield other
 
 
-def next_attempt(spec: KernelSpec, refused: Sequence[Refused]) -> Plan | None:
+class Attempts:
+    """The plans of a kernel as ``attempts`` yields them, each made once, however often they are read."""
+
+    __slots__ = ("_made", "_others", "spec")
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self._made: list[Plan] = []
+        self._others = attempts(spec)
+
+    def __iter__(self) -> Iterator[Plan]:
+        for index in count():
+            if index == len(self._made):
+                planned = next(self._others, None)
+                if planned is None:
+                    return
+                self._made.append(planned)
+            yield self._made[index]
+
+
+def next_attempt(plans: Attempts, refused: Sequence[Refused]) -> Plan | None:
     """Return the plan to compile after those that were refused, or None if nothing is left to choose.
 
     The last one, if the spec fixes no tile, stages or warps, is the least slow of those that were refused for being
     slow: a kernel that spills is better than none. So is a backward that spills little better than another backend.
     """
     tried = {row.name for row in refused}
-    for planned in attempts(spec):
+    for planned in plans:
         if planned.name not in tried:
-            if refused and planned.backend != refused[-1].backend and spec.direction == "backward":
-                few = _least_slow(spec, refused, most=(False, LAST_SPILLS.bytes))
+            if refused and planned.backend != refused[-1].backend and plans.spec.direction == "backward":
+                few = _least_slow(plans, refused, most=(False, LAST_SPILLS.bytes))
                 if few is not None and few.backend == refused[-1].backend:
                     return few
             return _after(planned, refused)
-    return _least_slow(spec, refused)
+    return _least_slow(plans, refused)
 
 
-def _least_slow(spec: KernelSpec, refused: Sequence[Refused], most: tuple[bool, int] | None = None) -> Plan | None:
+def _least_slow(plans: Attempts, refused: Sequence[Refused], most: tuple[bool, int] | None = None) -> Plan | None:
     """Return the plan that was refused for being slow and is the least so, allowed to be; None if there is none, if it
     is slower than ``most``, if one was allowed already, or if the spec fixes what could be chosen."""
     slow = [row for row in refused if row.slow is not None and (most is None or row.slow <= most)]
-    if not slow or len({row.name for row in refused}) < len(refused) or spec.fixes_choices:
+    if not slow or len({row.name for row in refused}) < len(refused) or plans.spec.fixes_choices:
         return None
     least = min(slow, key=lambda row: row.slow or ())
-    planned = next(planned for planned in attempts(spec) if planned.name == least.name)
+    planned = next(planned for planned in plans if planned.name == least.name)
     return _after(replace(planned, allow=tuple(dict.fromkeys((*planned.allow, *_SLOW)))), refused)
 
 

@@ -11,7 +11,7 @@ from attngen.build.compiles import COMPILER, Compiles, Prepared, Silent
 from attngen.build.source_errors import source_error
 from attngen.errors import AttngenError, ChoiceError
 from attngen.plan import plan
-from attngen.plan.attempts import next_attempt
+from attngen.plan.attempts import Attempts, next_attempt
 from attngen.plan.model import Refused
 from attngen.render import Source, render
 from attngen.store import Store
@@ -76,7 +76,7 @@ def failed(
     """The only failure of a kernel whose tile is open and whose source says something wrong, and its attempts."""
     spec = kernel_spec(backend=backend)
     planned = plan(spec)
-    assert next_attempt(spec, [Refused(planned.name, backend, "")]) is not None
+    assert next_attempt(Attempts(spec), [Refused(planned.name, backend, "")]) is not None
     source = render(planned)
     assert right in source.text
     source = replace(source, text=source.text.replace(right, wrong, 1))

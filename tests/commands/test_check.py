@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from attngen import cli, resources
 from attngen.build.compiles import Task
 from attngen.build.pipeline import prepare
-from attngen.plan.attempts import next_attempt
+from attngen.plan.attempts import Attempts, next_attempt
 from attngen.plan.model import Refused
 from attngen.schema import load_spec
 from attngen.store import Store
@@ -44,7 +44,7 @@ def test_registers_that_only_a_compiler_knows_are_read_from_the_cache(tmp_path, 
     first = prepared.plan
     refused = Refused(first.name, "cuda", "660 B of spills at 168 registers", (False, 660))
     write_refusal(Store(), Task.of(prepared).key, refused)
-    following = next_attempt(prepared.spec, [refused])
+    following = next_attempt(Attempts(prepared.spec), [refused])
     assert f"{following.name}: in place of {first.name}, which an earlier build refused: 660 B" in run(path).output
     (report,) = json.loads(run(path, "--json").stdout)["specs"]
     assert [kernel["name"] for kernel in report["kernels"]] == [following.name]

@@ -10,7 +10,7 @@ import pytest
 from attngen.errors import PlanError
 from attngen.plan import Plan, plan
 from attngen.plan.allowances import LAST_SPILLS
-from attngen.plan.attempts import attempts, next_attempt
+from attngen.plan.attempts import Attempts, attempts, next_attempt
 from attngen.plan.model import Refused
 from attngen.schema import KernelSpec
 from tests.plan.specs import kernel_spec
@@ -34,9 +34,9 @@ def refused(planned: Plan, *, spills: int | None = 100) -> Refused:
 
 def all_of(spec: KernelSpec, spills: Sequence[int | None] = ()) -> list[Plan]:
     """Plans tried if all are refused; ``spills`` of one after the other, then ever more."""
-    rows: list[Refused] = []
+    plans, rows = Attempts(spec), list[Refused]()
     made: list[Plan] = []
-    while (planned := next_attempt(spec, rows)) is not None:
+    while (planned := next_attempt(plans, rows)) is not None:
         made.append(planned)
         count = len(rows)
         rows.append(refused(planned, spills=spills[count] if count < len(spills) else 1000 + count))
@@ -71,13 +71,20 @@ def test_fixed_fields_of_a_spec_stay() -> None:
 
 
 def test_each_attempt_remembers_those_before_it_and_has_a_key_of_its_own() -> None:
-    spec = kernel_spec("causal", backend=None)
-    first = next_attempt(spec, [])
+    plans = Attempts(kernel_spec("causal", backend=None))
+    first = next_attempt(plans, [])
     assert first is not None
     assert first.to_dict()["refused"] == []
-    second = next_attempt(spec, [refused(first)])
+    second = next_attempt(plans, [refused(first)])
     assert second is not None
     assert second.to_dict()["refused"] == [{"name": first.name, "backend": "cuda", "reason": "100 B"}]
+
+
+def test_each_plan_is_made_once() -> None:
+    spec = kernel_spec("causal", backend=None)
+    plans = Attempts(spec)
+    assert [one.name for one in plans] == [one.name for one in attempts(spec)]
+    assert all(one is again for one, again in zip(plans, plans, strict=True))
 
 
 def test_the_least_slow_one_is_allowed_at_last() -> None:
