@@ -79,6 +79,10 @@ class CrashError(ChoiceError):
     """A kernel whose compiler process died of a signal: another choice may compile, if the compiler works at all."""
 
 
+class SourceError(CompileError):
+    """A source that its compiler cannot read, whatever the tile: a fault of a kernel's templates."""
+
+
 class ToolchainError(CompileError):
     """A compiler that is missing or does not work. It says nothing about a kernel, so nothing is built in its place."""
 

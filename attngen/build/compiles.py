@@ -20,6 +20,7 @@ from attngen.errors import (
     DiskFullError,
     InternalError,
     Location,
+    SourceError,
     StoreError,
     ToolchainError,
 )
@@ -163,6 +164,17 @@ class Task:
             return None
         return Task.of(Prepared(self.prepared.spec, planned, render(planned)), self.requested, attempts)
 
+    def with_remedy(self, error: SourceError) -> SourceError:
+        """The error of a source, with what to write for a kernel in another backend, where the spec leaves it open."""
+        from attngen.plan.attempts import Attempts
+
+        spec, own = self.prepared.spec, self.prepared.plan.backend
+        other = next((each.backend for each in Attempts(spec) if each.backend != own), None)
+        if other is None:
+            return error
+        field = f"backward: {{backend: {other}}}" if spec.direction == "backward" else f"backend: {other}"
+        return SourceError(f"{error}; '{field}' avoids it")
+
 
 @dataclass
 class Compiles:
@@ -280,7 +292,7 @@ class Compiles:
         if isinstance(error, CrashError):
             self._require_working(*task.compiler)
         if not isinstance(error, ChoiceError | InternalError):
-            self._fail(task, error)
+            self._fail(task, task.with_remedy(error) if isinstance(error, SourceError) else error)
             return None
         refused = _refused(task, error)
         if isinstance(error, ChoiceError):

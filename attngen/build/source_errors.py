@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from attngen.errors import ChoiceError, CompileError
+from attngen.errors import ChoiceError, SourceError
 
 if TYPE_CHECKING:
     from attngen.render import Source
@@ -30,14 +30,14 @@ _OF_TILE = "static assertion"
 _TRITON = ("NameError", "AttributeError", "TypeError", "SyntaxError", "UnsupportedLanguageConstruct")
 
 
-def source_error(source: Source, error: ChoiceError) -> CompileError | None:
+def source_error(source: Source, error: ChoiceError) -> SourceError | None:
     """The error of a source that its compiler cannot read, with the line; None if another choice may compile."""
     fault = _fault_of_triton(source, error) if source.backend == "triton" else _fault_of_cuda(source, error)
     if fault is None:
         return None
     place, line, said = fault
     shown = f"\n    {line.strip()}" if line.strip() else ""
-    return CompileError(
+    return SourceError(
         f"{source.name}: an error of the source at {place}: {said}{shown}\n"
         "  This is a fault of the kernel's templates, not of the spec; no other tile is tried"
     )

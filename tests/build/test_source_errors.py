@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,12 +72,12 @@ class Started(Silent):
 
 
 def failed(
-    folder: Path, backend: str, right: str = "", wrong: str = "", compiler: str = COMPILER
+    folder: Path, backend: str | None, right: str = "", wrong: str = "", compiler: str = COMPILER, **fields: Any
 ) -> tuple[Source, AttngenError, list[str]]:
     """The only failure of a kernel whose tile is open and whose source says something wrong, and its attempts."""
-    spec = kernel_spec(backend=backend)
+    spec = kernel_spec(backend=backend, **fields)
     planned = plan(spec)
-    assert next_attempt(Attempts(spec), [Refused(planned.name, backend, "")]) is not None
+    assert next_attempt(Attempts(spec), [Refused(planned.name, planned.backend, "")]) is not None
     source = render(planned)
     assert right in source.text
     source = replace(source, text=source.text.replace(right, wrong, 1))
@@ -94,6 +95,21 @@ def test_a_wrong_source_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert str(error).startswith(f"{source.name}: an error of the source at {source.file_name}:1: ")
     assert f"    // {source.name}\n" in str(error)
     assert names == (tmp_path / "log").read_text().split() == [source.name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({}, "'backend: triton' avoids it"),
+        ({"passes": "backward", "backward": None}, "'backward: {backend: triton}' avoids it"),
+    ],
+)
+def test_another_backend_is_named_where_the_spec_leaves_it_open(
+    tmp_path: Path, fields: dict[str, Any], remedy: str
+) -> None:
+    _, error, names = failed(tmp_path, None, compiler="tests.store.fakes:compile_misspelt", **fields)
+    assert str(error).endswith(f"no other tile is tried; {remedy}")
+    assert len(names) == 1
 
 
 def line_of(source: Source, word: str) -> int:
