@@ -5,13 +5,14 @@ from __future__ import annotations
 from attngen.lang.ir import Expr, Op, Var, names
 from attngen.lang.variant import Variant
 
+#: Features beside which a softmax of logits that are all larger by a number is the same.
+SERVES = ("mask", "score", "dropout", "keys")
+
 
 def shifts_with_logits(variant: Variant) -> bool:
     """Whether a number added to all logits of a row leaves the output as it is: the score is ``s``, or ``s`` and what
     does not depend on it, and the weights are those of a softmax in which no sink takes part."""
-    return (
-        variant.weights == "softmax" and variant.sink is None and (variant.score is None or _adds_to_s(variant.score))
-    )
+    return not variant.beyond(SERVES) and (variant.score is None or _adds_to_s(variant.score))
 
 
 def _adds_to_s(score: Expr) -> bool:

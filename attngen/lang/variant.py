@@ -123,9 +123,13 @@ class Variant(VariantSettings):
     def _features(self) -> frozenset[str]:
         return frozenset(name for name, value, default in self.features() if value != default)
 
+    def beyond(self, served: Collection[str]) -> list[str]:
+        """Features of this variant that are not among those that are ``served``."""
+        return sorted(self._features - frozenset(served))
+
     def require(self, served: Collection[str], who: str) -> None:
         """Raise CallError if this variant has a feature that is not among those that ``who`` has ``served``."""
-        if beyond := sorted(self._features - frozenset(served)):
+        if beyond := self.beyond(served):
             raise CallError(f"{self.name}: {who} does not serve '{beyond[0]}'")
 
     @property

@@ -14,8 +14,10 @@ import attngen
 from attngen.errors import CallError, SpecError
 from attngen.inspect import baseline
 from attngen.integrations.engines import layers
+from attngen.integrations.shared import catalogue
 from attngen.lab.bench import check
 from attngen.lang.check import restore_variant
+from attngen.lang.shifts import shifts_with_logits
 from attngen.lang.variant import Variant, VariantSettings
 from attngen.parallel import decoding, making
 from attngen.runtime.operations.index_scores import arguments
@@ -33,7 +35,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 #: Modules that read variants, with the features that each of them serves. Schedules: ``tests/plan/test_served.py``.
-CONSUMERS = (eager, baseline, check, decoding, making, arguments, layers)
+CONSUMERS = (eager, baseline, check, decoding, making, arguments, layers, catalogue)
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,10 @@ def called(consumer: Any, variant: Variant) -> None:
         attngen.index_scores(q, q, torch.zeros(1, 4, 1), variant=variant)
     elif consumer is layers:
         layers.Layer().own(layers.Mask(variant, {}))
+    elif consumer is catalogue:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(catalogue.presets, "variant", lambda name: variant)
+            catalogue.variant.__wrapped__("causal")
     else:
         call = SimpleNamespace(variant=variant)
         list(baseline._sequences(call, q, q, q)) if consumer is baseline else check._out(call, *[q] * 3, 0, 0, slice(1))
@@ -100,6 +106,11 @@ def test_each_consumer_refuses_a_setting_that_it_does_not_serve(consumer: Any) -
     for variant in [*variants, Later("later", unheard=True)]:
         with pytest.raises(CallError, match="does not serve '(unheard|dropout|keys|sink|weights)"):
             called(consumer, variant)
+
+
+def test_a_shift_of_logits_is_not_known_of_it() -> None:
+    assert shifts_with_logits(Later("later"))
+    assert not shifts_with_logits(Later("later", unheard=True))
 
 
 def test_derivatives_of_the_reference_refuse_it_too() -> None:
