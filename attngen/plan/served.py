@@ -1,4 +1,4 @@
-"""Fields of specs and variants that a schedule serves, and the refusal of all others."""
+"""Fields of specs and variants that a schedule serves, those that no schedule serves together, and their refusals."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from typing import Any
 
-from attngen.dtypes import DESCALE_BLOCKS
+from attngen.dtypes import (
+    BESIDE_CACHES,
+    BESIDE_LATENT_ROWS,
+    CACHE_DTYPES,
+    DESCALE_BLOCKS,
+    KEY_VALUE_DIMS,
+    LATENT_ROWS,
+    OUT_DTYPES,
+    PAGE_BLOCK,
+    QUANTIZED_DTYPES,
+)
 from attngen.errors import PlanError
 from attngen.lang.ir import Expr
 from attngen.lang.printing import canonical
+from attngen.operations import APPEND
 from attngen.plan.choices import refuse
 from attngen.schema.kernel_spec import KernelSpec
 
@@ -93,3 +104,76 @@ def _shown(field: str, value: Any) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         return f"{{{', '.join(f'{name}: {part}' for name, part in asdict(value).items() if part is not None)}}}"
     return str(value)
+
+
+def check_together(spec: KernelSpec) -> None:
+    """Raise PlanError for fields that no schedule serves together."""
+    kv_dtype = spec.kv_dtype or spec.dtype
+    quantized = spec.dtype in QUANTIZED_DTYPES
+    beside = QUANTIZED_DTYPES if quantized else CACHE_DTYPES if spec.dtype in BESIDE_CACHES else ()
+    if spec.kv_dtype in LATENT_ROWS:
+        _check_latent_rows(spec)
+    elif spec.kv_dtype is not None and kv_dtype not in beside:
+        raise refuse(
+            spec, "kv_dtype", f"no kernel mixes q of {spec.dtype} with k and v of {kv_dtype}; allowed: "
+            f"{' or '.join(beside) or f'{CACHE_DTYPES[0]} with dtype {BESIDE_CACHES[0]}'}, or leave it out"
+        )  # fmt: skip
+    if spec.out_dtype is not None and not (quantized and spec.direction == "forward"):
+        raise refuse(
+            spec, "out_dtype", f"the output of {spec.dtype} is {spec.dtype}; leave it out, or say 'dtype: fp8_e4m3', "
+            f"whose output may be {' or '.join(OUT_DTYPES)}"
+        )  # fmt: skip
+    needs = {
+        "dtype: fp8_e4m3": quantized, "layout: dense": spec.layout == "dense", "split_kv: false": not spec.split_kv,
+        "passes: forward": spec.direction == "forward",
+    }  # fmt: skip
+    lacking = " and ".join(f"'{field}'" for field, given in needs.items() if not given)
+    if spec.transposed_v and lacking:
+        what = "only dense 8-bit forward kernels take v with contiguous keys"
+        raise refuse(spec, "transposed_v", f"{what}; leave it out, or say {lacking}")
+    if quantized and (spec.split_kv or spec.layout == "paged"):
+        if {spec.dtype, kv_dtype} - set(CACHE_DTYPES):
+            raise refuse(
+                spec, "kv_dtype" if spec.dtype in CACHE_DTYPES else "dtype", f"no kernel reads a cache of {kv_dtype} "
+                f"beside q of {spec.dtype}; allowed: {' or '.join(CACHE_DTYPES)}"
+            )  # fmt: skip
+        if spec.out_dtype is not None:
+            raise refuse(spec, "out_dtype", f"over caches the output of {spec.dtype} is {QUANTIZED_DTYPES[spec.dtype]}")
+    in_fewer_bits = spec.kv_dtype not in (None, *LATENT_ROWS) and not quantized
+    if in_fewer_bits and not (spec.split_kv or spec.v_of_key) and spec.direction == "forward":
+        raise refuse(
+            spec, "kv_dtype", "only split-KV kernels read k and v in fewer bits than q; allowed: "
+            "split_kv: true"
+        )  # fmt: skip
+    if spec.scale_block and kv_dtype not in QUANTIZED_DTYPES:
+        raise refuse(spec, "descale", f"{kv_dtype} has no scales; leave it out, or say 'dtype: fp8_e4m3'")
+    if spec.scale_block == PAGE_BLOCK and spec.layout != "paged":
+        raise refuse(spec, "descale", f"layout {spec.layout} has no pages; allowed: head, 64, 128, or layout: paged")
+    if spec.scale_block == PAGE_BLOCK and not (spec.split_kv or spec.v_of_key):
+        raise refuse(
+            spec, "descale", "only split-KV kernels take a scale of each page; allowed: head, or "
+            "page with split_kv: true"
+        )  # fmt: skip
+    if spec.scale_block == 1 and spec.layout == "paged":
+        raise refuse(spec, "descale", "keys in pages cannot have a scale each; allowed: head, 64, 128, page")
+    for name, value in (("persistent", True), ("order", spec.order), ("epilogue", "staged")):
+        if spec.split_tiles and value is not None and getattr(spec, name) == value:
+            reason = "with 'split_kv: tiles' a block has a part of one tile, and stores it from registers"
+            raise refuse(spec, name, f"{reason}; found {_shown(name, value)}; leave it out")
+
+
+def _check_latent_rows(spec: KernelSpec) -> None:
+    """Raise PlanError for a kernel that cannot read its cache of latents."""
+    name = str(spec.kv_dtype)
+    row = LATENT_ROWS[name]
+    if spec.dtype != BESIDE_LATENT_ROWS:
+        raise refuse(spec, "dtype", f"{name} holds rotary columns in bf16; allowed: {BESIDE_LATENT_ROWS}")
+    if spec.direction == APPEND:
+        return
+    if not spec.v_of_key:
+        raise refuse(spec, "kv_dtype", f"{name} is a cache of latents, whose first columns are v; allowed: v: key")
+    dims = next(dims for dims in KEY_VALUE_DIMS if dims[0] == row.columns)
+    if (spec.head_dim_qk, spec.head_dim_v) != dims:
+        raise refuse(spec, "head_dim", f"{name} has rows of head_dim {{qk: {dims[0]}, v: {dims[1]}}}")
+    if row.scales_after_rows and spec.layout != "paged":
+        raise refuse(spec, "layout", f"scales of {name} follow the rows of each page; allowed: paged")

@@ -199,8 +199,25 @@ def test_a_schedule_without_a_declaration_serves_the_fields_that_it_could_know()
 
 
 @pytest.mark.parametrize(
+    ("field", "value"), [("persistent", True), ("order", "natural"), ("order", "longest_first"), ("epilogue", "staged")]
+)
+def test_blocks_that_share_a_tile_refuse_an_order_of_tiles(field: str, value: Any) -> None:
+    """An entry of a spec leaves these to its ordinary kernel; a ``KernelSpec`` may say them."""
+    split = replace(spec_of("hopper_forward"), split_tiles=True)
+    assert plan(replace(split, persistent=False, epilogue="direct")) == plan(split)
+    with pytest.raises(PlanError, match="'split_kv: tiles' a block has a part of one tile.*; leave it out") as caught:
+        plan(replace(split, **{field: value}))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
     ("entry", "field", "says"),
     [
+        ("variant: causal, head_dim: 64, transposed_v: true", "transposed_v", "or say 'dtype: fp8_e4m3'$"),
+        (
+            "variant: causal, head_dim: 64, dtype: fp8_e4m3, layout: varlen, transposed_v: true",
+            "transposed_v", "or say 'layout: dense'$",
+        ),
         ("variant: causal, head_dim: 512, softmax: first_max", "softmax", "lazy .*; found first_max; allowed: lazy"),
         ("variant: causal, head_dim: 64, split_kv: true, softmax: lazy", "softmax", "found lazy; allowed: exact_max"),
         ("variant: listed, head_dim: 64, tile: {m: 128}", "tile.m", "have one tile.*; found 128; leave it out"),
