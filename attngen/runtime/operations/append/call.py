@@ -91,8 +91,7 @@ def append_kv(
 
 def append(call: Append) -> Tensor | None:
     """Run a call of ``append_kv`` now, or make it an operator of a trace."""
-    rotated: Tensor | None = APPEND.serve(call, _traced)
-    return rotated
+    return APPEND.serve(call, _traced)
 
 
 def _traced(call: Append) -> Tensor | None:

@@ -12,7 +12,7 @@ from attngen.runtime.operations.append.kinds import AppendCalls, kind_of, seen_k
 from attngen.runtime.operations.shared.path import Helper, Kind, PreparedHelper
 
 
-class AppendHelper(Helper[Append, AppendSizes]):
+class AppendHelper(Helper[Append, AppendSizes, Tensor | None]):
     """Appending to caches; a call gives its rotated queries."""
 
     name = "append_kv"
@@ -36,7 +36,7 @@ class AppendHelper(Helper[Append, AppendSizes]):
     def refuse(self, call: Append) -> None:
         refuse_gradients(call)
 
-    def of_kind(self, call: Append, prepared: PreparedHelper) -> AppendCalls:
+    def of_kind(self, call: Append, prepared: PreparedHelper[Append, Tensor | None]) -> AppendCalls:
         assert isinstance(prepared, PreparedAppend)
         return AppendCalls(prepared, call)
 

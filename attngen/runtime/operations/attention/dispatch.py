@@ -12,7 +12,7 @@ from attngen.errors import CallError
 from attngen.lang.dropout import DROPOUT_P
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments import torch_state
-from attngen.runtime.arguments.checked import Call
+from attngen.runtime.arguments.checked import Call, Results
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.keys import PLAIN
@@ -24,9 +24,10 @@ from attngen.runtime.registry.binding import bind_call, require_reference
 
 if TYPE_CHECKING:
     from attngen.runtime.launch.prepared import Repeats
+    from attngen.runtime.operations.attention.recall import Lookup
 
 
-def run(given: Given, repeats: Repeats | None = None) -> Any:
+def run(given: Given, repeats: Repeats | None = None) -> Results:
     """Run a call now, as operators do, in whatever state torch is; see ``run_plain``."""
     if may_repeat(given.q):
         return run_plain(given, repeats)
@@ -36,7 +37,7 @@ def run(given: Given, repeats: Repeats | None = None) -> Any:
     return _run_unlike(given)
 
 
-def run_plain(given: Given, repeats: Repeats | None = None) -> Any:
+def run_plain(given: Given, repeats: Repeats | None = None) -> Results:
     """Run a call that ``may_repeat``. It adds to ``repeats`` what launches it again, if a kernel runs.
 
     A call like an earlier one is recognized by its tensors. Another is checked and runs on the reference, or looks for
@@ -59,7 +60,7 @@ def run_plain(given: Given, repeats: Repeats | None = None) -> Any:
     return _run_unlike(given, lookup, repeats)
 
 
-def _run_unlike(given: Given, lookup: Any = None, repeats: Repeats | None = None) -> Any:
+def _run_unlike(given: Given, lookup: Lookup | None = None, repeats: Repeats | None = None) -> Results:
     """Run a call whose tensors were not recognized, or not looked at."""
     given = _with_numbers(given)
     if not torch_state.on_gpu(given.q) or given.backend == "reference":
@@ -70,18 +71,18 @@ def _run_unlike(given: Given, lookup: Any = None, repeats: Repeats | None = None
     return later.kernel_call.run(given, lookup, repeats, run)
 
 
-def _refuse_trace(given: Given) -> Any:
+def _refuse_trace(given: Given) -> Results:
     raise CallError("torch.jit.trace cannot record a launch; allowed: torch.compile, torch.export")
 
 
-def _run_transformed(given: Given) -> Any:
+def _run_transformed(given: Given) -> Results:
     given = _with_numbers(given)
     by_kernel = torch_state.on_gpu(given.q) and given.backend != "reference"
     return later.transforms.attend(given, run, later.differentiate if by_kernel else None)
 
 
 #: States in which a call takes another way, the first one that holds.
-_STATES: tuple[tuple[Callable[[], bool], Callable[[Given], Any]], ...] = (
+_STATES: tuple[tuple[Callable[[], bool], Callable[[Given], Results]], ...] = (
     (torch_state.is_tracing, _refuse_trace),
     (torch_state.transforms_active, _run_transformed),
 )

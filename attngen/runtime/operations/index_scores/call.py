@@ -60,8 +60,7 @@ def index_scores(
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise CallError("index_scores is not differentiable; call it under torch.no_grad()")
     call = IndexScores(q, k, weights, k_scale, seqused_k, page_table, variant, package, tuple(arguments.items()))
-    scores: Tensor = SCORES.serve(call, _traced)
-    return scores
+    return SCORES.serve(call, _traced)
 
 
 def _traced(call: IndexScores) -> Tensor:

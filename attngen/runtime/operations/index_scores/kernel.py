@@ -184,7 +184,7 @@ def _sizes_of_variant(kernel: Kernel, call: Call) -> dict[str, float]:
     return sizes
 
 
-class IndexScoresHelper(Helper[IndexScores, Bound]):
+class IndexScoresHelper(Helper[IndexScores, Bound, Tensor]):
     """Scoring keys for an index; a call gives scores."""
 
     name = "index_scores"

@@ -12,7 +12,7 @@ from attngen.runtime.operations.quantize.sizes import PreparedQuantize
 from attngen.runtime.operations.shared.path import Helper
 
 
-class QuantizeHelper(Helper[Quantize, QuantizeSizes]):
+class QuantizeHelper(Helper[Quantize, QuantizeSizes, tuple[Tensor, ...]]):
     """Quantizing; a call gives q, k and v in 8 bits, and their scales."""
 
     name = "quantize"

@@ -55,7 +55,7 @@ class Sampled(NamedTuple):
         )
 
 
-class SampledHelper(Helper[Sampled, QuantizeSizes]):
+class SampledHelper(Helper[Sampled, QuantizeSizes, tuple[Tensor | None, ...]]):
     """Quantizing by a sample; a call gives q, k and v in 8 bits, their scales, and the mean of the keys
     (batch, kv_heads, head_dim) or None. v in groups of keys is (batch, kv_heads, groups, head_dim, 32), 0 where there
     is no key."""

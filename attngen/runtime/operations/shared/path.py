@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -25,12 +25,18 @@ from attngen.runtime.registry.select import against_device
 
 Record = TypeVar("Record", bound="NamedTuple")
 Sizes = TypeVar("Sizes")
+Result = TypeVar("Result")
+
+#: The record and the result where protocols take the one and give the other; and what a cache holds.
+_Taken = TypeVar("_Taken", contravariant=True)
+_Given = TypeVar("_Given", covariant=True)
+_Entry = TypeVar("_Entry")
 
 
-class PreparedHelper(Protocol):
+class PreparedHelper(Protocol[_Taken, _Given]):
     """A call of one form on a kernel."""
 
-    def run(self, call: Any, addresses: list[int]) -> Any:
+    def run(self, call: _Taken, addresses: list[int]) -> _Given:
         """Launch the call and return its results; ``addresses`` of the record's tensors, which may be changed."""
 
 
@@ -41,18 +47,25 @@ class Kind(NamedTuple):
     addresses: list[int]
 
 
-class Resizable(Protocol):
+class ResizedHelper(Protocol[_Taken, _Given]):
+    """Launcher of all calls of a kind, which also takes what follows from their sizes."""
+
+    def run(self, call: _Taken, addresses: list[int], resized: Any) -> _Given:
+        """Launch the call and return its results."""
+
+
+class Resizable(Protocol[_Taken, _Given]):
     """Prepared launches for all calls of a kind."""
 
     @property
-    def prepared(self) -> Any:
+    def prepared(self) -> ResizedHelper[_Taken, _Given]:
         """Launcher of the calls; it also takes the result of ``ready``."""
 
-    def ready(self, call: Any) -> Any:
+    def ready(self, call: _Taken) -> Any:
         """Values that follow from the sizes of a call of the kind; None where something about them needs a look."""
 
 
-class Helper(ABC, Generic[Record, Sizes]):
+class Helper(ABC, Generic[Record, Sizes, Result]):
     """A helper as its calls need it. Calls are prepared once for their kind, if that has one, or for their sizes, too,
     and kept."""
 
@@ -62,10 +75,10 @@ class Helper(ABC, Generic[Record, Sizes]):
 
     def __init__(self) -> None:
         #: Calls with their sizes; a text is the reason why no kernel takes one.
-        self.prepared: RecentCache[PreparedHelper | str] = RecentCache(1024)
-        self._kinds: RecentCache[Resizable] = RecentCache(1024)
+        self.prepared: RecentCache[PreparedHelper[Record, Result] | str] = RecentCache(1024)
+        self._kinds: RecentCache[Resizable[Record, Result]] = RecentCache(1024)
         #: Kinds of calls whose tensors are recognized in one step; False where they cannot be.
-        self._seen: RecentCache[tuple[SeenTensors, Resizable] | bool] = RecentCache(1024)
+        self._seen: RecentCache[tuple[SeenTensors, Resizable[Record, Result]] | Literal[False]] = RecentCache(1024)
 
     @abstractmethod
     def check(self, call: Record) -> Sizes:
@@ -76,11 +89,11 @@ class Helper(ABC, Generic[Record, Sizes]):
         """Check what the tensors hold. Raises CallError; waits for the GPU."""
 
     @abstractmethod
-    def in_torch(self, call: Record, sizes: Sizes) -> Any:
+    def in_torch(self, call: Record, sizes: Sizes) -> Result:
         """Results of a checked call in plain torch."""
 
     @abstractmethod
-    def prepare(self, call: Record, sizes: Sizes, driver: Driver) -> PreparedHelper | str:
+    def prepare(self, call: Record, sizes: Sizes, driver: Driver) -> PreparedHelper[Record, Result] | str:
         """Launches of a checked call, or the reason why no kernel takes it."""
 
     def refuse(self, call: Record) -> None:
@@ -94,7 +107,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         """The tensors by which calls of this call's kind are recognized; None where they cannot be."""
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
-    def of_kind(self, call: Record, prepared: PreparedHelper) -> Resizable:
+    def of_kind(self, call: Record, prepared: PreparedHelper[Record, Result]) -> Resizable[Record, Result]:
         """Prepared launches for all calls of the kind of one that is prepared."""
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
@@ -103,7 +116,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         for."""
         return None
 
-    def repeatable(self, call: Record) -> tuple[Any, list[int], Any] | None:
+    def repeatable(self, call: Record) -> tuple[ResizedHelper[Record, Result], list[int], Any] | None:
         """Launcher, addresses and sizes of a call that was made just now, to run it again with other addresses; None
         for a call that is of no kind."""
         kind = self.kind_of(call)
@@ -113,7 +126,7 @@ class Helper(ABC, Generic[Record, Sizes]):
         resized = calls.ready(call)
         return None if resized is None else (calls.prepared, kind.addresses, resized)
 
-    def serve(self, call: Record, traced: Callable[[Record], Any]) -> Any:
+    def serve(self, call: Record, traced: Callable[[Record], Result]) -> Result:
         """Run a call of a program now, or make it an operator by ``traced``, where a trace or a dispatch mode sees it
         whole."""
         first = call[0]
@@ -121,11 +134,11 @@ class Helper(ABC, Generic[Record, Sizes]):
             return self.run_as(call, repeats=True)
         return traced(call) if torch_state.is_traced(first) or torch_state.watching() else self.run(call)
 
-    def run(self, call: Record) -> Any:
+    def run(self, call: Record) -> Result:
         """Run a call now, as operators do, in whatever state torch is."""
         return self.run_as(call, repeats=may_repeat(call[0]))
 
-    def run_as(self, call: Record, *, repeats: bool) -> Any:
+    def run_as(self, call: Record, *, repeats: bool) -> Result:
         """Run a call now; ``repeats``: as an earlier one, if there is one like it."""
         lookup = self.seen_key(call) if repeats else None
         if lookup is not None and (alike := _kept(self._seen, lookup)):
@@ -176,13 +189,13 @@ class Helper(ABC, Generic[Record, Sizes]):
                 if repeats:  # else the first call that does would find this, and not prepare its kind
                     self.prepared.put(tuple(key), prepared)
             if not isinstance(prepared, str):
-                if kind is not None and (calls := self.of_kind(call, prepared)).ready(call) is not None:
-                    self._kinds.put(kind.key, calls)
+                if kind is not None and (made := self.of_kind(call, prepared)).ready(call) is not None:
+                    self._kinds.put(kind.key, made)
                 return prepared.run(call, addresses)
         return self.in_torch(call, sizes)
 
 
-def _kept(cache: Mapping[Any, Any], key: tuple[Any, ...]) -> Any:
+def _kept(cache: RecentCache[_Entry], key: tuple[object, ...]) -> _Entry | None:
     """Entry of a key; None for an unknown one, and for one of arguments that are refused."""
     try:
         return cache[key]

@@ -30,8 +30,7 @@ def topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
     Raises:
         CallError: Arguments are wrong or do not fit each other.
     """
-    selected: Tensor = SELECTION.serve(Topk(scores, k, lengths), _traced)
-    return selected
+    return SELECTION.serve(Topk(scores, k, lengths), _traced)
 
 
 def _traced(call: Topk) -> Tensor:

@@ -163,7 +163,7 @@ def _row_stride(scores: Tensor) -> int | None:
     return stride or 0
 
 
-class TopkHelper(Helper[Topk, TopkSizes]):
+class TopkHelper(Helper[Topk, TopkSizes, Tensor]):
     """Selecting the largest scores of rows; a call gives their indices."""
 
     name = "topk"

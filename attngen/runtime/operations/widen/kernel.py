@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attngen.dtypes import CHUNK_BYTES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.operations import WIDEN, WIDEN_VARIANT
-from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, contiguous_view
+from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, Results, contiguous_view
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.device.counters import in_graph
 from attngen.runtime.device.interface import Driver
@@ -186,7 +186,7 @@ def prepare(
         "scales_of_pages": int(form.scales_of_pages), **divisors,
         **{f"{name}_reciprocal": reciprocal(value) for name, value in divisors.items()},
     }  # fmt: skip
-    strides: dict[tuple[str, Any], int] = {("page_table", "b"): 0 if table is None else table.stride(0)}
+    strides: dict[tuple[str, str | int | None], int] = {("page_table", "b"): 0 if table is None else table.stride(0)}
     for name, tensor in (("k_cache", k), ("v_cache", v)):
         strides |= {(name, axis): tensor.stride(place) for place, axis in enumerate(("page", "s", "h"))}
     for name, scale in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
@@ -203,7 +203,7 @@ class WidenedCall:
     sinks_only = False
 
     def __init__(
-        self, route: WidenRoute, call: Call, given: Given, run: Callable[[Given], Any], driver: Driver
+        self, route: WidenRoute, call: Call, given: Given, run: Callable[[Given], Results], driver: Driver
     ) -> None:
         """``call``: the one over the cache in 8 bits. ``run`` makes the ordinary one. Raises LoadError if the cubin
         does not load."""
@@ -218,7 +218,7 @@ class WidenedCall:
         form = CacheForm(call.seqlen_k, page_layout, call.scale_blocks[0] == PAGE_BLOCK)
         self._launch = prepare(route.kernel, cache, form, driver, call.device.index or 0)
 
-    def __call__(self, given: Given, addresses: Sequence[int]) -> Any:
+    def __call__(self, given: Given, addresses: Sequence[int]) -> Results:
         """Run the call. ``addresses`` are not needed: the ordinary call finds its own."""
         call, (count, keys) = self._call, self._pages
         k, v = (
@@ -263,7 +263,9 @@ class WidenedCalls:
 
     __slots__ = ("_call", "_device", "_driver", "_dtype", "_keys", "_launch", "_run", "_tables", "_tile")
 
-    def __init__(self, kernel: Kernel, call: Call, cache: Widen, run: Callable[[Given], Any], driver: Driver) -> None:
+    def __init__(
+        self, kernel: Kernel, call: Call, cache: Widen, run: Callable[[Given], Results], driver: Driver
+    ) -> None:
         """``call``: one of the kind, without its tensors, which are those of ``cache``. Raises LoadError if the cubin
         does not load."""
         self._run, self._call, self._driver = run, call, driver
@@ -292,7 +294,7 @@ class WidenedCalls:
 
     def __call__(
         self, given: Given, addresses: Sequence[int], sized: WidenedSizes, repeats: list[Any] | None = None
-    ) -> Any:
+    ) -> Results:
         """Run a call. ``addresses`` are not needed: the ordinary call finds its own. It cannot be repeated."""
         call, batch = self._call, given.page_table.shape[0]
         k, v = (
