@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,10 @@ RUNTIME = (
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).as_posix() not in FACADES)
 
 
-def imported_names(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield line and dotted parts of each import of attngen, inside functions too."""
+@cache
+def imported_names(path: Path) -> list[tuple[int, list[str]]]:
+    """Line and dotted parts of each import of attngen, inside functions too."""
+    imported = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -71,7 +74,8 @@ def imported_names(path: Path) -> Iterator[tuple[int, list[str]]]:
         for name in names:
             parts = name.split(".")
             if parts[0] == "attngen":
-                yield node.lineno, parts
+                imported.append((node.lineno, parts))
+    return imported
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -86,13 +90,14 @@ def test_every_part_has_a_layer() -> None:
     assert parts - {"__init__", "__main__"} == set(RANK)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_lower_packages_import_only_upper_ones(path: Path) -> None:
-    own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    for line, part in imports(path):
-        assert RANK[part] <= RANK[own], f"{path}:{line}: {own} must not import {part}"
-        if own in ("runtime", "integrations"):
-            assert part not in NOT_FOR_RUNTIME, f"{path}:{line}: {own} must not import {part}"
+def test_lower_packages_import_only_upper_ones() -> None:
+    wrong = []
+    for path in MODULES:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for line, part in imports(path):
+            if RANK[part] > RANK[own] or (own in ("runtime", "integrations") and part in NOT_FOR_RUNTIME):
+                wrong.append(f"{path}:{line}: {own} must not import {part}")
+    assert not wrong
 
 
 def graph(folder: Path, package: str) -> dict[str, set[str]]:
@@ -188,17 +193,15 @@ def test_every_part_of_a_package_has_a_place(package: str) -> None:
     assert parts == set(ORDERED[package])
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in MODULES if path.relative_to(PACKAGE).parts[0] in ORDERED],
-    ids=lambda path: path.relative_to(PACKAGE).as_posix(),
-)
-def test_parts_import_only_what_stands_before_them(path: Path) -> None:
-    package, own = path.relative_to(PACKAGE).parts[:2]
-    order, own = ORDERED[package], own.removesuffix(".py")
-    for line, parts in imported_names(path):
-        if parts[1] == package:
-            assert order.index(parts[2]) <= order.index(own), f"{path}:{line}: {own} must not import {parts[2]}"
+def test_parts_import_only_what_stands_before_them() -> None:
+    wrong = []
+    for path in (path for path in MODULES if path.relative_to(PACKAGE).parts[0] in ORDERED):
+        package, own = path.relative_to(PACKAGE).parts[:2]
+        order, own = ORDERED[package], own.removesuffix(".py")
+        for line, parts in imported_names(path):
+            if parts[1] == package and order.index(parts[2]) > order.index(own):
+                wrong.append(f"{path}:{line}: {own} must not import {parts[2]}")
+    assert not wrong
 
 
 def loaded(code: str, *names: str) -> list[str]:

@@ -9,8 +9,6 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-import pytest
-
 from attngen.lang.listed import LISTS
 from tests.docs.blocks import DOCUMENTS, ROOT, code_spans, prose, tables
 from tests.render.generated import HASHES
@@ -109,15 +107,18 @@ def named(pattern: str) -> list[tuple[str, str]]:
     return spans
 
 
-@pytest.mark.parametrize(("document", "name"), named(rf"(?:{'|'.join(FOLDERS)})/[\w./*<>-]*"))
-def test_paths_exist(document: str, name: str) -> None:
-    assert is_file(name), f"{document} names {name}, which does not exist"
+def test_paths_exist() -> None:
+    spans = named(rf"(?:{'|'.join(FOLDERS)})/[\w./*<>-]*")
+    assert not [f"{document} names {name}, which does not exist" for document, name in spans if not is_file(name)]
 
 
-@pytest.mark.parametrize(("document", "name"), named(rf"[\w./-]+\.(?:{'|'.join(ENDINGS)})"))
-def test_files_exist(document: str, name: str) -> None:
-    written = Path(name).suffix == ".json" and f'"{name}"' in written_files()  # by the cache and by packages
-    assert written or is_file(name) or (ROOT / name).exists(), f"{document} names {name}, and there is no such file"
+def test_files_exist() -> None:
+    missing = []
+    for document, name in named(rf"[\w./-]+\.(?:{'|'.join(ENDINGS)})"):
+        written = Path(name).suffix == ".json" and f'"{name}"' in written_files()  # by the cache and by packages
+        if not (written or is_file(name) or (ROOT / name).exists()):
+            missing.append(f"{document} names {name}, and there is no such file")
+    assert not missing
 
 
 @cache
@@ -125,14 +126,15 @@ def written_files() -> str:
     return " ".join((ROOT / path).read_text() for path in files() if re.fullmatch(r"attngen/.*\.py", path))
 
 
-@pytest.mark.parametrize(
-    ("document", "name"), named(r"_[a-z]\w*|[A-Za-z]\w*_\w+|[A-Z][a-z]\w*[A-Z]\w*|[A-Z]\w*(?:\.[a-z_]\w*)+")
-)
-def test_symbols_exist(document: str, name: str) -> None:
-    if name.startswith("_") and name not in words() and f"{name}_" in re.sub(r"[./]", "_", kernel_names()):
-        return  # a part of names of kernels
-    missing = [word for word in re.findall(r"[A-Za-z_]\w*", name) if word not in words()]
-    assert not missing, f"{document} names {name}, which the code does not have"
+def test_symbols_exist() -> None:
+    missing = []
+    parts = re.sub(r"[./]", "_", kernel_names())
+    for document, name in named(r"_[a-z]\w*|[A-Za-z]\w*_\w+|[A-Z][a-z]\w*[A-Z]\w*|[A-Z]\w*(?:\.[a-z_]\w*)+"):
+        if name.startswith("_") and name not in words() and f"{name}_" in parts:
+            continue  # a part of names of kernels
+        if not words().issuperset(re.findall(r"[A-Za-z_]\w*", name)):
+            missing.append(f"{document} names {name}, which the code does not have")
+    assert not missing
 
 
 def symbols_in_files() -> Iterator[tuple[str, str, str]]:
@@ -146,27 +148,25 @@ def symbols_in_files() -> Iterator[tuple[str, str, str]]:
                 yield path.relative_to(ROOT).as_posix(), match["symbol"], match["file"]
 
 
-SYMBOLS = list(symbols_in_files())
+def test_symbols_stand_in_their_files() -> None:
+    symbols = list(symbols_in_files())
+    assert symbols
+    for document, symbol, file in symbols:
+        places = [path for path in files() if path == file or path.endswith(f"/{file}")]
+        texts = [(ROOT / path).read_text() for path in places]
+        assert any(re.search(rf"\b{symbol}\b", text) for text in texts), f"{document}: {file} has no {symbol}"
 
 
-@pytest.mark.parametrize(("document", "symbol", "file"), SYMBOLS)
-def test_symbols_stand_in_their_files(document: str, symbol: str, file: str) -> None:
-    places = [path for path in files() if path == file or path.endswith(f"/{file}")]
-    texts = [(ROOT / path).read_text() for path in places]
-    assert any(re.search(rf"\b{symbol}\b", text) for text in texts), f"{document}: {file} has no {symbol}"
+def test_modules_and_their_symbols_exist() -> None:
+    for document, name in named(r"attngen(?:\.\w+)+"):
+        owner, rest = import_module("attngen"), name.split(".")[1:]
+        for place, part in enumerate(rest):
+            if not hasattr(owner, part):
+                with suppress(ModuleNotFoundError):
+                    import_module(".".join(["attngen", *rest[: place + 1]]))
+            assert hasattr(owner, part), f"{document} names {name}; {owner} has no {part}"
+            owner = getattr(owner, part)
 
 
-@pytest.mark.parametrize(("document", "name"), named(r"attngen(?:\.\w+)+"))
-def test_modules_and_their_symbols_exist(document: str, name: str) -> None:
-    owner, rest = import_module("attngen"), name.split(".")[1:]
-    for place, part in enumerate(rest):
-        if not hasattr(owner, part):
-            with suppress(ModuleNotFoundError):
-                import_module(".".join(["attngen", *rest[: place + 1]]))
-        assert hasattr(owner, part), f"{document} names {name}; {owner} has no {part}"
-        owner = getattr(owner, part)
-
-
-@pytest.mark.parametrize("name", sorted(OTHERS))
-def test_no_exception_is_left_over(name: str) -> None:
-    assert any(name in code_spans(path) for path in DOCUMENTS), f"no document names {name} any more"
+def test_no_exception_is_left_over() -> None:
+    assert not OTHERS.keys() - {span for path in DOCUMENTS for span in code_spans(path)}, "no document names them any more"

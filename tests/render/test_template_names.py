@@ -13,6 +13,7 @@ from attngen.render import render
 from attngen.resources import templates_dir
 from attngen.schema import expand, load_spec_text
 from tests.render.cuda_sources import identifiers
+from tests.sampling import sampled
 
 PACKAGE = Path(attngen.__file__).parent
 TEMPLATES = sorted(path for part in ("cuda", "triton") for path in (templates_dir() / part).rglob("*.*"))
@@ -37,14 +38,10 @@ def test_names_of_users_are_known_by_their_prefix() -> None:
     assert of_users("stride_u_doc_0 + extent_u_doc_1 * cu_seqlens + u") == ["stride_u_doc_0", "extent_u_doc_1"]
 
 
-@pytest.mark.parametrize("path", [*TEMPLATES, *MODULES], ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_no_name_of_a_kernel_is_of_the_users_namespace(path: Path) -> None:
-    assert not of_users(path.read_text())
-
-
-def test_all_templates_and_headers_are_looked_at() -> None:
-    names = {path.name for path in TEMPLATES}
-    assert {"kernel.cu.j2", "forward.py.j2", "backward.py.j2", "softmax.cuh", "expression.cuh"} <= names
+def test_no_name_of_a_kernel_is_of_the_users_namespace() -> None:
+    names = {path: of_users(path.read_text()) for path in (*TEMPLATES, *MODULES)}
+    assert not {path: of for path, of in names.items() if of}
+    assert {"kernel.cu.j2", "forward.py.j2", "backward.py.j2", "softmax.cuh", "expression.cuh"} <= {path.name for path in names}
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
@@ -86,26 +83,29 @@ def test_all_symbols_of_the_analysis_are_found() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", symbols_of_the_analysis())
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-@pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
-def test_symbols_of_the_analysis_are_free(name: str, backend: str, passes: str, layout: str) -> None:
-    """A scalar that is called like one changes nothing but its own name."""
+@sampled(passes=["forward", "backward"], layout=["dense", "varlen"])
+def test_symbols_of_the_analysis_are_free(backend: str, passes: str, layout: str) -> None:
+    """Scalars that are called like them change nothing but their own names."""
     field = "backward: {backend: " + backend + "}" if passes == "backward" else f"backend: {backend}"
+    names = symbols_of_the_analysis()
 
-    def text_of(name: str) -> str:
+    def text_of(names: list[str]) -> str:
+        scalars = "".join(f"{name}: {{type: int32}}, " for name in names)
         text = (
             "schema: 1\narch: sm90a\nvariants:\n  own:\n"
-            f"    scalars: {{{name}: {{type: int32}}, other: {{type: fp32}}}}\n"
-            f'    mask: "kv_global - q_global <= {name} and kv < {name} * 3"\n    score: "s * other + kv * other"\n'
+            f"    scalars: {{{scalars}other: {{type: fp32}}}}\n"
+            f'    mask: "kv_global - q_global <= {" + ".join(names)} and kv < {names[0]} * 3"\n'
+            '    score: "s * other + kv * other"\n'
             f"kernels: [{{variant: own, head_dim: 64, passes: {passes}, layout: {layout}, {field}}}]\n"
         )
         return render(plan(expand(load_spec_text(text))[0])).text
 
-    plain = text_of("unheard")
-    assert "u_unheard" in plain
-    assert text_of(name).split() == plain.replace("unheard", name).split()
+    plain = text_of([f"unheard_{place}_" for place in range(len(names))])
+    for place, name in enumerate(names):
+        assert f"u_unheard_{place}_" in plain
+        plain = plain.replace(f"unheard_{place}_", name)
+    assert text_of(names).split() == plain.split()
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

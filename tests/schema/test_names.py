@@ -11,6 +11,7 @@ import pytest
 
 from attngen.errors import SpecError
 from attngen.schema import load_spec, load_spec_text, names
+from tests.sampling import sampled
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,10 +31,9 @@ def quoted(name: str) -> str:
     return json.dumps(name)
 
 
-@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
-@pytest.mark.parametrize(
-    "template",
-    [
+@sampled(
+    name={str(place): name for place, name in enumerate(HOSTILE)},
+    template=[
         "package: {}",
         "variants: {{ {}: {{mask: true}} }}",
         "variants: {{a: {{mask: true, scalars: {{ {}: {{type: int32}} }} }} }}",
