@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
 
 Axis = Iterable[Any] | Mapping[str, Any]
+
+_ROW = type(pytest.param())
 
 #: Sample of this run; ``tests/conftest.py`` sets it.
 _ASKED = {"exhaustive": False}
@@ -39,14 +41,15 @@ def covering(facts: Mapping[str, tuple[Any, Iterable[Any]]]) -> list[str]:
     return kept
 
 
-def sampled(**axes: Axis) -> pytest.MarkDecorator:
+def sampled(*, always: int | None = None, **axes: Axis) -> pytest.MarkDecorator:
     """Return the parametrization of a test by all combinations of the values of ``axes``.
 
     The sample goes once along the longest axis and round and round along the others, so that it has every value of
-    each, and pairs of the short ones as far as the longest reaches. A mapping gives its values names.
+    each, and pairs of the short ones as far as the longest reaches; ``always`` keeps so many of it. A mapping gives its
+    values names.
     """
     named = [_named(axis) for axis in axes.values()]
-    kept = set(_diagonal([len(axis) for axis in named]))
+    kept = set(_diagonal([len(axis) for axis in named])[:always])
     cases = []
     for choice in product(*(range(len(axis)) for axis in named)):
         names, values = zip(*(axis[i] for axis, i in zip(named, choice, strict=True)), strict=True)
@@ -59,6 +62,23 @@ def seeds(number: int, *, always: int) -> pytest.MarkDecorator:
     """Return the parametrization of a test by ``seed``: the first ones run always, all others with the rest."""
     rest = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(always, number)]
     return pytest.mark.parametrize("seed", [*range(always), *rest])
+
+
+def few(
+    names: str | Sequence[str], values: Iterable[Any], *, always: int | Container[int] = 1, ids: Any = None
+) -> pytest.MarkDecorator:
+    """Return the parametrization of a test by rows of a table.
+
+    So many of the first rows run always, or those at the places that ``always`` names; all others with the rest.
+    """
+    places = range(always) if isinstance(always, int) else always
+    single = "," not in names if isinstance(names, str) else len(names) == 1
+    rows = []
+    for place, value in enumerate(values):
+        row = value if isinstance(value, _ROW) else pytest.param(*((value,) if single else value))
+        rest = () if place in places else (pytest.mark.exhaustive,)
+        rows.append(pytest.param(*row.values, marks=(*row.marks, *rest), id=row.id))
+    return pytest.mark.parametrize(names, rows, ids=ids)
 
 
 def some(values: Iterable[Any], always: Container[Any]) -> list[Any]:

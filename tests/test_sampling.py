@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sampling import sampled, seeds
+from tests.sampling import few, sampled, seeds
 
 
 def split(mark: pytest.MarkDecorator) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
@@ -32,6 +32,11 @@ def test_short_axes_meet_where_the_longest_has_room() -> None:
     assert {values[1:] for values in always} == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
+def test_a_part_of_a_sample_runs_always() -> None:
+    always, rest = split(sampled(always=2, long="abcde", short=[0, 1]))
+    assert (always, len(rest)) == ([("a", 0), ("b", 1)], 8)
+
+
 def test_a_mapping_names_its_values() -> None:
     (case,) = sampled(mask={"causal": "q >= kv"}).args[1]
     assert (case.id, case.values) == ("causal", ("q >= kv",))
@@ -43,3 +48,13 @@ def test_the_first_seeds_run_always() -> None:
     assert [(case.values, [mark.name for mark in case.marks]) for case in cases[3:]] == [
         ((seed,), ["exhaustive"]) for seed in (3, 4)
     ]
+
+
+def test_named_rows_run_always() -> None:
+    rows = [(1, "a"), pytest.param(2, "b", id="second"), (3, "c")]
+    for always, expected in ((1, [1]), (2, [1, 2]), ((1, 2), [2, 3])):
+        _, cases = few(("number", "letter"), rows, always=always).args
+        assert [case.values[0] for case in cases if not case.marks] == expected
+        assert [case.values for case in cases] == [(1, "a"), (2, "b"), (3, "c")]
+        assert cases[1].id == "second"
+    assert [case.values for case in few("row", ["ab", "cd"]).args[1]] == [("ab",), ("cd",)]

@@ -35,7 +35,9 @@ def test_a_split_kernel_waits_before_it_touches_memory() -> None:
 
 
 @sampled(
-    arch=[name for name in ARCHES if name in ("sm80", "sm90a", "sm100a", "sm120a")], dtype=["bf16", "fp16", "fp32"]
+    always=2,
+    arch=[name for name in ARCHES if name in ("sm80", "sm90a", "sm100a", "sm120a")],
+    dtype=["bf16", "fp16", "fp32"],
 )
 def test_rows_move_16_bytes_at_a_time(dtype: str, arch: str) -> None:
     """In registers alone, and with one barrier, before anything is written."""

@@ -28,29 +28,21 @@ from attngen.resources import root
 from attngen.store import Store
 from tests.plan.specs import planned
 from tests.render.headers import headers
+from tests.sampling import few
 
 ROOT = Path(__file__).parents[2]
 
 KERNELS: tuple[tuple[str, int, bool], ...] = (
-    ("causal", 64, False),
+    ("allowed", 64, False),  # and its classifier
     ("causal", 128, False),
+    ("causal", 64, False),
     ("causal", 80, False),  # padded
     ("packed_documents", 128, False),
-    ("allowed", 64, False),  # and its classifier
     ("causal", 128, True),
     ("alibi", 64, True),  # a slope for each row
     ("dilated", 256, True),
     ("causal_sink", 64, False),
     ("sliding_window_sink", 64, True),  # a sink for each row
-)
-#: Padded and packed kernels of a plain mask: tests/compile/test_head_dims.py and the packed ones above show as much.
-MORE = {("causal", 80, False), ("causal", 128, True), ("causal_sink", 64, False)}
-each = pytest.mark.parametrize(
-    ("variant", "head_dim", "pack_gqa"),
-    [
-        pytest.param(*one, id=f"{one[0]}-{one[1]}{'-pack' * one[2]}", marks=[pytest.mark.exhaustive] * (one in MORE))
-        for one in KERNELS
-    ],
 )
 
 #: A log of ptxas as it is where nothing went wrong; what the tests below plant replaces parts of it.
@@ -71,7 +63,7 @@ def compiled(variant: str, head_dim: int, pack_gqa: bool = False) -> tuple[Plan,
     return plan, compile_source(plan, render(plan))
 
 
-@pytest.mark.parametrize(("variant", "head_dim"), [("causal", 128), ("sink_window", 64)])
+@few(("variant", "head_dim"), [("causal", 128), ("sink_window", 64)], always=(1,))
 def test_kernels_that_share_tiles_spill_nothing_and_multiply_once(variant: str, head_dim: int) -> None:
     plan = planned(variant, backend="cuda", head_dim=head_dim, split_kv="tiles")
     resources = compile_source(plan, render(plan)).manifest["resources"]
@@ -81,7 +73,12 @@ def test_kernels_that_share_tiles_spill_nothing_and_multiply_once(variant: str, 
     assert resources["shared_memory"] == plan.structure.shared_bytes
 
 
-@each
+@few(
+    ("variant", "head_dim", "pack_gqa"),
+    KERNELS,
+    always=2,
+    ids=[f"{variant}-{head_dim}{'-pack' * packed}" for variant, head_dim, packed in KERNELS],
+)
 def test_kernels_keep_their_speed_and_their_parameters(variant: str, head_dim: int, pack_gqa: bool) -> None:
     plan, artifact = compiled(variant, head_dim, pack_gqa)
     resources = artifact.manifest["resources"]
@@ -137,7 +134,7 @@ CHOICES: tuple[tuple[str, dict[str, object]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("variant", "fields"), CHOICES, ids=["second rung", "varlen", "direct"])
+@few(("variant", "fields"), CHOICES, ids=["second rung", "varlen", "direct"], always=(2,))
 def test_choices_keep_their_speed(variant: str, fields: dict[str, object]) -> None:
     plan = planned(variant, backend="cuda", **fields)  # type: ignore[arg-type]
     resources = compile_source(plan, render(plan)).manifest["resources"]
@@ -164,11 +161,12 @@ def test_an_artifact_holds_what_it_says() -> None:
     assert not artifact.others, "all launches of a CUDA kernel stand in one cubin"
     assert [row["name"] for row in manifest["launches"]] == ["classify", "forward"]
     assert all(row["resources"]["registers"] > 0 for row in manifest["launches"])
-    assert [row["name"] for row in compiled("causal", 64)[1].manifest["launches"]] == ["forward"]
+    assert [row["name"] for row in compiled("causal", 128)[1].manifest["launches"]] == ["forward"]
     assert json.dumps(json.loads(json.dumps(manifest))) == json.dumps(manifest)
     assert pickle.loads(pickle.dumps(artifact)) == artifact
 
 
+@pytest.mark.exhaustive
 def test_a_fresh_process_gives_the_same_bytes_and_needs_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys\n"

@@ -11,6 +11,7 @@ from attngen.plan.allowances import PINGPONG_SPILLS, SPILLS
 from attngen.plan.attempts import attempts
 from attngen.render import render
 from tests.plan.specs import kernel_spec, planned
+from tests.sampling import few
 
 OWN = """variants:
   dropped: {mask: q_pos >= kv and q_pos - kv < 100, dropout: true}
@@ -50,7 +51,7 @@ def test_gradients_of_several_tensors_stay_in_cuda() -> None:
     assert compile_source(plan, render(plan)).manifest["resources"]["spills"] == 0
 
 
-@pytest.mark.parametrize(("variant", "choice"), [("diffusion", "pingpong"), ("items", "pingpong_lean")])
+@few(("variant", "choice"), [("diffusion", "pingpong"), ("items", "pingpong_lean")])
 def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
     spec = kernel_spec(variant, declared=UNBOUNDED, passes="backward", backward=None, head_dim=128)
     plan = next(plan for plan in attempts(spec) if plan.name.endswith(f"_{choice}"))
@@ -64,17 +65,19 @@ def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
         pytest.param("causal", {"head_dim": 128}, marks=pytest.mark.exhaustive),
         pytest.param("full", {"head_dim": 64, "dtype": "fp16"}, marks=pytest.mark.exhaustive),
         pytest.param("alibi", {"head_dim": 96, "layout": "varlen"}, marks=pytest.mark.exhaustive),
-        ("allowed", {"head_dim": 64}),  # and its classifier
+        pytest.param("allowed", {"head_dim": 64}, marks=pytest.mark.exhaustive),  # and its classifier
         pytest.param("causal_sink", {"head_dim": 80}, marks=pytest.mark.exhaustive),
-        ("dropped", {"head_dim": 128, "deterministic": "true"}),
+        pytest.param("dropped", {"head_dim": 128, "deterministic": "true"}, marks=pytest.mark.exhaustive),
         pytest.param("dropped", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param("sliding_window", {"head_dim": 128, "deterministic": "true"}, marks=pytest.mark.exhaustive),
         pytest.param(
             "allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}, marks=pytest.mark.exhaustive
         ),
         ("causal", {"head_dim": 256}),  # clusters
-        ("neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}),
-        ("packed_documents", {"head_dim": 256, "deterministic": "true"}),
+        pytest.param(
+            "neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param("packed_documents", {"head_dim": 256, "deterministic": "true"}, marks=pytest.mark.exhaustive),
         pytest.param("dropped", {"head_dim": 256}, marks=pytest.mark.exhaustive),
         pytest.param("dropped", {"head_dim": 192, "deterministic": "true"}, marks=pytest.mark.exhaustive),
         pytest.param(
@@ -82,7 +85,7 @@ def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
             {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"},
             marks=pytest.mark.exhaustive,
         ),
-        ("softcap", {"head_dim": 128}),
+        pytest.param("softcap", {"head_dim": 128}, marks=pytest.mark.exhaustive),
         ("biased", {"head_dim": 128}),  # whose biases come as tiles
         pytest.param("biased", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param("packed_documents", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),

@@ -13,7 +13,7 @@ from attngen.plan import Plan
 from attngen.render import render
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 _REACH = "tensors: {reach: {dtype: int32, shape: [seqlen_q]}}"
 _HIDDEN = "tensors: {hidden: {dtype: int32, shape: [seqlen_k]}}"
@@ -50,6 +50,7 @@ def check_forward(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool
 
 
 @sampled(
+    always=1,
     bounds={"listed" if key is None else "visible{}-full{}".format(*key): key for key in BOUNDS},
     consumers=(2, 1, 3),
     pack_gqa={"": False, "pack": True},
@@ -67,6 +68,7 @@ def test_three_spans_of_one_range_are_padded() -> None:
 
 
 @sampled(
+    always=1,
     bounds={"listed" if key is None else "visible{}-full{}".format(*key): key for key in BOUNDS},
     consumers=(3, 2, 1),
     layout=("paged", "varlen", "dense"),
@@ -96,6 +98,7 @@ def test_partial_results_beyond_q_k_and_v_have_a_region() -> None:
 
 
 @sampled(
+    always=2,
     head_dim=(64, 80, 128, 192, 256),
     deterministic={"": False, "ordered": True},
     layout=("dense", "varlen"),
@@ -110,7 +113,7 @@ def test_records_of_backwards_are_aligned(head_dim: int, deterministic: bool, la
 # --- packed words ---------------------------------------------------------------------------------------------
 
 
-@sampled(consumers=[1, 2, 3], tile_n=[16, 32, 64])
+@sampled(always=1, consumers=[1, 2, 3], tile_n=[16, 32, 64])
 def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consumers: int, tile_n: int) -> None:
     plan = planned("sliding_window", backend="cuda", tile=f"{{m: {64 * consumers}, n: {tile_n}}}")
     source = render(plan)
@@ -124,7 +127,7 @@ def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consum
         to_ptx(replace(source, text=crowded))
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@few("head_dim", [64, 256])
 def test_steps_of_backwards_hold_the_last_tile(head_dim: int) -> None:
     plan = planned(passes="backward", backward="{backend: cuda}", head_dim=head_dim)
     source = render(plan)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from attngen.compile import compile_source
 from attngen.compile.inspect import count_instructions
 from attngen.families.mma_backward.structure import MmaBackward
@@ -13,6 +11,7 @@ from attngen.plan.allowances import MMA_BACKWARD_SPILLS, MMA_SPILLS
 from attngen.render import render
 from tests.families.decode.test_mma_decode import planned as split
 from tests.plan.specs import planned
+from tests.sampling import few
 
 BACKWARD = {"passes": "backward", "backward": None}
 KERNELS = (
@@ -55,7 +54,7 @@ def expected(plan: Plan) -> tuple[int, int]:
     return 2 * blocks * keys * (columns + own.columns_v // 16), fragments
 
 
-@pytest.mark.parametrize(("arch", "fields"), KERNELS)
+@few(("arch", "fields"), KERNELS, always=(0, 4))
 def test_the_cubin_of_a_card_is_as_planned(arch: str, fields: dict[str, object]) -> None:
     plan = planned("causal", **{"arch": arch, "backend": None, **fields})  # type: ignore[arg-type]
     artifact = compile_source(plan, render(plan))
@@ -68,12 +67,13 @@ def test_the_cubin_of_a_card_is_as_planned(arch: str, fields: dict[str, object])
     assert count_instructions(artifact.cubin, "LDGSTS") > 0
 
 
-@pytest.mark.parametrize(
+@few(
     ("arch", "entry", "instructions"),
     [
         ("sm80", "dtype: bf16", {"LDGSTS": 1, "ARRIVES": 1}),
         ("sm120a", "kv_dtype: fp8_e4m3", {"LDGSTS": 1, "ARRIVES": 1}),
     ],
+    always=(1,),
 )
 def test_split_kv_kernels_copy_without_tma(arch: str, entry: str, instructions: dict[str, int]) -> None:
     plan = split(f"variant: causal, {entry}", arch)
@@ -84,7 +84,7 @@ def test_split_kv_kernels_copy_without_tma(arch: str, entry: str, instructions: 
     assert count_instructions(artifact.cubin, "UTMALDG") == 0
 
 
-@pytest.mark.parametrize("arch", ["sm89", "sm120a"])
+@few("arch", ["sm89", "sm120a"], always=(1,))
 def test_products_of_8_bits(arch: str) -> None:
     plan = planned("causal", arch=arch, backend=None, dtype="fp8_e4m3", head_dim=128)
     artifact = compile_source(plan, render(plan))

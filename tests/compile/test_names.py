@@ -22,6 +22,7 @@ from attngen.schema.names import check_symbol
 from attngen.store import Store
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
+from tests.sampling import sampled
 
 _CPP = """
 alignas alignof and and_eq asm atomic_cancel atomic_commit atomic_noexcept auto bitand bitor bool break case catch char
@@ -136,12 +137,12 @@ def test_names_of_the_kernels_are_found_and_free() -> None:
     assert legal(SOME) == SOME
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("passes", ["forward", "backward"])
+@sampled(kind=KINDS, passes=["forward", "backward"])
 def test_names_of_the_kernel_compile_in_cuda(kind: str, passes: str) -> None:
     check(kind, SOME[:: 3 if kind == "tensor" else 2], passes)
 
 
+@pytest.mark.exhaustive
 def test_names_of_the_kernel_compile_in_triton(tmp_path: Path) -> None:
     """As in a build: of Triton 3.8, ptxas compiles the first tile wrongly, and the next one is taken."""
     spec = spec_of("scalar", SOME, backend="triton")
@@ -154,7 +155,7 @@ def test_names_of_the_kernel_compile_in_triton(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_the_kernel_are_python(kind: str) -> None:
     """No parameter of a kernel is there twice, none is a keyword."""
-    for names in in_groups(list(dict.fromkeys([*WORDS, *OWN]))[KINDS.index(kind) :: 18], 30):
+    for names in in_groups(list(dict.fromkeys([*WORDS, *OWN]))[KINDS.index(kind) :: 36], 30):
         compile(source_of(kind, names, backend="triton").text, "kernel.py", "exec")
 
 

@@ -12,11 +12,10 @@ from attngen.dtypes import ATTENTION_DTYPES, dtype
 from attngen.render import render
 from tests.plan.specs import planned
 from tests.render.headers import headers
+from tests.sampling import few
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "tile"), [(64, "{m: 192, n: 128}"), (128, "{m: 128, n: 128}"), (256, "{m: 128, n: 64}")]
-)
+@few(("head_dim", "tile"), [(64, "{m: 192, n: 128}"), (128, "{m: 128, n: 128}"), (256, "{m: 128, n: 64}")], always=(1,))
 def test_a_kernel_of_one_byte_operands_compiles_as_planned(head_dim: int, tile: str) -> None:
     """The kernel's own assertions hold, and it has half the products of a kernel of two bytes."""
     fields = {"backend": "cuda", "head_dim": head_dim, "tile": tile}
