@@ -17,6 +17,7 @@ from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.render import render
 from attngen.resources import root
 from tests.plan.specs import planned
+from tests.sampling import few
 
 COMPILER = shutil.which("g++")
 HOST = root() / "tests" / "host"
@@ -33,7 +34,7 @@ DECLARED = """variants:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
+@few(
     ("mask", "head_dim", "lengths", "kv_heads", "dtype"),
     [
         ("q_pos >= kv", 128, (700, 904), 2, "bf16"),
@@ -41,6 +42,7 @@ DECLARED = """variants:
         ("q_pos >= kv and (q_pos - kv < 100 or kv < 4) and q_pos < 800", 128, (900, 904), 1, "bf16"),
         ("allowed[q, kv]", 64, (2500, 392), 2, "bf16"),  # by a tile map, of two words
     ],
+    always=(1, 3),
 )
 def test_each_entry_is_stored_or_cleared(
     mask: str, head_dim: int, lengths: tuple[int, int], kv_heads: int, dtype: str, tmp_path: Path

@@ -107,8 +107,6 @@ def on_host(name: str, text: str) -> str:
     ("head_dim", "layout", "cases"),
     [
         (128, "paged", CASES),
-        (256, "paged", FEW_CASES),
-        (80, "dense", FEW_CASES),
         pytest.param(128, "dense", CASES, marks=pytest.mark.exhaustive),
         pytest.param(256, "paged", CASES, marks=pytest.mark.exhaustive),
         pytest.param(80, "dense", CASES, marks=pytest.mark.exhaustive),
@@ -124,11 +122,11 @@ def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, cases
 @pytest.mark.parametrize(
     "fields",
     [
-        {"head_dim": 128, "kv_dtype": "fp8_e4m3"},
+        seldom({"head_dim": 128, "kv_dtype": "fp8_e4m3"}),
         seldom({"head_dim": 64, "layout": "paged", "kv_dtype": "fp8_e4m3", "descale": "page"}),
         {"head_dim": 192, "layout": "paged", "dtype": "fp8_e4m3", "descale": "page"},
         seldom({"head_dim": 256, "kv_dtype": "fp8_e4m3"}),
-        {"head_dim": 80, "layout": "paged", "dtype": "fp16", "kv_dtype": "fp8_e4m3"},
+        seldom({"head_dim": 80, "layout": "paged", "dtype": "fp16", "kv_dtype": "fp8_e4m3"}),
         seldom({"head_dim": 48, "dtype": "fp8_e4m3"}),
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
@@ -140,7 +138,7 @@ def test_one_that_reads_8_bits_is_right(fields: dict[str, object], tmp_path: Pat
 #: The same for 64 rows of a block, and more; or for up to 16 of them, which have products of their own. Blocks merge up
 #: to four parts of an item in another way than more. They run one after the other, and wait in vain; then all at once.
 KEY_VALUE_CASES = [
-    "16,1,1,4,0,64,64,1,200", "24,1,1,3,0,16,500", "128,1,1,6,0,64,330,77", "48,1,3,4,2,16,300,0,5", "40,2,4,6,3,1,150",
+    "128,1,1,6,0,64,330,77", "16,1,1,4,0,64,64,1,200", "24,1,1,3,0,16,500", "48,1,3,4,2,16,300,0,5", "40,2,4,6,3,1,150",
     "8,1,2,3,0,16,700,90", "16,1,1,5,0,64,1000", "64,1,1,9,0,64,2000", "8,1,1,9,0,64,1500,0,70",
     "96,1,1,16,0,64,500,300,80", "16,1,9,16,0,64,500,1000", "128,1,1,8,0,64,1000",
 ]  # fmt: skip
@@ -151,11 +149,11 @@ WIDE_CASES = ["16,2,1,4,0,64,64,1,200", "4,1,1,3,0,16,500", "48,1,3,4,2,16,300,0
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("cases", [KEY_VALUE_CASES[:5], seldom(KEY_VALUE_CASES[5:])], ids=["few", "rest"])
+@pytest.mark.parametrize("cases", [KEY_VALUE_CASES[:2], seldom(KEY_VALUE_CASES[2:])], ids=["few", "rest"])
 @pytest.mark.parametrize(
     "fields",
     [
-        {"head_dim": "{qk: 576, v: 512}", "layout": "paged"},
+        seldom({"head_dim": "{qk: 576, v: 512}", "layout": "paged"}),
         seldom({"head_dim": "{qk: 576, v: 512}", "layout": "dense"}),
         seldom({"head_dim": 512, "layout": "paged", "dtype": "fp16"}),
         {"head_dim": "{qk: 576, v: 512}", "layout": "paged", "kv_dtype": "fp8_mla_656"},
@@ -199,13 +197,12 @@ LISTED_BLOCKS_CASES = ["64,9,2,300,13,1,13,0,4,5,8,1,3", "128,3,4,512,16,8,16,1,
 @pytest.mark.parametrize(
     ("keys", "fields", "cases"),
     [
-        ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES[3:8]),
+        ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES[5:8]),
         pytest.param("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES, marks=pytest.mark.exhaustive),
         pytest.param("counted_index", {"head_dim": "512"}, LISTED_CASES, marks=pytest.mark.exhaustive),
         pytest.param(
             "counted_blocks_of_16", {"head_dim": "{qk: 576, v: 512}"}, LISTED_BLOCKS_CASES, marks=pytest.mark.exhaustive
         ),
-        ("counted_index", {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"}, LISTED_CASES[:3]),
         pytest.param(
             "counted_index",
             {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"},
@@ -235,7 +232,9 @@ TWO_CACHES_CASES = [
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("cases", [TWO_CACHES_CASES[2:], seldom(TWO_CACHES_CASES[:2])], ids=["few", "rest"])
+@pytest.mark.parametrize(
+    "cases", [TWO_CACHES_CASES[3:4], seldom(TWO_CACHES_CASES[:3] + TWO_CACHES_CASES[4:])], ids=["few", "rest"]
+)
 def test_one_with_two_caches_is_right(cases: list[str], tmp_path: Path) -> None:
     declared = "variants:\n  listed: {keys: counted_index_of_two_caches}\n"
     plan = planned(

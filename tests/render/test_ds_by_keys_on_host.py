@@ -11,10 +11,11 @@ import pytest
 
 from tests.render.headers import headers
 from tests.render.test_tensor_adder_on_host import COMPILER, HOST, bits_of, header_on_host
+from tests.sampling import few
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
+@few(
     ("keys", "queries", "warps", "dtype"),
     [(128, 64, 8, "bf16"), (128, 32, 8, "fp16"), (128, 128, 8, "bf16"), (64, 64, 4, "fp16")],
 )

@@ -18,6 +18,7 @@ from attngen.families.hopper_forward.tiles import END_ALIGNMENT
 from attngen.families.hopper_forward.view import cuda_view
 from attngen.plan.model import Plan
 from tests.plan.specs import planned
+from tests.sampling import few
 
 COMPILER = shutil.which("g++")
 
@@ -51,8 +52,10 @@ int main(int count, char** given) {{
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
-    ("dtype", "tile"), [("bf16", "{m: 192, n: 64}"), ("bf16", "{m: 128, n: 96}"), ("fp8_e4m3", "{m: 192, n: 96}")]
+@few(
+    ("dtype", "tile"),
+    [("bf16", "{m: 192, n: 64}"), ("bf16", "{m: 128, n: 96}"), ("fp8_e4m3", "{m: 192, n: 96}")],
+    always=(2,),
 )
 def test_tiles_that_end_with_what_is_seen_hold_all_of_it(dtype: str, tile: str, tmp_path: Path) -> None:
     plan = planned("sliding_window", backend="cuda", dtype=dtype, head_dim=128, pack_gqa="true", tile=tile)

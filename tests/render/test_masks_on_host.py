@@ -27,6 +27,7 @@ from attngen.render.cuda_tiles import tiles, word
 from attngen.render.expressions import QUERIES
 from attngen.render.key_values import with_key_values
 from tests.plan.specs import planned
+from tests.sampling import few, sampled
 
 HEADERS = Path(__file__).parents[2] / "templates/cuda/include"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -272,8 +273,7 @@ def call(
     function(*lengths, *(ctypes.c_void_p(array.ctypes.data) for array in (given, by, out)))
 
 
-@pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize("name", MASKS)
+@sampled(name=list(MASKS), passes=["forward", "backward"])
 def test_the_mask_of_a_kernel_is_that_of_its_variant(name: str, passes: str, tmp_path: Path) -> None:
     plan = plan_of(name, passes, 64)
     assert plan.backend == "cuda"
@@ -285,8 +285,17 @@ def test_the_mask_of_a_kernel_is_that_of_its_variant(name: str, passes: str, tmp
             np.testing.assert_array_equal(out, truth(MASKS[name], scalars, queries, keys), str(scalars))
 
 
-@pytest.mark.parametrize("passes", ["forward", "backward"])
-@pytest.mark.parametrize("name", MASKS)
+#: First those whose ranges are found in ways of their own.
+TILES = (
+    "volume",
+    "negative",
+    "chunks",
+    "diffusion",
+    *sorted(MASKS.keys() - {"volume", "negative", "chunks", "diffusion"}),
+)
+
+
+@few(("name", "passes"), product(TILES, ("forward", "backward")), always=(0, 3, 4, 7))
 def test_the_tiles_that_a_kernel_visits_hold_what_is_seen(name: str, passes: str, tmp_path: Path) -> None:
     """No other tile shows a pair, and one without the mask shows all."""
     plan = plan_of(name, passes, 128)

@@ -41,7 +41,9 @@ def test_names_of_users_are_known_by_their_prefix() -> None:
 def test_no_name_of_a_kernel_is_of_the_users_namespace() -> None:
     names = {path: of_users(path.read_text()) for path in (*TEMPLATES, *MODULES)}
     assert not {path: of for path, of in names.items() if of}
-    assert {"kernel.cu.j2", "forward.py.j2", "backward.py.j2", "softmax.cuh", "expression.cuh"} <= {path.name for path in names}
+    assert {"kernel.cu.j2", "forward.py.j2", "backward.py.j2", "softmax.cuh", "expression.cuh"} <= {
+        path.name for path in names
+    }
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

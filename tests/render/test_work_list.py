@@ -23,6 +23,7 @@ from attngen.runtime.geometry.work_list import cut_of, stay_whole
 from tests.plan.specs import planned
 from tests.render.headers import headers
 from tests.render.test_decode_on_host import COMPILER, HOST, on_host
+from tests.sampling import few
 
 _LISTED = "variants:\n  listed: {keys: counted_index_of_two_caches}\n"
 
@@ -147,7 +148,7 @@ def test_kernels_and_host_cut_lists_alike(families: list[Family], tmp_path: Path
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
+@few(
     ("before", "after"),
     [
         ("(Limits::kOneOf - 1) * workers", "(Limits::kOneOf - 2) * workers"),
@@ -155,6 +156,7 @@ def test_kernels_and_host_cut_lists_alike(families: list[Family], tmp_path: Path
         ("part.end = tiles.first(number + 1);", "part.end = tiles.first(number) + tiles.quotient;"),
     ],
     ids=["takers", "splits", "parts"],
+    always=(1,),
 )
 def test_a_kernel_of_another_rule_is_found(families: list[Family], before: str, after: str, tmp_path: Path) -> None:
     assert difference(built(families, tmp_path, (before, after)), families, cases_of(families, 2000))
