@@ -26,6 +26,7 @@ from attngen.store import StoreWarning
 from attngen.store.key import digest
 from tests.runtime.manifests import compile_as_manifest
 from tests.runtime.support import manifest_of, variant, window_variant, write_build, write_kernel
+from tests.sampling import few
 
 SPEC = """
 schema: 1
@@ -142,7 +143,7 @@ def put_manifest(folder: Path, data: bytes) -> None:
     (folder / "SHA256SUMS").write_text(f"{sha256(data).hexdigest()}  manifest.json\n")
 
 
-@pytest.mark.parametrize("number", range(3))
+@few("number", range(3), always=(1,))
 def test_a_mutated_manifest_loads_or_is_a_load_error(tmp_path: Path, number: int) -> None:
     rng = random.Random(number)
     real = real_manifests()[number]

@@ -21,6 +21,7 @@ from attngen.runtime.arguments.dropout import kept, philox, rate_of
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import preset
 from tests.runtime.support import kernel
+from tests.sampling import few, sampled
 
 DROPPED = compile_variant("dropped", "q_pos >= kv", dropout=True)
 NAMED = attngen.variant("q_pos >= kv", dropout=True, name="dropped_in_programs")
@@ -63,7 +64,7 @@ def test_numbers_depend_on_the_pair_alone() -> None:
     assert torch.equal(whole[0], kept(call(heads=6), 0, slice(0, 200), 333)[3])
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, MAX_RATE])
+@few("p", [0.0, 0.1, 0.5, 0.9, MAX_RATE], always=(0, 2, 4))
 def test_as_many_are_dropped_as_asked_for_and_independently(p: float) -> None:
     threshold, scale = rate_of(call(p))
     assert abs(threshold / 65536 - p) <= 2**-16
@@ -192,8 +193,7 @@ def test_a_compiled_program_draws_anew_and_differentiates() -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("budget", [1.0, 0.5, 0.01])
+@sampled(always=2, checkpointed=[False, True], budget=[1.0, 0.5, 0.01])
 def test_a_program_with_a_memory_budget_keeps_its_state(budget: float, *, checkpointed: bool) -> None:
     """The output is linear in v: <g, out> = <dv, v>, if both passes drop the same pairs."""
 

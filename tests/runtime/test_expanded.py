@@ -17,6 +17,7 @@ from attngen.runtime.registry import select
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.gradient_driver import GradientDriver, build, close, taken_for_a_gpu
 from tests.runtime.support import FakeDriver, kernel, variant
+from tests.sampling import sampled
 
 
 @pytest.fixture
@@ -151,8 +152,7 @@ def gradients(kind: str, *, backend: str | None = None, compiled: bool = False) 
     return gradients_of_inputs  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("kind", ["heads", "batch", "leaves", "kept"])
+@sampled(compiled=[False, True], kind=["heads", "batch", "leaves", "kept"])
 def test_gradients(trained: GradientDriver, kind: str, compiled: bool) -> None:
     build()
     close(gradients(kind, compiled=compiled and kind != "kept"), gradients(kind, backend="reference"))

@@ -15,6 +15,7 @@ import attngen
 from attngen.resources import root
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import kernel, variant, window_variant
+from tests.sampling import few
 
 
 class Model(torch.nn.Module):
@@ -44,7 +45,7 @@ def save(path: Path, **options: Any) -> torch.Tensor:
     return model(*tensors())
 
 
-@pytest.mark.parametrize("modules", ["attngen, torch", "torch, attngen"])
+@few("modules", ["attngen, torch", "torch, attngen"])
 def test_a_fresh_process_loads_a_program(modules: str, tmp_path: Path) -> None:
     wanted = save(tmp_path / "program.pt2", variant="sliding_window", window=3)
     torch.save((tensors(), wanted), tmp_path / "tensors.pt")

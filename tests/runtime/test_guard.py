@@ -24,6 +24,7 @@ from tests.runtime.operations.attention.test_mixed import leaving_out
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.states import GUARDED, OTHERS, STATES, compiled, outcome
 from tests.runtime.support import FakeDriver, kernel, variant
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(seen._TensorGuards is None, reason="torch has no check of tensors")
 
@@ -182,8 +183,7 @@ def too_large(tensor: Tensor | None) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name", STORES)
+@sampled(state=[*STATES], name=[*STORES])
 def test_a_store_changes_no_call(name: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a state, nor after one in which the store was still empty."""
     store = STORES[name]

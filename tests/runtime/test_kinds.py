@@ -25,6 +25,7 @@ from attngen.schema import expand, load_spec_text
 from tests.runtime.manifests import with_parameters
 from tests.runtime.pages import Cache, cache, starts_of
 from tests.runtime.support import FakeDriver, bias_variant, kernel, variant
+from tests.sampling import sampled
 
 CAUSAL = variant()
 
@@ -73,9 +74,7 @@ def batches(rng: random.Random, packed: bool) -> tuple[Cache, torch.Tensor, dict
     return c, q.unflatten(0, (batch, 3)), {}
 
 
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("into", [False, True])
+@sampled(always=2, loads=["pointer", "descriptor"], packed=[False, True], into=[False, True])
 def test_pages_of_any_sizes(gpu: FakeDriver, bound: list[Any], loads: str, packed: bool, into: bool) -> None:
     install(CAUSAL, layout="paged", loads=loads)
     rng = random.Random(loads)
@@ -93,8 +92,7 @@ def test_pages_of_any_sizes(gpu: FakeDriver, bound: list[Any], loads: str, packe
     assert len(gpu.loads) == 1
 
 
-@pytest.mark.parametrize("loads", ["pointer", "descriptor"])
-@pytest.mark.parametrize("used", [False, True])
+@sampled(loads=["pointer", "descriptor"], used=[False, True])
 def test_packed_sequences_of_any_sizes(gpu: FakeDriver, bound: list[Any], loads: str, used: bool) -> None:
     install(bias_variant(), layout="varlen", loads=loads)
     rng = random.Random(1)

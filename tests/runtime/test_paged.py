@@ -20,6 +20,7 @@ from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.runtime.registry.order import BUSY_UNITS, SPLIT_ROWS, splits_keys
 from tests.runtime.pages import Cache, cache, starts_of
 from tests.runtime.support import FakeDriver, bias_variant, kernel, kernel_of, manifest_of, variant, window_variant
+from tests.sampling import sampled
 
 CAUSAL = variant()
 SINK = variant(
@@ -60,10 +61,12 @@ def of_sequence(chosen: Any, own: dict[str, Any], b: int, rows: int, keys: int) 
     return {"keep": own["keep"][b : b + 1, :keys]} if chosen.name == "padded" else own
 
 
-@pytest.mark.parametrize("chosen", [CAUSAL, SINK, TREE, PADDED], ids=lambda v: v.name)
-@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("rows", [[1, 1, 1, 1], [3, 3, 3, 3], [5, 0, 1, 17]])
+@sampled(
+    page_layout=["NHD", "HND"],
+    chosen={chosen.name: chosen for chosen in (CAUSAL, SINK, TREE, PADDED)},
+    page_size=[1, 3, 16],
+    rows=[[1, 1, 1, 1], [3, 3, 3, 3], [5, 0, 1, 17]],
+)
 def test_pages_give_what_their_sequences_give(chosen: Any, page_layout: str, page_size: int, rows: list[int]) -> None:
     """Any order of pages; NaN after each length, and wrong numbers after each row of the table, change nothing."""
     lengths = [17, 4, 0, 40]
@@ -486,8 +489,7 @@ def test_a_variant_of_packed_tensors_has_no_pages() -> None:
 # --- programs -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("given", [False, True])
+@sampled(always=1, backend=["eager", "aot_eager"], given=[False, True])
 def test_a_program_compiles_without_a_graph_break(backend: str, given: bool) -> None:
     install(window_variant())
 

@@ -16,6 +16,7 @@ from attngen.schema import expand, load_spec_text, preset_names
 from tests.runtime.hand_masks import arguments
 from tests.runtime.manifests import with_parameters
 from tests.runtime.support import FakeDriver
+from tests.sampling import sampled
 
 
 def planned(text: str) -> list[Kernel]:
@@ -31,8 +32,7 @@ def planned(text: str) -> list[Kernel]:
     return kernels
 
 
-@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
-@pytest.mark.parametrize("name", preset_names())
+@sampled(loads=["descriptor", "pointer"], name=preset_names())
 def test_each_preset_launches_what_the_reference_computes(gpu: FakeDriver, name: str, loads: str) -> None:
     dim = 80 if loads == "descriptor" else 64  # 80 columns come in two blocks, each with a descriptor
     layouts = "layout: [dense, varlen], backend: triton"

@@ -46,6 +46,7 @@ def test_each_runs_on_the_cpu(name: str) -> None:
         torch.testing.assert_close(attngen.attention_paged(q, k, v, table, used, variant=name, **own), wanted)
 
 
+@pytest.mark.exhaustive
 def test_a_fresh_installation_needs_no_part_of_the_build(tmp_path: Path) -> None:
     code = (
         "import sys\n"

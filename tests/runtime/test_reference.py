@@ -18,6 +18,7 @@ from attngen.runtime.reference import eager as reference_module
 from attngen.schema import preset, preset_names
 from tests.runtime.hand_masks import arguments, by_hand
 from tests.runtime.support import variant, window_variant
+from tests.sampling import sampled
 
 SHAPES = [(2, 4, 2, 33, 33), (1, 2, 1, 9, 40), (2, 2, 2, 40, 9)]  # batch, heads, kv_heads, seqlen_q, seqlen_k
 
@@ -31,8 +32,7 @@ def tensors(
     return q, k, torch.randn(batch, seqlen_k, kv_heads, dim + 2, dtype=dtype)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", preset_names())
+@sampled(shape=[*SHAPES], name=preset_names())
 def test_preset_equals_its_mask_by_hand(name: str, shape: tuple[int, ...]) -> None:
     batch, heads, _, seqlen_q, seqlen_k = shape
     q, k, v = (tensor.requires_grad_() for tensor in tensors(*shape))
@@ -264,8 +264,7 @@ def _safe(function: Any, x: torch.Tensor, at_zero: float) -> torch.Tensor:
     return torch.where(x == 0, at_zero, function(torch.where(x == 0, 1.0, x.abs())))
 
 
-@pytest.mark.parametrize("form", ["dense", "varlen", "paged"])
-@pytest.mark.parametrize("score", _UNCHOSEN)
+@sampled(form=["dense", "varlen", "paged"], score=[*_UNCHOSEN])
 def test_what_is_not_chosen_takes_no_gradient(score: str, form: str) -> None:
     """Seen: NaN in gradients of scores whose min, max, clamp or -inf leaves out an infinite derivative."""
     chosen = variant("unchosen", "q_pos >= kv", score=score, tensors=[Declared("w", "fp32", ("h",), grad=True)])

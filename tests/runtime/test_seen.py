@@ -20,6 +20,7 @@ from attngen.runtime.operations.attention import kernel_call, recall
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, kernel, variant, window_variant
+from tests.sampling import sampled
 
 needs_guards = pytest.mark.skipif(seen_module._TensorGuards is None, reason="torch has no such check")
 SLOPED = variant("sloped", score="s + slope[h] * kv", tensors=[Declared("slope", "fp32", ("h",))])
@@ -112,8 +113,7 @@ def changes(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("name", changes(pages()))
-@pytest.mark.parametrize("known", [True, False])
+@sampled(name=changes(pages()), known=[True, False])
 def test_other_tensors_are_not_taken_for_those_before(
     gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, name: str, known: bool
 ) -> None:

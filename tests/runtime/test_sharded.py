@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from attngen.resources import root
@@ -14,6 +15,7 @@ from tests import forked
 from tests.runtime import sharded
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     whole = tmp_path / "whole.pt"
     arguments = (2, "cpu", str(tmp_path / "meeting"), [], str(whole))

@@ -13,6 +13,7 @@ import attngen
 from attngen.errors import CallError
 from tests.runtime.pages import starts_of
 from tests.runtime.support import FakeDriver
+from tests.sampling import few, sampled
 
 LENGTHS = (5, 0, 16, 3)  # of four sequences before
 PAGE_SIZE, PAGES, HEADS, DIM, DIM_V = 4, 24, 2, 16, 8
@@ -40,17 +41,17 @@ def angles(half: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
     return turns.cos().to(dtype), turns.sin().to(dtype)
 
 
-@pytest.mark.parametrize("where", ["pages", "slots", "dense", "index"])
-@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("news", [(1, 1, 1, 1), (3, 3, 3, 3), (5, 0, 1, 7)])
-@pytest.mark.parametrize(
-    ("half", "interleaved", "offsets"),
-    [(0, False, None), (8, False, None), (8, True, None), (3, False, (9, 0, 2, 30)), (5, True, (9, 0, 2, 30))],
+@sampled(
+    turned=[(0, False, None), (8, False, None), (8, True, None), (3, False, (9, 0, 2, 30)), (5, True, (9, 0, 2, 30))],
+    where=["pages", "slots", "dense", "index"],
+    page_layout=["NHD", "HND"],
+    news=[(1, 1, 1, 1), (3, 3, 3, 3), (5, 0, 1, 7)],
 )
 def test_new_tokens_stand_where_they_belong(
-    where: str, page_layout: str, news: tuple[int, ...], half: int, interleaved: bool, offsets: tuple[int, ...] | None
+    turned: tuple[int, bool, tuple[int, ...] | None], where: str, page_layout: str, news: tuple[int, ...]
 ) -> None:
     """Every number of the cache is checked, so that nothing else was written."""
+    half, interleaved, offsets = turned
     torch.manual_seed(2)
     chance = random.Random(1)
     packed = len(set(news)) > 1
@@ -315,7 +316,7 @@ def test_errors_name_the_argument(changed: dict[str, Any], message: str) -> None
     assert (_CACHE == 0).all()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@few("backend", ["eager", "aot_eager"], always=(1,))
 def test_a_program_compiles_without_a_graph_break(backend: str) -> None:
     cos, sin = angles(8)
 

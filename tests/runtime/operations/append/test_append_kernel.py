@@ -33,6 +33,7 @@ from tests.runtime.operations.append.appended import (
     both,
     some,
 )
+from tests.sampling import sampled
 
 
 @pytest.fixture
@@ -42,10 +43,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
         yield driver
 
 
-@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sampled(page_layout=["NHD", "HND"], packed=[False, True], where=[*PLACES], dtype=[*DTYPES])
 def test_every_place(host: HostDriver, dtype: torch.dtype, where: str, packed: bool, page_layout: str) -> None:
     """Tokens with a place are written, and those without write nothing."""
     chance = random.Random(f"{dtype}{where}{packed}{page_layout}")
@@ -55,8 +53,7 @@ def test_every_place(host: HostDriver, dtype: torch.dtype, where: str, packed: b
     assert len(host.launches) == 3
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@sampled(where=[*PLACES], dtype=DTYPES[:2])
 def test_a_cache_in_8_bits(host: HostDriver, dtype: torch.dtype, where: str) -> None:
     """Scales of all, of heads and of pages; numbers that saturate, and NaN."""
     chance = random.Random(f"{dtype}{where}")
@@ -77,9 +74,7 @@ def test_scales_of_pages_are_not_taken_for_those_of_sequences(host: HostDriver) 
     assert len(host.launches) == 5
 
 
-@pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sampled(table_dtype=[*DTYPES], interleaved=[False, True], dtype=[*DTYPES])
 def test_every_rotation(host: HostDriver, dtype: torch.dtype, interleaved: bool, table_dtype: torch.dtype) -> None:
     """Whole rows, parts of them that end at 16 bytes or not, single pairs, and positions out of the tables."""
     torch.manual_seed(4)
@@ -90,8 +85,7 @@ def test_every_rotation(host: HostDriver, dtype: torch.dtype, interleaved: bool,
     assert len(host.launches) == len(halves)
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (16, 128), (80, 40), (96, 96), (128, 128), (192, 128), (256, 256), (8, 256)])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sampled(dims=[(8, 8), (16, 128), (80, 40), (96, 96), (128, 128), (192, 128), (256, 256), (8, 256)], dtype=[*DTYPES])
 def test_every_width(host: HostDriver, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     torch.manual_seed(5)
     chance = random.Random(2)
@@ -182,9 +176,7 @@ def _fewer(given: dict[str, Any], sequences: int, columns: int) -> dict[str, Any
     return {**given, **less}
 
 
-@pytest.mark.parametrize("scales", ["", "tensor", "head", "page"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("where", PLACES)
+@sampled(scales=["", "tensor", "head", "page"], packed=[False, True], where=[*PLACES])
 def test_sizes_that_differ(host: HostDriver, where: str, packed: bool, scales: str) -> None:
     """Calls of one kind are prepared once."""
     if scales == "page" and where in ("dense", "index"):

@@ -16,6 +16,7 @@ from attngen.runtime.operations.attention.operators import operators_of, schema_
 from attngen.runtime.operations.shared.library import namespace_of
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, bias_variant, kernel, variant, window_variant
+from tests.sampling import sampled
 
 
 def install(*variants: Any, package: str = "ops") -> None:
@@ -68,8 +69,7 @@ def test_operators_can_be_defined_before_any_call() -> None:
         attngen.define_operators("secnd")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dynamic", [False, True])
+@sampled(always=1, backend=["eager", "aot_eager"], dynamic=[False, True])
 def test_a_program_compiles_without_a_graph_break(backend: str, dynamic: bool) -> None:
     install(bias_variant())
     q, k, v = tensors()
@@ -102,8 +102,7 @@ def test_a_varlen_program_compiles() -> None:
     torch.testing.assert_close(torch.compile(program, fullgraph=True, backend="aot_eager")(q, k, v), program(q, k, v))
 
 
-@pytest.mark.parametrize("learns", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@sampled(learns=[False, True], packed=[False, True])
 def test_lengths_and_batches_that_change_are_compiled_once(packed: bool, learns: bool) -> None:
     install(window_variant())
 

@@ -16,6 +16,7 @@ from attngen.runtime.operations.index_scores import arguments as index_scores
 from attngen.runtime.operations.index_scores.arguments import IndexScores
 from attngen.runtime.operations.index_scores.kernel import SCORES
 from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
+from tests.sampling import few
 
 
 @pytest.fixture
@@ -47,11 +48,11 @@ def both(host: HostDriver, launch: str, **given: Any) -> None:
     torch.testing.assert_close(scores, index_scores.score(call, index_scores.check(call)), rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(
+@few(
     ("launch", "queries", "heads"),
     [
         ("32", 24, 20), ("32_few", 3, 32), ("64", 11, 64), ("64_few", 1, 40), ("128", 6, 100), ("128_few", 1, 128),
-    ],
+    ], always=(1,)
 )  # fmt: skip
 def test_every_launch(host: HostDriver, launch: str, queries: int, heads: int) -> None:
     both(host, launch, **operands(queries, 140, heads))
@@ -69,7 +70,7 @@ def test_windows_and_divisors(host: HostDriver) -> None:
     both(host, "64", **given, variant="chunked", chunk=33)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 96])
+@few("page_size", [1, 16, 96], always=(2,))
 def test_pages(host: HostDriver, page_size: int) -> None:
     given = operands(2, 192, 64)
     listed = 192 // page_size

@@ -15,6 +15,7 @@ from attngen.runtime.operations.attention.operators import operators_of
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.pages import starts_of
 from tests.runtime.support import kernel, variant
+from tests.sampling import few
 
 FULL = variant("full", None)
 
@@ -178,7 +179,7 @@ def test_arithmetic_is_float32(dtype: torch.dtype) -> None:
 # --- programs, calls and errors ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@few("backend", ["eager", "aot_eager"], always=(1,))
 def test_a_program_compiles(backend: str) -> None:
     registry.add(package_of_kernels([kernel(variant("merged", None), package="merging")], "memory"))
     operators_of("merging/merged")

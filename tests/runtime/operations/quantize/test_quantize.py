@@ -18,6 +18,7 @@ from attngen.runtime.operations.quantize.in_torch import transformed
 from tests.runtime.operations.append.test_append import turned
 from tests.runtime.operations.quantize.quantized import ROUNDED, a_call
 from tests.runtime.support import variant
+from tests.sampling import sampled
 
 INPUTS = [torch.bfloat16, torch.float16, torch.float32]
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -88,10 +89,7 @@ def in_units(values: Tensor, scale: Tensor, granularity: str | int, layout: str)
     return x * scale
 
 
-@pytest.mark.parametrize("rounded", ROUNDED, ids=str)
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("element", INPUTS, ids=str)
+@sampled(rounded=[*ROUNDED], layout=["bshd", "bhsd"], granularity=[*GRANULARITIES], element=[*INPUTS])
 def test_scales_and_errors(element: torch.dtype, granularity: str | int, layout: str, rounded: torch.dtype) -> None:
     """Each scale is the largest magnitude of its own; each number is off by half a step of 8 bits at most."""
     torch.manual_seed(1)

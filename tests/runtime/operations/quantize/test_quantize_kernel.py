@@ -28,6 +28,7 @@ from tests.runtime.operations.quantize.quantized import (
     both,
     less_their_mean,
 )
+from tests.sampling import few, sampled
 
 
 @pytest.fixture
@@ -38,23 +39,20 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
         yield driver
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sampled(layout=["bshd", "bhsd"], granularity=[*GRANULARITIES], dtype=[*DTYPES])
 def test_every_granularity(host: HostDriver, dtype: torch.dtype, granularity: str | int, layout: str) -> None:
     both(a_call(dtype, granularity=granularity, layout=layout, lengths=(131, 64)))
     assert len(host.launches) == (1 if isinstance(granularity, int) else 2)
 
 
-@pytest.mark.parametrize("granularity", ["head", 64, "token"])
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@sampled(granularity=["head", 64, "token"], dims=[*HEAD_DIMS])
 def test_every_width(host: HostDriver, dims: tuple[int, int], granularity: str | int) -> None:
     both(a_call(torch.bfloat16, dims=dims, granularity=granularity, batch=1, seed=5))
     both(a_call(torch.bfloat16, dims=dims, granularity=granularity, batch=1, heads=3, kv_heads=1, hadamard=False))
     assert len(host.launches) == (2 if granularity == 64 else 4)
 
 
-@pytest.mark.parametrize("dims", HEAD_DIMS, ids=str)
+@few("dims", HEAD_DIMS, ids=str, always=(0, 14))
 def test_keys_less_their_mean(host: HostDriver, dims: tuple[int, int]) -> None:
     given = a_call(torch.bfloat16, dims=dims, lengths=(20, 131), layout="bshd")
     for ours, theirs in zip(*less_their_mean(given), strict=True):
@@ -75,9 +73,11 @@ def test_numbers_of_all_sizes_in_both_forms_of_8_bits(
     assert host.launches
 
 
-@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dims", [(64, 64), (96, 64), (40, 40), (128, 16)], ids=str)
+@sampled(
+    table_dtype=[torch.float32, torch.bfloat16, torch.float16],
+    interleaved=[False, True],
+    dims=[(64, 64), (96, 64), (40, 40), (128, 16)],
+)
 def test_every_rotation(host: HostDriver, dims: tuple[int, int], interleaved: bool, table_dtype: torch.dtype) -> None:
     """Whole rows, parts of them that end at 16 bytes or not, single pairs, and positions out of the tables."""
     halves = [half for half in (1, 3, 4, 8, 12, 16, 32, 48) if 2 * half <= dims[0]]

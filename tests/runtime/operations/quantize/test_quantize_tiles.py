@@ -25,7 +25,7 @@ from attngen.runtime.operations.quantize.sizes import PreparedQuantize
 from tests.runtime.host_kernels import COMPILER, HostDriver, on_host, quantizing_kernels
 from tests.runtime.operations.quantize import quantized_by_sample as sample
 from tests.runtime.operations.quantize.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean
-from tests.sampling import some
+from tests.sampling import few, some
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -52,7 +52,7 @@ def both(host: HostDriver, given: dict[str, Any], *launches: str) -> None:
     assert [name for name, _ in host.launches] == [kernel + (f"_{launch}" if launch else "") for launch in launches]
 
 
-@pytest.mark.parametrize("granularity", [64, 128])
+@few("granularity", [64, 128])
 @pytest.mark.parametrize("dim", DIMS)
 def test_transformed_rows(host: HostDriver, dim: int, granularity: int) -> None:
     """Odd numbers of heads, tiles that end early or have no row at all, and strides of the call."""
@@ -79,7 +79,7 @@ def test_rows_whose_sums_cancel(host: HostDriver, rounded: torch.dtype) -> None:
     alike(*(torch.cat([t.view(torch.uint8).flatten(), others]).view(rounded) for t in (ours, theirs)))
 
 
-@pytest.mark.parametrize("rounded", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@few("rounded", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_numbers_that_are_not_alike(rounded: torch.dtype) -> None:
     """Neighbours are, and 0 and -0; a number of another step is not, nor is NaN."""
     numbers = torch.arange(0, 0x7C, dtype=torch.uint8).view(rounded)
@@ -97,7 +97,7 @@ def test_numbers_that_are_not_alike(rounded: torch.dtype) -> None:
             alike(ours.view(rounded), wanted.view(rounded))
 
 
-@pytest.mark.parametrize("granularity", ["head", "token"])
+@few("granularity", ["head", "token"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_sets_that_share_a_scale(host: HostDriver, dim: int, granularity: str) -> None:
     """A set of up to five tiles stays in shared memory for a turn of four groups; longer ones are read again, some
@@ -152,7 +152,7 @@ def test_values_that_are_not_finite_and_rows_of_zeros(host: HostDriver, granular
 
 
 @pytest.mark.parametrize("granularity", [64, 128, "head", "token"])
-@pytest.mark.parametrize("hadamard", [True, False])
+@few("hadamard", [True, False])
 @pytest.mark.parametrize("dim", DIMS)
 def test_rotated_rows(host: HostDriver, dim: int, hadamard: bool, granularity: int | str) -> None:
     """The heads of a token share their angles. V has a launch of its own, but for scales of blocks."""

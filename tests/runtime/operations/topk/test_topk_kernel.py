@@ -11,6 +11,7 @@ from torch import Tensor
 import attngen
 from attngen.runtime.operations.topk.kernel import SELECTION, Topk, check, select
 from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
+from tests.sampling import sampled
 
 #: Scores that a block loads at once.
 CHUNK = 4096
@@ -31,8 +32,7 @@ def both(host: HostDriver, scores: Tensor, k: int, lengths: Tensor | None = None
     assert len(host.launches) == launches + 1
 
 
-@pytest.mark.parametrize("k", [1, 700, 3072])
-@pytest.mark.parametrize("columns", [3, CHUNK, 5 * CHUNK + 17])
+@sampled(k=[1, 700, 3072], columns=[3, CHUNK, 5 * CHUNK + 17])
 def test_random_scores(host: HostDriver, columns: int, k: int) -> None:
     both(host, torch.randn(2, columns), k)
     both(host, torch.randn(2, 1, columns), k, torch.tensor([[columns // 2], [columns + 9]], dtype=torch.int32))

@@ -22,6 +22,7 @@ from attngen.runtime.operations.widen import kernel as widen
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
 from tests.runtime.host_kernels import COMPILER, HostDriver, widening_kernels
+from tests.sampling import few
 
 SPEC = """
 schema: 1
@@ -44,7 +45,7 @@ _ = entry
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("kernel", widening_kernels(), ids=lambda kernel: kernel.dtype)
+@few("kernel", widening_kernels(), ids=lambda kernel: kernel.dtype)
 def test_the_kernel_writes_what_torch_does(kernel: Kernel) -> None:
     with drivers.use(HostDriver()):
         trial = try_widen(kernel, "cpu", 5, small=True)
