@@ -88,6 +88,7 @@ def names(tests: dict[str, record.Test], outcome: str) -> list[str]:
     return sorted(name.split("::")[-1] for name, test in tests.items() if test.outcome()[0] == outcome)
 
 
+@pytest.mark.exhaustive
 def test_a_crash_a_hang_and_a_lost_context_cost_one_test_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "TEST_SECONDS", 5)
     suite, said = run([suite_in(tmp_path / "suite", SUITE)], workers=2, limit=None, folder=tmp_path, prebuild=False)
@@ -108,6 +109,7 @@ def test_a_crash_a_hang_and_a_lost_context_cost_one_test_each(tmp_path: Path, mo
     assert len(said) == 2
 
 
+@pytest.mark.exhaustive
 def test_tests_that_the_limit_cuts_off_are_named(tmp_path: Path) -> None:
     text = """
         import time
@@ -246,6 +248,7 @@ def test_long_tests_and_those_that_wait_for_few_kernels_come_first() -> None:
     assert ordered[55].nodeid == long[1]
 
 
+@pytest.mark.exhaustive
 def test_a_file_that_cannot_be_imported_fails_alone(tmp_path: Path) -> None:
     folder = tmp_path / "suite"
     suite_in(folder, "def test_passes():\n    pass")
@@ -255,6 +258,7 @@ def test_a_file_that_cannot_be_imported_fails_alone(tmp_path: Path) -> None:
     assert [Path(name).name for name in names(suite.tests, "failed")] == ["test_broken.py"]
 
 
+@pytest.mark.exhaustive
 def test_the_command_writes_a_record_for_each_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = suite_in(tmp_path / "suite", "def test_passes():\n    pass\ndef test_fails():\n    assert 0")
     out, log = tmp_path / "record.json", tmp_path / "log"
@@ -328,6 +332,7 @@ def test_parts_that_tests_wait_for_are_compiled() -> None:
     assert set(prebuilt.FIRST) <= parts
 
 
+@pytest.mark.exhaustive
 def test_batches_hold_each_name_once() -> None:
     kernels = [kernel for _, kernel in prebuilt.planned("test_serving_loop", None)]
     parts = prebuilt.batches([*kernels, *kernels[:3]])

@@ -11,6 +11,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.docs.blocks import DOCUMENTS, blocks, code_spans
 from tests.docs.test_names import OTHERS
 
@@ -55,6 +57,7 @@ def named(path: Path) -> Iterator[str]:
     yield from _HEADING.findall(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_names_are_attributes() -> None:
     pages = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]  # which names what was once there, too
     documents = {name: path for path in pages for name in named(path) if name not in OTHERS}

@@ -27,6 +27,7 @@ from attngen.runtime.registry.lookup import registry
 from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
 from tests.docs.blocks import DOCUMENTS, README, ROOT, blocks, code_spans
+from tests.sampling import some
 
 #: Commands of others that blocks show: what they begin with, and why they are not run here.
 NOT_OURS = {
@@ -180,7 +181,7 @@ def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:
             assert result.stdout.strip() or result.stderr.strip(), str(shown)
 
 
-@pytest.mark.parametrize("shown", PROSE, ids=str)
+@pytest.mark.parametrize("shown", some(PROSE, {shown.line.split()[1]: shown for shown in PROSE}.values()), ids=str)
 def test_commands_in_prose_run(shown: Shown, folders: dict[str, Path]) -> None:
     (folders["small"] / "specs/example.yaml").unlink(missing_ok=True)  # what 'attngen new' writes
     command, word, arguments = _parsed(shown.line)

@@ -42,8 +42,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 #: Those that tests/integrations/test_examples.py runs in its own process, which holds what they import already.
 ELSEWHERE = ("route_sdpa", "serve_llama", "transformers_model", "use_flash_attn")
 
+#: Those that take seconds: a package that is built, ranks that are started, kernels that are compiled.
+LONG = ("ship_a_package", "train_on_ranks", "port_flex_attention", "native_sparse_attention")
+
 CASES = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.exhaustive] if path.stem in ELSEWHERE else [])
+    pytest.param(path, id=path.stem, marks=[pytest.mark.exhaustive] if path.stem in (*ELSEWHERE, *LONG) else [])
     for path in EXAMPLES
 ]
 
@@ -60,6 +63,7 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     assert done.stdout
 
 
+@pytest.mark.exhaustive
 def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     program = str(ROOT / "docs/examples/train_on_ranks.py")

@@ -16,9 +16,12 @@ from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.schema import Spec, expand, load_spec, load_spec_text, preset_names
 from tests.docs.blocks import DOCUMENTS, README, ROOT, TOUR, Block, anchors, blocks, code_spans, links, tables
+from tests.sampling import some
 
 YAML = [block for path in DOCUMENTS for block in blocks(path, "yaml")]
 PYTHON = [path for path in DOCUMENTS if blocks(path, "python")]
+#: Pages whose programs always run.
+ALWAYS = ("README.md", "tour.md", "integrations.md", "index_scores.md")
 
 #: First word of a block's comment where the block is no program to run.
 NOT_RUN, EXCERPT = "not run:", "excerpt of the kernel of "
@@ -69,7 +72,9 @@ def known_variants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     registry.clear()
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", some(PYTHON, [path for path in PYTHON if path.name in ALWAYS]), ids=lambda path: path.name
+)
 @pytest.mark.usefixtures("known_variants")
 def test_python_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the blocks of a file, one after the other in one namespace; what they print stands below them."""

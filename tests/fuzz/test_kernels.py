@@ -44,6 +44,7 @@ def test_a_few_backwards_keep_their_contract() -> None:
     assert problems([backward_of(interpretable(seed)) for seed in BACKWARDS]) == {}
 
 
+@pytest.mark.exhaustive
 def test_a_few_compile(tmp_path: Path) -> None:
     check_compile([*map(prepared, COMPILED)], tmp_path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 
 from tests.fuzz.dense_attention import attend
@@ -24,6 +25,7 @@ _FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_show_all_of_the_language() -> None:
     lines = [drawn(seed).line for seed in range(1000)]
     counts = {form: sum(bool(re.search(words, line)) for line in lines) for form, words in _FORMS.items()}

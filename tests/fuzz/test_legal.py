@@ -20,11 +20,11 @@ from tests.fuzz.legal import legal
 from tests.fuzz.trials import Planned, asked_for, plan_for_card, plan_one
 from tests.gpu import generated
 
-PLANNED = range(50)
+PLANNED = range(12)
 ALL = range(2000)
 #: Specs whose CUDA sources go through NVRTC in each run, without ptxas, and those that become cubins: a kernel takes
 #: half a second of a core for the one, and 2 to 8 s for the other.
-CHECKED, COMPILED = (*range(5), 61, 195), (2, 11)
+CHECKED, COMPILED = (0, 61, 195), (2,)
 
 
 def planned(seeds: Sequence[int]) -> list[Planned]:
@@ -49,9 +49,10 @@ def uncompiled(specs: list[Planned], folder: Path) -> list[str]:
 
 def test_the_same_seed_gives_the_same_spec() -> None:
     assert legal(3) == legal(3)
-    assert len({re.sub(r"legal_\d+", "", legal(seed).text) for seed in range(100)}) == 100
+    assert len({re.sub(r"legal_\d+", "", legal(seed).text) for seed in range(30)}) == 30
 
 
+@pytest.mark.exhaustive
 def test_specs_are_of_all_kinds() -> None:
     """The generator leaves no kind of spec out; no other test would notice."""
     texts = [legal(seed).text for seed in ALL[:400]]
@@ -72,8 +73,8 @@ def test_specs_are_of_all_kinds() -> None:
 
 def test_open_fields_of_a_spec_are_left_out() -> None:
     """A spec that fixes no field is there as often as one that does."""
-    fixed = Counter(bool(legal(seed).fixed) for seed in ALL[:200])
-    assert min(fixed.values()) > 50
+    fixed = Counter(bool(legal(seed).fixed) for seed in ALL[:60])
+    assert min(fixed.values()) > 15
 
 
 def test_every_spec_is_planned_and_rendered() -> None:
@@ -105,7 +106,7 @@ def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cuda_sources_are_right() -> None:
     sources = [kernel.source for spec in planned(CHECKED) for kernel in spec.kernels if kernel.plan.backend == "cuda"]
-    assert len(sources) > 3
+    assert len(sources) > 1
     for source in sources:
         to_ptx(source)
 

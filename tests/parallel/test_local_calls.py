@@ -12,11 +12,12 @@ from attngen.errors import CallError, SpecError
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
 from tests.parallel.local_calls import LocalCalls
 from tests.parallel.ranks import alone, compare, tensors
+from tests.sampling import few
 
 SEQLEN, RANKS = 600, 2
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+@few("case", list(cases()), always=range(0, 40, 4), ids=lambda case: case.name)
 def test_ranks_compute_as_one(case: Case) -> None:
     case = dataclasses.replace(case, options={})  # the ranks' calls have one layout
     *whole, weight = (x.requires_grad_() for x in tensors(case, SEQLEN))

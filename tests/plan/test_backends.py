@@ -12,6 +12,7 @@ from attngen.plan.catalogue import backends
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, load_spec_text, preset_names
 from tests.plan.specs import planned
+from tests.sampling import few
 
 
 def free(variant: str = "causal", **fields: object):  # type: ignore[no-untyped-def]
@@ -91,7 +92,7 @@ def test_forwards_that_no_backend_has_are_refused_with_the_reason_of_each() -> N
         free(arch="sm100a", pack_gqa="true")
 
 
-@pytest.mark.parametrize(
+@few(
     ("name", "head_dim"),
     [
         (name, head_dim)
@@ -99,6 +100,7 @@ def test_forwards_that_no_backend_has_are_refused_with_the_reason_of_each() -> N
         for head_dim in (64, 128, 192, 256)
         if (name, head_dim) != ("softcap_window", 256)  # whose registers do not suffice
     ],
+    always=range(0, 75, 4),
 )
 def test_backwards_of_presets_are_in_cuda_where_registers_suffice(name: str, head_dim: int) -> None:
     kernel = free_backward(name, head_dim=head_dim)

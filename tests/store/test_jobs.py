@@ -18,6 +18,7 @@ from attngen.errors import CompileError, DiskFullError, InternalError, SpecError
 from attngen.store import limits
 from attngen.store.jobs import Job, JobResult, run_jobs, worker_processes
 from attngen.store.spare import SpareWorkers
+from tests.sampling import few
 from tests.store import fakes
 
 FAKES = "tests.store.fakes"
@@ -68,9 +69,7 @@ def test_workers_fork_from_a_process_that_has_loaded_what_jobs_need() -> None:
         assert run([job("add", 1, 2)], shared=workers)[0].value == 3
 
 
-@pytest.mark.parametrize(
-    ("load", "modules"), [("load_of_build", ["cupy", "numpy", "triton"]), ("load_of_jit", ["cupy", "numpy"])]
-)
+@few(("load", "modules"), [("load_of_build", ["cupy", "numpy", "triton"]), ("load_of_jit", ["cupy", "numpy"])])
 def test_compilers_are_loaded_without_torch_and_without_a_thread(load: str, modules: list[str]) -> None:
     """CuPy loads OpenBLAS, which starts threads: a fork has none of them, but every lock that they hold."""
     with worker_processes(f"{FAKES}:{load}") as workers:

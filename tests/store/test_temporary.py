@@ -132,6 +132,7 @@ def test_a_file_system_without_locks_still_has_temporary_files(tmp_path: Path, m
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_a_killed_package_leaves_nothing_after_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while hatchling waits: folders of the project, of compilers and of the archive are there."""
     spec = tmp_path / "mine.yaml"
