@@ -24,6 +24,7 @@ from tests.integrations.torch_sdpa.test_sdpa import described
 from tests.integrations.torch_sdpa.test_sdpa import qkv as heads_first
 from tests.integrations.transformers import families
 from tests.integrations.transformers.families import MAKERS, batch, gradients, logits
+from tests.sampling import sampled
 
 RATE = 0.25
 
@@ -214,8 +215,7 @@ def dropping_as_attngen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]
     return rates
 
 
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("family", MAKERS)
+@sampled(padding=["none", "left"], family=[*MAKERS])
 def test_families_train_as_eager_does(family: str, padding: str, dropping_as_attngen: list[float]) -> None:
     given = batch(family, padding)
     made = []

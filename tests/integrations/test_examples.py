@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.sampling import few
+
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 PRINTED = {
     "port_flex_attention.py": "1 forward passes, since torch's FlexAttention has no backward on a CPU; layers 1",
@@ -24,7 +26,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(PRINTED))
+@few("name", sorted(PRINTED), always=(0, 2))
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])

@@ -13,6 +13,7 @@ from attngen.errors import CallError
 from attngen.integrations.flash_attn import cache as flash_cache
 from attngen.integrations.flash_attn import v2 as flash_attn
 from tests.integrations.oracles import flash_attention
+from tests.sampling import few
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 
@@ -122,9 +123,7 @@ def test_gradients(given: dict[str, Any]) -> None:
     near(gradients, torch.autograd.grad((wanted, wanted_lse), inputs, tuple(w.double() for w in weights)))
 
 
-@pytest.mark.parametrize(
-    "given", [{"causal": True}, {"window_size": (3, 2), "softcap": 1.5}, {"alibi": (HEADS,)}], ids=str
-)
+@few("given", [{"causal": True}, {"window_size": (3, 2), "softcap": 1.5}, {"alibi": (HEADS,)}], ids=str, always=(1,))
 def test_lengths_and_batches_that_change_are_compiled_once(given: dict[str, Any]) -> None:
     options = options_of(given)
     torch._dynamo.reset()

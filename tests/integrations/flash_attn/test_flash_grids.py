@@ -26,6 +26,7 @@ from tests.gpu.flash_grid_runs import run_all, summary, unexpected
 from tests.integrations.flash_attn import flash_families, flash_grids
 from tests.integrations.flash_attn.flash_reference import Wanted
 from tests.runtime.support import FakeDriver
+from tests.sampling import few
 
 
 def test_the_grids_have_as_many_cases_as_the_file() -> None:
@@ -36,8 +37,11 @@ def test_the_grids_have_as_many_cases_as_the_file() -> None:
     assert [str(case) for case in flash_grids.draw(3000)] == [str(case) for case in drawn]
 
 
-@pytest.mark.parametrize(
-    "case", flash_grids.draw(60, seed=3, longest=130), ids=lambda case: f"{case.family}-{case.seed}"
+@few(
+    "case",
+    flash_grids.draw(60, seed=3, longest=130),
+    ids=lambda case: f"{case.family}-{case.seed}",
+    always=range(0, 60, 6),
 )
 def test_a_sample_by_the_reference(case: flash_grids.Case) -> None:
     actual = flash_families.run(case, "cpu")
@@ -54,6 +58,7 @@ class _Fatal:
         return os._exit, (1,)
 
 
+@pytest.mark.exhaustive
 def test_a_case_that_ends_its_process_stops_no_other(tmp_path: Path) -> None:
     kind = {"num_splits": 2, "seqlen": 3, "head_dim": 64, "dtype": "fp32"}
     cases = [flash_grids.Case("combine", 1, values) for values in (kind, {**kind, "fatal": _Fatal()}, kind)]
@@ -93,6 +98,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[An
     registry.clear()
 
 
+@pytest.mark.exhaustive
 def test_every_call_has_a_kernel_that_can_be_planned(planned: list[Any]) -> None:
     """Refused is ``qv`` alone."""
     verdicts: Counter[str] = Counter()

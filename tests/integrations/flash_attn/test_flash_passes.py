@@ -14,6 +14,7 @@ from attngen.integrations.flash_attn import v2 as flash_attn
 from tests.integrations.drops import factors, next_factors
 from tests.integrations.flash_attn.test_flash_attn import BATCH, HEADS, OPTIONS, near, options_of, qkv
 from tests.integrations.oracles import flash_attention
+from tests.sampling import sampled
 
 RATE = 0.25
 
@@ -27,8 +28,7 @@ def positional(options: dict[str, Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("rate", [0.0, RATE])
-@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@sampled(rate=[0.0, RATE], given=[*OPTIONS])
 def test_forward_and_backward(given: dict[str, Any], rate: float) -> None:
     options = options_of(given)
     inputs = [t.requires_grad_() for t in qkv()]
@@ -101,9 +101,7 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return sum(out * share for (out, _), share in zip(parts, shares, strict=True)), lse  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@sampled(always=2, softcap=[0.0, 1.5], causal=[False, True], dtype=[torch.float32, torch.bfloat16, torch.float64])
 def test_ring(dtype: torch.dtype, causal: bool, softcap: float) -> None:
     """Four devices, each with a quarter of the rows: every one sees the keys of the others one after the other."""
     torch.manual_seed(2)

@@ -20,6 +20,7 @@ from attngen.integrations.flash_attn import v4 as flash_attn_4
 from attngen.resources import root
 from attngen.runtime.registry.lookup import registry
 from tests.integrations.flash_attn.test_flash_attn import near, qkv
+from tests.sampling import few
 
 PASSES = (0.0, None, True, -1, -1, 0.0, None)
 
@@ -82,7 +83,7 @@ def tensors(result: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in every if t is not None)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@few("name", CALLS, always=(0, 3, 6))
 def test_a_compiled_call(name: str) -> None:
     call = CALLS[name]
     torch._dynamo.reset()
@@ -107,6 +108,7 @@ def test_a_call_without_data(name: str) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_saved_program_runs_in_another_process(tmp_path: Path) -> None:
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:

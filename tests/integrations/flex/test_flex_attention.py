@@ -20,6 +20,7 @@ from attngen.integrations.flex import meaning as meanings
 from attngen.lang.biases import asked_by
 from attngen.lang.ir import Expr, Load, Type, Var, walk
 from tests.integrations.flex.flex_mods import BATCH, HEADS, LENGTH, MODS, causal_mask
+from tests.sampling import few
 
 DIM = 8
 
@@ -135,6 +136,7 @@ def test_a_global_that_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.create_block_mask(_by_global, None, None, 16, 16, "cpu").visible().sum() < before.sum()
 
 
+@pytest.mark.exhaustive
 def test_captured_tensors_are_not_kept_alive() -> None:
     def made() -> tuple[Any, weakref.ref[Tensor]]:
         table = torch.randn(LENGTH)
@@ -522,8 +524,10 @@ def _biased(bias: Tensor, s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor
     return s + bias[kv]
 
 
-@pytest.mark.parametrize(
-    "kind", ["nothing", "a number", "a tensor of the program", "a tensor of its caller", "a partial function"]
+@few(
+    "kind",
+    ["nothing", "a number", "a tensor of the program", "a tensor of its caller", "a partial function"],
+    always=(2,),
 )
 def test_whatever_a_function_made_inside_of_a_program_captures(kind: str) -> None:
     given, table = [t.detach() for t in qkv()], torch.randn(LENGTH)

@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as theirs
 from attngen.errors import CallError
 from attngen.integrations.flex import attention as ours
 from tests.integrations.flex.flex_mods import causal_mask
+from tests.sampling import few, sampled
 
 LENGTH, DIM = 300, 16
 DOC = torch.arange(LENGTH) // 70
@@ -319,8 +320,7 @@ def _softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tens
     return 5.0 * torch.tanh(score / 5.0)
 
 
-@pytest.mark.parametrize("score_mod", [None, _softcap])
-@pytest.mark.parametrize("grouped", [False, True])
+@sampled(score_mod=[None, _softcap], grouped=[False, True])
 def test_largest_logits(score_mod: Any, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from attngen.runtime.reference import eager as reference
 
@@ -355,7 +355,7 @@ def test_requests_that_make_no_sense_are_refused() -> None:
 # --- in compiled programs ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["lists", "indexed inside", "replaced inside", "largest logits"])
+@few("case", ["lists", "indexed inside", "replaced inside", "largest logits"], always=(1,))
 def test_a_program_with_lists_breaks_its_graph_and_is_right(case: str) -> None:
     q, k, v = qkv(128, 256, 1, 1)
     base = ours.create_block_mask(causal_mask, 1, 1, 256, 256, "cpu", 64)

@@ -13,6 +13,7 @@ from attngen.errors import CallError
 from attngen.integrations.flex import attention as ours
 from tests.integrations.flex.flex_mods import BATCH, HEADS, LENGTH
 from tests.integrations.flex.test_flex_attention import dense, qkv
+from tests.sampling import sampled
 
 Value = Callable[[Tensor, Tensor], Any]
 
@@ -45,8 +46,7 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16], ids=str)
-@pytest.mark.parametrize("name", VALUES)
+@sampled(dtype=[torch.uint8, torch.int8, torch.int16], name=[*VALUES])
 def test_they_wrap_around(name: str, dtype: torch.dtype) -> None:
     x, y = tensors(dtype)
     value = VALUES[name]

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from attngen.integrations import sdpa
+from tests.sampling import few
 
 TORCHS = F.scaled_dot_product_attention
 Q, K, V = torch.randn(2, 4, 7, 8), torch.randn(2, 4, 11, 8), torch.randn(2, 4, 11, 8)
@@ -258,7 +259,7 @@ def told(call: Callable[..., Tensor], given: tuple[Tensor, ...], options: dict[s
             return type(error)
 
 
-@pytest.mark.parametrize("first", range(0, 600, 100))
+@few("first", range(0, 600, 100), always=(0, 1))
 def test_calls_of_every_kind_are_as_outside(first: int) -> None:
     routed_calls = 0
     for seed in range(first, first + 100):

@@ -6,9 +6,8 @@ it the same model runs on the CPU with random weights, where each call says whic
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from tests.commands.test_build import attngen
 from tests.integrations.transformers.families import batch
 from tests.integrations.transformers.model_families import FAMILIES
 from tests.integrations.transformers.serving import serve
+from tests.sampling import few
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,7 @@ def made(family: str) -> Any:
     return cls._from_config(config, attn_implementation="attngen", dtype=torch.bfloat16).eval()
 
 
-def some(families: Iterable[str], count: int) -> list[Any]:
-    """Return the first families for every run, and the others for the exhaustive one."""
-    marks = (() if place < count else pytest.mark.exhaustive for place in itertools.count())
-    return [pytest.param(family, marks=mark) for family, mark in zip(families, marks, strict=False)]
-
-
-@pytest.mark.parametrize("family", some(FAMILIES, 10))
+@few("family", FAMILIES, always=3)
 def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) -> None:
     spec, done = written(FAMILIES[family].make()[1], tmp_path)
     assert "warning" not in done.stderr
@@ -166,7 +160,7 @@ def test_gemma_4_has_kernels_of_head_dim_512(tmp_path: Path, calls: set[Call]) -
 TRAINED = ("llama", "gpt2", "bert", "t5", "bart", "gemma2", "gpt_oss", "llama4", "vit", "deepseek_v3", "mistral")
 
 
-@pytest.mark.parametrize("family", some(TRAINED, 4))
+@few("family", TRAINED, always=1)
 def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path, calls: set[Call]) -> None:
     spec, _ = written(FAMILIES[family].make()[1], tmp_path, "--backward")
     kernels = kernels_in(spec)
@@ -185,7 +179,7 @@ def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path
     assert unused(kernels, calls) == []
 
 
-@pytest.mark.parametrize("family", some(["mistral", "gpt_oss", "llama", "gemma2", "gemma3", "qwen3"], 2))
+@few("family", ["mistral", "gpt_oss", "llama", "gemma2", "gemma3", "qwen3"], always=1)
 def test_a_spec_for_serving_has_what_continuous_batching_takes(family: str, tmp_path: Path, calls: set[Call]) -> None:
     pytest.importorskip("psutil", reason="transformers asks it how much memory a cache may take")
     spec, _ = written(FAMILIES[family].make()[1], tmp_path, "--serving")

@@ -17,6 +17,7 @@ from torch import Tensor
 import attngen.integrations.transformers.implementation as attngen_transformers
 from tests.integrations.transformers.model_sweep import PAGE, page, sweep
 from tests.integrations.transformers.sweep_checks import Result, check, classes
+from tests.sampling import few
 
 #: A few of each verdict: compressed keys, indexed keys, hybrid layers, an encoder and a decoder, images, sound.
 SAMPLE = {
@@ -51,7 +52,7 @@ def test_a_class_gives_what_eager_gives(name: str) -> None:
         assert {"left padding", "right padding", "cache", "cache, left padding", "generate"} <= set(result.ran)
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM", "ViTForImageClassification"])
+@few("name", ["LlamaForCausalLM", "BertForMaskedLM", "ViTForImageClassification"])
 def test_a_wrong_attention_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of which each is that of the key before: a result that a mask which is off by one may give."""
     attend = attngen_transformers.attend
@@ -66,6 +67,7 @@ def test_a_wrong_attention_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch
     assert re.match(r"prompt: [\d.e-]+ off eager", result.reason)
 
 
+@pytest.mark.exhaustive
 def test_a_class_that_ends_its_process_is_reported_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_TEST_ABORT", "LlamaForCausalLM")
     said: list[str] = []

@@ -14,6 +14,7 @@ from attngen.integrations.transformers import paged as transformers_paged
 from attngen.integrations.transformers.paged import page_table, paged_attention
 from tests.integrations.transformers import families
 from tests.integrations.transformers.serving import NEW, PROMPTS, plain, serve
+from tests.sampling import few
 
 pytest.importorskip("psutil", reason="transformers asks it how much memory a cache may take")
 
@@ -32,15 +33,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "mistral",
-        "gemma3",
-        "gpt_oss",
-        *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("llama", "gemma2", "qwen3")),
-    ],
-)
+@few("family", ["gpt_oss", "mistral", "gemma3", "llama", "gemma2", "qwen3"])
 def test_a_server_gives_the_tokens_of_eager(family: str, paged: list[int]) -> None:
     model = families.make(family, head_dim=8, implementation="attngen")
     actual = serve(model)
