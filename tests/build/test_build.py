@@ -26,6 +26,7 @@ from attngen.schema.tuned import identity, tuned_text
 from attngen.store import Store
 from attngen.store import receipt as receipts
 from attngen.store.index import read_index
+from tests.sampling import few
 from tests.store.fakes import LOG
 
 FAKE = "tests.store.fakes:compile_quickly"
@@ -217,6 +218,7 @@ def test_measured_choices_are_taken_and_named(spec: Path, store: Store, log: Pat
     assert build(spec, jobs=1, store=store, compiler=FAKE).kernels[0].key == plain.kernels[0].key
 
 
+@pytest.mark.exhaustive
 def test_cards_that_differ_have_a_kernel_each(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
     """A card without a choice takes the plan's own; cards that choose alike share one kernel."""
     spec.write_text(OPEN)
@@ -238,8 +240,11 @@ def test_cards_that_differ_have_a_kernel_each(spec: Path, store: Store, log: Pat
     assert names(None, wide) == {own.name: [], n96: ["card 1"]}
 
 
-@pytest.mark.parametrize(
-    "choice", [{"tile": {"n": 250}}, {"tile": {"n": 128}, "warps": {"consumer": 3, "overlap": True}}], ids=str
+@few(
+    "choice",
+    [{"tile": {"n": 250}}, {"tile": {"n": 128}, "warps": {"consumer": 3, "overlap": True}}],
+    ids=str,
+    always=(1,),
 )
 def test_a_choice_that_does_not_fit_is_passed_over(
     spec: Path, store: Store, log: Path, tmp_path: Path, choice: dict[str, object]
@@ -293,7 +298,7 @@ def test_a_kernel_that_cannot_be_planned_costs_itself(
         generate(spec, spec.parent / "out")
 
 
-@pytest.mark.parametrize("compiler", ["compile_without_room", "compile_and_fill"])
+@few("compiler", ["compile_without_room", "compile_and_fill"], always=(1,))
 def test_a_full_disk_ends_the_build(spec: Path, store: Store, log: Path, compiler: str) -> None:
     """Neither is a plan refused, nor does any other kernel fail: the next build goes on."""
     with pytest.raises(DiskFullError, match="the disk is full; .*the next build begins where this one ended"):
@@ -458,6 +463,7 @@ def start_build(spec: Path, store: Store, fake: str = FAKE) -> subprocess.Popen[
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
 
 
+@pytest.mark.exhaustive
 def test_builds_at_once_compile_each_kernel_once(spec: Path, store: Store, log: Path) -> None:
     builds = [start_build(spec, store, "tests.store.fakes:compile_slowly") for _ in range(2)]
     for process in builds:
@@ -469,7 +475,7 @@ def test_builds_at_once_compile_each_kernel_once(spec: Path, store: Store, log: 
     assert os.listdir(store.root / "locks") == []
 
 
-@pytest.mark.parametrize("begun", [0, 1, 3])
+@few("begun", [0, 1, 3], always=(2,))
 def test_a_killed_build_is_taken_up_again(spec: Path, store: Store, log: Path, begun: int) -> None:
     process = start_build(spec, store, "tests.store.fakes:compile_two")
     while len(log.read_text().splitlines()) < begun:

@@ -26,6 +26,7 @@ from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec, load_spec_text
 from attngen.store import Store
 from tests.runtime.support import FakeDriver, kernel
+from tests.sampling import few
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +217,7 @@ def test_a_compiled_program_has_its_kernels_compiled(asked: list[Any]) -> None:
     assert [each.variant.name for each in asked] == ["causal", "custom"]
 
 
-@pytest.mark.parametrize(("dynamic", "learns"), [(False, False), (True, True)])
+@few(("dynamic", "learns"), [(False, False), (True, True)], always=(1,))
 def test_kernels_are_compiled_while_a_program_is_traced(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch, *, dynamic: bool, learns: bool
 ) -> None:

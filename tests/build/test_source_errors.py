@@ -18,6 +18,7 @@ from attngen.render import Source, render
 from attngen.store import Store
 from attngen.store.jobs import worker_processes
 from tests.plan.specs import kernel_spec
+from tests.sampling import few
 from tests.store.fakes import LOG
 
 SOURCE = Source("kernel", '#include "ring.cuh"\n\nint a = b;\n', "cuda", {"ring.cuh": "#pragma once\nint c = d;\n"})
@@ -125,7 +126,7 @@ def test_nvrtc_names_the_line(tmp_path: Path) -> None:
     assert names == [source.name]
 
 
-@pytest.mark.parametrize("right", ["tl.program_id(0)", "tl.exp2(x"])  # of the kernel, and of a function that it calls
+@few("right", ["tl.program_id(0)", "tl.exp2(x"])  # of the kernel, and of a function that it calls
 def test_triton_names_the_line(tmp_path: Path, right: str) -> None:
     wrong = right.replace("tl.", "tl.nothing_")
     source, error, names = failed(tmp_path, "triton", right, wrong)

@@ -21,6 +21,7 @@ from attngen.commands.output import Progress
 from attngen.compile import toolchain
 from attngen.store import Store
 from tests.build.test_build import SPEC
+from tests.sampling import few
 
 ROOT = Path(__file__).parents[2]
 RESOURCES = {"registers", "spills", "shared_memory", "cubin_bytes", "compile_seconds"}
@@ -94,7 +95,7 @@ def test_a_kernel_is_never_in_place_of_itself(
     assert all(line.startswith(part) for line, part in zip(told, said, strict=True))
 
 
-@pytest.mark.parametrize("command", ["build", "package"])
+@few("command", ["build", "package"], always=(1,))
 def test_ctrl_c_says_that_finished_kernels_are_kept(
     spec: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:

@@ -15,6 +15,7 @@ from attngen.plan.model import Refused
 from attngen.schema import load_spec
 from attngen.store import Store
 from attngen.store.refusals import write_refusal
+from tests.sampling import few
 
 
 def run(*arguments: str):
@@ -313,7 +314,7 @@ def test_needs_a_spec():
     assert "name at least one spec" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["hopper", "ampere", "ada", "blackwell", "blackwell_consumer", "portable", "ladder"])
+@few("name", ["hopper", "ampere", "ada", "blackwell", "blackwell_consumer", "portable", "ladder"], always=(1,))
 def test_shipped_specs_can_be_planned(name):
     result = run(str(resources.specs_dir() / f"{name}.yaml"), "--strict")
     assert result.exit_code == 0, result.output

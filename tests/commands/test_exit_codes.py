@@ -10,6 +10,7 @@ import pytest
 from attngen.build import pipeline as build_module
 from tests.build.test_build import SPEC
 from tests.commands.test_build import attngen
+from tests.sampling import few
 
 #: Two entries: a kernel that can be built, and one that cannot be planned, in line 5.
 HALF = """\
@@ -90,8 +91,11 @@ def test_exit_codes(folder: Path, line: str, code: int, says: str) -> None:
     assert says in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "says"), [case for case in CASES if case[1]], ids=[case[0] for case in CASES if case[1]]
+@few(
+    ("line", "code", "says"),
+    [case for case in CASES if case[1]],
+    always=range(0, 40, 3),
+    ids=[case[0] for case in CASES if case[1]],
 )
 def test_errors_as_json(folder: Path, line: str, code: int, says: str) -> None:
     """Standard output is one JSON object, whatever went wrong."""

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from attngen import cli
 from attngen.lang.variant import Variant
 from attngen.schema import load_spec, preset, preset_names
+from tests.sampling import few
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_scaffold_checks(folder):
     assert run("check", "specs/mine.yaml", "--strict").exit_code == 0
 
 
-@pytest.mark.parametrize("name", preset_names())
+@few("name", preset_names(), always=range(0, 19, 3))
 def test_scaffold_from_a_preset_checks(folder, name):
     assert run("new", "mine", "--preset", name, "--out", "mine.yaml").exit_code == 0
     result = run("check", "mine.yaml", "--strict")

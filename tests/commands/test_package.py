@@ -34,6 +34,7 @@ def test_a_wheel_and_what_costs_how_much(spec: Path) -> None:
     assert os.listdir("dist") == [WHEEL]
 
 
+@pytest.mark.exhaustive
 def test_a_source_distribution_alone_or_beside_the_wheel(spec: Path) -> None:
     assert attngen("package", spec, "--sdist", "-o", "one").stdout.startswith("one/attngen_small-0.1.0.tar.gz: ")
     assert os.listdir("one") == ["attngen_small-0.1.0.tar.gz"]

@@ -15,7 +15,7 @@ from attngen import cli
 from attngen.glyphs import ERRORS, printable
 from tests.build.test_build import SPEC
 from tests.forked import ROOT
-from tests.sampling import some
+from tests.sampling import few, some
 
 RED, BOLD = "\x1b[31m", "\x1b[1m"
 VARIABLES = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
@@ -28,7 +28,7 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
+@few(
     ("environment", "terminal", "colored"),
     [
         ({}, True, True),
@@ -44,6 +44,7 @@ def spec(tmp_path: Path) -> Path:
         ({"CLICOLOR": "1"}, False, False),
         ({"CLICOLOR": "0", "FORCE_COLOR": "1"}, False, True),
     ],
+    always=(0, 1, 5),
 )
 def test_colors_are_those_that_the_environment_wants(
     monkeypatch: pytest.MonkeyPatch, spec: Path, environment: dict[str, str], terminal: bool, colored: bool

@@ -25,6 +25,7 @@ from attngen.lang.variant import Monotone, Tensor
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text
 from tests.fuzz.variants import banded, typed
+from tests.sampling import sampled
 
 #: Bytes that tensors may take at once, at any length: blocks, and a few copies of them.
 LIMIT = 3 * 2**28
@@ -92,8 +93,7 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("little_work")
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("name", HARD)
+@sampled(backend=["cuda", "triton"], name=[*HARD])
 def test_hard_masks_are_counted(name: str, backend: str) -> None:
     kernel_plan = planned(hard(name), backend=backend)
     with bounded_memory():

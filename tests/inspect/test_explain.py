@@ -21,6 +21,7 @@ from attngen.inspect.visits import visits
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text, preset_names
+from tests.sampling import sampled
 
 HOPPER = "specs/hopper_triton.yaml"
 
@@ -39,8 +40,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("seqlen", [192, 201, 7])
-@pytest.mark.parametrize("name", preset_names())
+@sampled(seqlen=[192, 201, 7], name=preset_names())
 def test_every_visible_tile_is_visited(name: str, seqlen: int) -> None:
     kernel_plan = planned(name)
     case = Case("square", (seqlen,), (seqlen,), heads=1, kv_heads=1)

@@ -142,6 +142,7 @@ print(torch.equal(program(q), out))
 """
 
 
+@pytest.mark.exhaustive
 def test_an_exported_program_is_loaded_by_another_process(site: Path, tmp_path: Path) -> None:
     path = str(tmp_path / "program.pt2")
     run(EXPORT.format(path=path), site)
@@ -185,6 +186,7 @@ with attngen_small.debug():
 """
 
 
+@pytest.mark.exhaustive
 def test_two_packages_two_runtimes_and_attngen_side_by_side(tmp_path: Path, wheels: dict[str, Path]) -> None:
     site = install(tmp_path / "site", *wheels.values())
     for name in ("_runtime/formats.py", "package.json"):
@@ -230,6 +232,7 @@ print([os.waitpid(child, 0)[1] for child in children])
 """
 
 
+@pytest.mark.exhaustive
 def test_twenty_processes_import_and_call_a_fresh_package_at_once(site: Path) -> None:
     before = {path for path in site.rglob("*") if path.is_file()}
     assert run(TWENTY, site).strip() == str([0] * 20)
@@ -352,6 +355,7 @@ print(torch.ops.attngen_cached.kv__append.default._schema.name)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_package_with_pages_appends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package holds the append kernel, has no variant of that name, and its operator a namespace of its own."""
     monkeypatch.setattr("attngen.build.pipeline.COMPILER", FAKE_COMPILER)

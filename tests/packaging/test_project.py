@@ -109,6 +109,7 @@ def test_a_project_compiles_its_specs_while_pip_builds_it(
     assert run(CALL, install(tmp_path / "site", wheel)) == "('even',) True 1.2.3\n"
 
 
+@pytest.mark.exhaustive
 def test_a_source_distribution_compiles_where_it_is_installed(
     project: Path, tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_source_distribution_compiles_where_it_is_installed(
     assert (tmp_path / "there" / wheel.name).read_bytes() == wheel.read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_a_source_distribution_needs_no_attngen_of_this_machine(project: Path, tmp_path: Path) -> None:
     """Built through its own backend, with an attngen of somebody else's in the way and this one out of reach."""
     (sdist,) = make(project / "kernels/masks.yaml", tmp_path / "here", "sdist").files

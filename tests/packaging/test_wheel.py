@@ -23,6 +23,7 @@ from attngen.packaging.vendor import runtime_files
 from attngen.schema import expand, load_spec, preset_names
 from attngen.schema.tuned import identity, tuned_text
 from tests.packaging.support import INCLUDED, OTHER, ROOT, SPEC, make, write_spec
+from tests.sampling import few
 
 #: A kernel of each compiler, and a backward whose kernels have a cubin each, compiled for real.
 REAL = """
@@ -92,6 +93,7 @@ def test_metadata_of_a_wheel(wheel: Path) -> None:
             assert (digest, int(size)) == (f"sha256={wanted}", len(files[name]))
 
 
+@pytest.mark.exhaustive
 def test_the_same_spec_gives_the_same_bytes_wherever_it_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +181,7 @@ def test_a_wheel_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path)
     assert (os.listdir(out), old.read_bytes()) == ([old.name], content)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_compiler")
 def test_an_earlier_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, out = write_spec(tmp_path), tmp_path / "dist"
@@ -263,6 +266,7 @@ def test_a_name_that_ends_in_an_underscore_has_a_distribution(tmp_path: Path) ->
     assert "small_/__init__.py" in contents(wheel)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_compiler")
 def test_a_link_to_a_shipped_spec_is_packaged_under_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").symlink_to(ROOT / "specs/ladder.yaml")
@@ -282,7 +286,7 @@ def test_a_date_that_no_archive_can_hold_is_refused(tmp_path: Path, monkeypatch:
         make(write_spec(tmp_path), tmp_path / "dist")
 
 
-@pytest.mark.parametrize("target", ["wheel", "sdist"])
+@few("target", ["wheel", "sdist"])
 def test_measured_choices_go_into_a_package(tmp_path: Path, fake_compiler: None, target: str) -> None:
     spec = write_spec(tmp_path, OTHER, "other.yaml")
     (kernel,) = expand(load_spec(spec))

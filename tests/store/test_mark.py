@@ -19,6 +19,7 @@ from attngen.store.mark import TAG, is_marked
 from attngen.store.receipt import Receipt, write_receipt
 from attngen.store.refusals import write_refusal
 from attngen.store.store import Store
+from tests.sampling import sampled
 from tests.store.fakes import artifact, key_of
 
 FOLDERS = ("", "tmp", "locks", "kernels", "builds", "receipts", "refusals", "mine")
@@ -72,8 +73,7 @@ def _use_everything(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         CliRunner().invoke(command, arguments)
 
 
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("seed", range(20))
+@sampled(marked=[False, True], seed=range(20))
 def test_foreign_files_survive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, marked: bool) -> None:
     rng = random.Random(seed)
     root, outside = tmp_path / "root", tmp_path / "outside"

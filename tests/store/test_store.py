@@ -16,6 +16,7 @@ from attngen.errors import CompileError, StoreError
 from attngen.store import Store, StoreWarning, default_root
 from attngen.store import files as store_files
 from attngen.store import store as store_module
+from tests.sampling import sampled
 from tests.store.as_user import as_user
 from tests.store.fakes import artifact, builder, key_of
 
@@ -264,8 +265,7 @@ def test_a_full_disk_in_reality(store: Store) -> None:
     assert store.all_keys() == []
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
-@pytest.mark.parametrize("call", range(12))
+@sampled(code=[errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO], call=range(12))
 def test_a_fault_at_any_step(store: Store, monkeypatch: pytest.MonkeyPatch, code: int, call: int) -> None:
     """Every system call that writes fails in its turn; the kernel is returned all the same."""
     count = 0

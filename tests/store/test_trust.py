@@ -18,6 +18,7 @@ from attngen.store import Store, StoreWarning
 from attngen.store.mark import FOLDERS, TAG
 from attngen.store.trust import distrust
 from tests.runtime.support import variant, write_build
+from tests.sampling import sampled
 from tests.store.fakes import artifact, key_of
 
 KEY = key_of("one")
@@ -60,8 +61,7 @@ def use(root: Path, tmp_path: Path) -> None:
             step(Store(root))
 
 
-@pytest.mark.parametrize("folder", ["", *FOLDERS])
-@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777])
+@sampled(folder=["", *FOLDERS], mode=[0o775, 0o757, 0o777])
 def test_folders_that_others_may_write_to_are_not_used(root: Path, tmp_path: Path, folder: str, mode: int) -> None:
     (root / folder).mkdir(exist_ok=True)
     (root / folder).chmod(mode)
