@@ -1,8 +1,11 @@
-"""Parameters of which a sample runs always, and all others where ``-m exhaustive`` asks for them."""
+"""Parameters of which a sample runs always, and all others where ``-m exhaustive`` asks for them.
+
+A run that leaves those out does not even collect them: there are more of them than of all others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -13,12 +16,13 @@ Axis = Iterable[Any] | Mapping[str, Any]
 _ROW = type(pytest.param())
 
 #: Sample of this run; ``tests/conftest.py`` sets it.
-_ASKED = {"exhaustive": False}
+_ASKED = {"exhaustive": False, "rest": True}
 
 
 def ask(marks: str) -> None:
     """Note which tests an expression of marks asks for."""
-    _ASKED["exhaustive"] = "exhaustive" in marks and "not exhaustive" not in marks
+    _ASKED["rest"] = "not exhaustive" not in marks
+    _ASKED["exhaustive"] = "exhaustive" in marks and _ASKED["rest"]
 
 
 def exhaustive() -> bool:
@@ -53,19 +57,21 @@ def sampled(*, always: int | None = None, **axes: Axis) -> pytest.MarkDecorator:
     cases = []
     for choice in product(*(range(len(axis)) for axis in named)):
         names, values = zip(*(axis[i] for axis, i in zip(named, choice, strict=True)), strict=True)
-        marks = () if choice in kept else (pytest.mark.exhaustive,)
-        cases.append(pytest.param(*values, id="-".join(names), marks=marks))
+        cases += _case(values, always=choice in kept, name="-".join(names))
     return pytest.mark.parametrize(tuple(axes), cases)
 
 
 def seeds(number: int, *, always: int) -> pytest.MarkDecorator:
     """Return the parametrization of a test by ``seed``: the first ones run always, all others with the rest."""
-    rest = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(always, number)]
-    return pytest.mark.parametrize("seed", [*range(always), *rest])
+    return few("seed", range(number), always=always)
 
 
 def few(
-    names: str | Sequence[str], values: Iterable[Any], *, always: int | Container[int] = 1, ids: Any = None
+    names: str | Sequence[str],
+    values: Iterable[Any],
+    *,
+    always: int | Container[int] = 1,
+    ids: Sequence[str] | Callable[[Any], Any] | None = None,
 ) -> pytest.MarkDecorator:
     """Return the parametrization of a test by rows of a table.
 
@@ -76,15 +82,23 @@ def few(
     rows = []
     for place, value in enumerate(values):
         row = value if isinstance(value, _ROW) else pytest.param(*((value,) if single else value))
-        rest = () if place in places else (pytest.mark.exhaustive,)
-        rows.append(pytest.param(*row.values, marks=(*row.marks, *rest), id=row.id))
-    return pytest.mark.parametrize(names, rows, ids=ids)
+        name = ids[place] if isinstance(ids, Sequence) else row.id
+        rows += _case(row.values, always=place in places, name=name, marks=row.marks)
+    return pytest.mark.parametrize(names, rows, ids=ids if callable(ids) else None)
 
 
 def some(values: Iterable[Any], always: Container[Any]) -> list[Any]:
     """Return the values of a parameter: those of ``always`` run always, all others with the rest."""
-    rest = pytest.mark.exhaustive
-    return [pytest.param(value, marks=() if value in always else rest) for value in values]
+    return [case for value in values for case in _case((value,), always=value in always)]
+
+
+def _case(
+    values: Iterable[Any], *, always: bool, name: Any = None, marks: Iterable[pytest.MarkDecorator | pytest.Mark] = ()
+) -> list[Any]:
+    """Return the case of these values, or none where the run leaves it out."""
+    if always:
+        return [pytest.param(*values, id=name, marks=tuple(marks))]
+    return [pytest.param(*values, id=name, marks=(*marks, pytest.mark.exhaustive))] if _ASKED["rest"] else []
 
 
 def _named(axis: Axis) -> list[tuple[str, Any]]:

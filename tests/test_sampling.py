@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sampling import few, sampled, seeds
+from tests import sampling
+from tests.sampling import few, sampled, seeds, some
+
+
+@pytest.fixture(autouse=True)
+def _rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases that the run would leave out are there."""
+    monkeypatch.setitem(sampling._ASKED, "rest", True)
 
 
 def split(mark: pytest.MarkDecorator) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
@@ -44,10 +51,34 @@ def test_a_mapping_names_its_values() -> None:
 
 def test_the_first_seeds_run_always() -> None:
     name, cases = seeds(5, always=3).args
-    assert (name, cases[:3]) == ("seed", [0, 1, 2])
-    assert [(case.values, [mark.name for mark in case.marks]) for case in cases[3:]] == [
-        ((seed,), ["exhaustive"]) for seed in (3, 4)
-    ]
+    assert name == "seed"
+    assert [(case.values, [mark.name for mark in case.marks]) for case in cases] == [
+        *(((seed,), []) for seed in (0, 1, 2)), *(((seed,), ["exhaustive"]) for seed in (3, 4))
+    ]  # fmt: skip
+
+
+def test_a_run_of_the_sample_collects_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sampling._ASKED, "rest", False)
+    values = (
+        sampled(long="abc", short=[0, 1]).args[1], few("row", "abcd", always=(1, 3), ids=["a", "b", "c", "d"]).args[1],
+        seeds(9, always=2).args[1], some("abc", "ca"),
+    )  # fmt: skip
+    assert [[case.values for case in cases] for cases in values] == [
+        [("a", 0), ("b", 1), ("c", 0)], [("b",), ("d",)], [(0,), (1,)], [("a",), ("c",)]
+    ]  # fmt: skip
+    assert [case.id for case in values[1]] == ["b", "d"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "rest", "exhaustive"),
+    [("", True, False), ("not exhaustive", False, False), ("exhaustive", True, True), ("gpu", True, False)],
+)
+def test_what_an_expression_of_marks_asks_for(
+    marks: str, rest: bool, exhaustive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "_ASKED", {})
+    sampling.ask(marks)
+    assert {"rest": rest, "exhaustive": exhaustive} == sampling._ASKED
 
 
 def test_named_rows_run_always() -> None:

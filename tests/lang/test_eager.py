@@ -15,6 +15,7 @@ from attngen.lang.eager import evaluate
 from attngen.lang.ir import Expr
 from attngen.lang.variant import Scalar, Tensor
 from tests.lang import randoms
+from tests.sampling import sampled
 
 NAN, INF = math.nan, math.inf
 
@@ -43,8 +44,7 @@ def python_names(seed: int) -> dict[str, Any]:
     return {**names, **randoms.scalars(seed)}
 
 
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("kind", ["mask", "int"])
+@sampled(seed=range(40), kind=["mask", "int"])
 def test_integers_and_conditions_are_those_of_python(seed: int, kind: str) -> None:
     generator = randoms.Generator(seed, floats=False)
     text = generator.boolean(3) if kind == "mask" else f"({generator.integer(3)}) % 1000003 == 17"

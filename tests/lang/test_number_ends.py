@@ -6,7 +6,6 @@ import math
 from itertools import product
 from random import Random
 
-import pytest
 import torch
 
 from attngen.errors import SpecError
@@ -19,6 +18,7 @@ from attngen.lang.literals import fold_literals
 from attngen.lang.printing import canonical
 from attngen.lang.simplify import simplify
 from attngen.lang.variant import Scalar
+from tests.sampling import few
 
 _UNARY = (
     "neg", "abs", "floor", "ceil", "trunc", "round", "exp", "log", "tanh", "sigmoid", "silu", "sqrt", "rsqrt", "sin",
@@ -42,7 +42,7 @@ def floating(random: Random, depth: int) -> Expr:
     return Op("select", (condition, *args[:2]), Type.FLOAT)
 
 
-@pytest.mark.parametrize("start", range(0, 800, 200))
+@few("start", range(0, 800, 200))
 def test_simplified_and_folded_floats_are_the_same_to_the_sign_of_zero(start: int) -> None:
     env = {"x": _NUMBERS[:, None], "y": _NUMBERS[None, :]}
     for seed in range(start, start + 200):
@@ -75,7 +75,7 @@ def integer(random: Random, depth: int) -> str:
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("start", range(0, 800, 200))
+@few("start", range(0, 800, 200))
 def test_integers_that_are_taken_are_exact_at_the_ends_of_their_ranges(start: int) -> None:
     """Python's integers give the values of all that is not refused as beyond int64."""
     taken = 0

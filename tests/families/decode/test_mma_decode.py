@@ -12,6 +12,7 @@ from attngen.families.decode.schedule import HopperDecode
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
+from tests.sampling import sampled
 
 CARDS = ("sm80", "sm86", "sm89", "sm120a")
 
@@ -24,8 +25,7 @@ def planned(entry: str = "variant: causal", arch: str = "sm80", layout: str = "p
     return plan(kernel)
 
 
-@pytest.mark.parametrize("arch", CARDS)
-@pytest.mark.parametrize("head_dim", [*HEAD_DIMS, "{qk: 192, v: 128}"])
+@sampled(arch=[*CARDS], head_dim=[*HEAD_DIMS, "{qk: 192, v: 128}"])
 def test_blocks_fit_the_card(arch: str, head_dim: object) -> None:
     for layout in ("dense", "varlen", "paged"):
         made = planned(arch=arch, head_dim=head_dim, layout=layout)

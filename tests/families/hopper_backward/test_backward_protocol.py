@@ -14,6 +14,7 @@ from tests.families.hopper_backward.order_protocol import Rules as OrderRules
 from tests.families.hopper_backward.parts_protocol import Parts
 from tests.families.hopper_backward.parts_protocol import Rules as PartRules
 from tests.plan.simulation import ProtocolError
+from tests.sampling import few
 
 RUNS = 150
 
@@ -21,7 +22,7 @@ RUNS = 150
 # --- the order of additions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@few("seed", range(3))
 def test_dq_is_added_up_in_the_order_of_keys_and_rounded_and_no_block_waits_forever(seed: int) -> None:
     random = Random(seed)
     for _ in range(RUNS):

@@ -12,6 +12,7 @@ from attngen.parts.floors import gradient_floor
 from attngen.plan import Plan
 from attngen.render import render
 from tests.plan.specs import planned
+from tests.sampling import sampled
 
 
 def backward(variant: str = "causal", **fields: object) -> Plan:
@@ -24,8 +25,7 @@ WIDE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", ["causal", "dilated", "softcap"])
-@pytest.mark.parametrize("head_dim", WIDE)
+@sampled(variant=["causal", "dilated", "softcap"], head_dim=[*WIDE])
 def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -> None:
     kernel = backward(variant, head_dim=head_dim)
     roles, (columns_qk,), (columns_v,) = kernel.structure, kernel.columns_qk, kernel.columns_v
@@ -117,8 +117,7 @@ def test_clusters_drop_by_the_signs_of_probabilities(head_dim: int) -> None:
     assert "store_rows(dv, dropout_scale, " in text
 
 
-@pytest.mark.parametrize("variant", ["causal", "alibi", "softcap", "relative_bias"])
-@pytest.mark.parametrize("head_dim", [*range(8, 129, 8)])
+@sampled(variant=["causal", "alibi", "softcap", "relative_bias"], head_dim=[*range(8, 129, 8)])
 def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     kernel = backward(variant, head_dim=head_dim)
     roles = kernel.structure

@@ -17,6 +17,7 @@ from attngen.plan import Plan
 from attngen.plan.choices import L2_BYTES, ONE_HEAD
 from attngen.render import render
 from tests.plan.specs import planned
+from tests.sampling import sampled
 
 HEAD_DIMS = range(8, 257, 8)
 MATRICES = ("q", "k", "v", "out")
@@ -109,8 +110,7 @@ def test_names_tell_choices_apart() -> None:
 # --- budgets --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("variant", ["causal", "full", "alibi", "packed_documents", "allowed", "relative_bias"])
+@sampled(dtype=["bf16", "fp16"], variant=["causal", "full", "alibi", "packed_documents", "allowed", "relative_bias"])
 def test_every_head_dim_has_a_tile_that_fits(variant: str, dtype: str) -> None:
     for head_dim in HEAD_DIMS:
         plan = on_hopper(variant, dtype=dtype, head_dim=head_dim)

@@ -17,6 +17,7 @@ from attngen.plan import plan
 from attngen.plan.candidates import candidates
 from tests.plan.specs import kernel_spec, planned
 from tests.render.headers import headers
+from tests.sampling import sampled
 
 CARDS = ("sm80", "sm86", "sm89", "sm120a")
 
@@ -25,8 +26,7 @@ def mma(variant: str = "causal", arch: str = "sm80", **fields: object):
     return planned(variant, arch=arch, backend=None, **fields)
 
 
-@pytest.mark.parametrize("arch", CARDS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@sampled(arch=[*CARDS], head_dim=[*HEAD_DIMS])
 def test_tiles_fit_the_card(arch: str, head_dim: int) -> None:
     card = ARCHES[arch]
     for variant in ("full", "relative_bias"):
