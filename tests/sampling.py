@@ -102,7 +102,11 @@ def _case(
 
 
 def _named(axis: Axis) -> list[tuple[str, Any]]:
-    return list(axis.items()) if isinstance(axis, Mapping) else [(str(value), value) for value in axis]
+    return (
+        list(axis.items())
+        if isinstance(axis, Mapping)
+        else [(getattr(value, "__name__", str(value)), value) for value in axis]
+    )
 
 
 def _diagonal(lengths: list[int]) -> list[tuple[int, ...]]:

@@ -34,6 +34,7 @@ from attngen.lab.verify.interpreter import kernel_of
 from attngen.operations import APPEND_VARIANT
 from attngen.schema import load_spec_text
 from tests.lab.bench_support import FakeClock, TickClock, compute_on_the_cpu, replayed
+from tests.sampling import sampled
 
 SPEC = """
 schema: 1
@@ -155,8 +156,7 @@ def package(clean_registry: None) -> str:
     return "mine"
 
 
-@pytest.mark.parametrize("form", [CacheShape(), CacheShape(16), CacheShape(64, heads_first=True)], ids=str)
-@pytest.mark.parametrize("variant", ["causal", "softcap"])
+@sampled(form=[CacheShape(), CacheShape(16), CacheShape(64, heads_first=True)], variant=["causal", "softcap"])
 def test_the_oracle_knows_outputs_and_notices_wrong_ones(form: CacheShape, variant: str, package: str) -> None:
     held = contents()
     oracle = ServingOracle(held, SMALL.of(variant), form, package)

@@ -18,10 +18,11 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.schema import load_spec_text
 from tests.runtime.host_kernels import APPENDED, COMPILER, SPEC, HostDriver, kernels, plans
+from tests.sampling import few
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("dtype", APPENDED)
+@few("dtype", APPENDED)
 def test_kernels_are_the_same_as_plain_torch_in_all_cases(dtype: str) -> None:
     (kernel,) = [one for one in kernels() if one.name.endswith(f"sm90a_{dtype}")]
     with drivers.use(HostDriver()):
@@ -46,7 +47,7 @@ class Short(HostDriver):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("driver", [Idle, Short])
+@few("driver", [Idle, Short])
 def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:
     with drivers.use(driver()):
         trial = try_pinned(kernels()[0], "cpu", 5, small=True)  # type: ignore[arg-type]

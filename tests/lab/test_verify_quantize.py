@@ -18,6 +18,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.schema import load_spec_text
 from tests.runtime.host_kernels import COMPILER, SPEC_OF_8_BITS, HostDriver, prepared_quantizers, quantizing_kernels
+from tests.sampling import few
 
 GENERAL = ["quantize_sm90a_bf16", "quantize_sm90a_fp16"]
 NAMES = [*GENERAL, *(f"{name}_d{dim}" for name in GENERAL for dim in (64, 128))]
@@ -48,7 +49,7 @@ class Once(HostDriver):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("driver", [Idle, Once])
+@few("driver", [Idle, Once])
 def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:
     with drivers.use(driver()):
         trial = try_pinned(quantizing_kernels()[0], "cpu", 5, small=True)  # type: ignore[arg-type]

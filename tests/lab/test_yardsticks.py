@@ -30,6 +30,7 @@ from attngen.lang.variant import Tensor as Tensor_
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.launch.gradients import GradientBuffers
 from attngen.runtime.reference.eager import names_of, reference
+from tests.sampling import few
 
 LOG2E = 1.4426950408889634
 TILE = 16
@@ -244,7 +245,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("score", "dtype"), SCORES)
+@few(("score", "dtype"), SCORES, always=range(0, 20, 4))
 def test_limits_admit_right_kernels_and_no_others(score: str, dtype: str) -> None:
     judge(score, dtype, QUICK)
 

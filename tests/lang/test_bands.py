@@ -6,8 +6,6 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from attngen.lang.bands import Bands, Facts, bands
 from attngen.lang.check import compile_variant
@@ -282,7 +280,7 @@ def swapped(expr: Expr | None) -> Expr | None:
     return None if expr is None else rewrite(expr, rule)
 
 
-@seeds(60, always=25)
+@seeds(60, always=10)
 def test_bands_over_queries_are_the_transpose(seed: int) -> None:
     """``q_pos`` apart, queries and keys are alike: exchanging them in the mask exchanges them in the bands."""
     masks = Masks(random.Random(seed), ("q", "kv", "q", "kv"))
@@ -323,21 +321,10 @@ def test_usual_masks_by_brute_force(name: str) -> None:
             continue
 
 
-@seeds(100, always=30)
+@seeds(100, always=12)
 def test_no_position_is_lost_and_no_full_position_is_wrong(seed: int) -> None:
     source = random.Random(seed)
     mask, world = Masks(source).boolean(seed % 4), World.random(source)
-    try:
-        check_bands(mask, world, source)
-    except UnguardedError:
-        return
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32), st.integers(0, 2))
-def test_no_position_is_lost_found_by_search(seed: int, depth: int) -> None:
-    source = random.Random(seed)
-    mask, world = Masks(source).boolean(depth), World.random(source)
     try:
         check_bands(mask, world, source)
     except UnguardedError:

@@ -15,6 +15,7 @@ from attngen.lang.printing import canonical
 from attngen.lang.variant import Scalar, Tensor
 from tests.lang import randoms
 from tests.lang.plain_torch import plain
+from tests.sampling import few
 
 
 def score(text: str) -> Expr:
@@ -23,7 +24,7 @@ def score(text: str) -> Expr:
     return compile_variant("v", None, text, scalars, tensors).score or Var("s", Type.FLOAT)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@few("seed", range(60), always=20)
 def test_random_scores_agree_with_autograd(seed: int) -> None:
     expr = randoms.expression(seed, kind="float", depth=3, logit=True)
     f64 = torch.float64

@@ -317,7 +317,7 @@ def test_quotients_of_pairs_are_approximated_where_they_do_not_decide(source: st
     assert "approx" not in score(source, Target.CUDA, fast_math=False).result
 
 
-@seeds(40, always=20)
+@seeds(40, always=8)
 def test_nothing_that_decides_divides_inexactly(seed: int) -> None:
     expr = randoms.expression(seed, kind="float", depth=4, logit=True)
     deciding = [part for part in walk(expr) if decides(part)]
@@ -443,7 +443,7 @@ def named(text: str, names: Collection[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("target", list(Target))
-@seeds(60, always=25)
+@seeds(60, always=10)
 def test_statements_know_what_they_read_and_declare(seed: int, target: Target) -> None:
     """Statements report the names of their text, for every operator, load and temporary."""
     kind = ("mask", "int", "float")[seed % 3]

@@ -28,6 +28,7 @@ from attngen.lang.simplify import (
 )  # fmt: skip
 from attngen.lang.variant import Scalar
 from tests.lang.bruteforce import FACTS, World, const, evaluate, load, op, var
+from tests.sampling import few
 
 PROOF = Proof(FACTS.of_tiles())
 q_pos_lo, q_pos_hi, kv_hi, window, step = (var(n) for n in ("q_pos_lo", "q_pos_hi", "kv_hi", "window", "step"))
@@ -111,7 +112,7 @@ def _similar(source: random.Random, expr: Expr) -> Expr:
     return add(rewrite(expr, rule), integer(source.randrange(-1, 4)))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@few("seed", range(40), always=16)
 def test_proved_orders_hold(seed: int) -> None:
     source = random.Random(seed)
     worlds = [World.random(source) for _ in range(12)]

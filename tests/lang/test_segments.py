@@ -183,7 +183,7 @@ def _pairs(source: random.Random) -> tuple[tuple[Interval, ...], tuple[Interval,
     return tuple(visible), tuple(full)
 
 
-@seeds(100, always=25)
+@seeds(100, always=10)
 def test_each_tile_runs_exactly_once(seed: int) -> None:
     source = random.Random(seed)
     visible, full = _pairs(source)

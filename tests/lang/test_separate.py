@@ -16,6 +16,7 @@ from attngen.lang.printing import canonical
 from attngen.lang.separate import KEYS, ROWS, asked, costly_values, narrow_tensors
 from attngen.lang.variant import Variant
 from tests.lang.bruteforce import evaluate
+from tests.sampling import sampled
 
 SIZES = [Scalar(name, "int32", min=1, max=4096) for name in ("n", "m", "w")] + [Scalar("far", "int32")]
 DOC = Tensor("doc", "int32", ("seqlen_k",))
@@ -77,8 +78,7 @@ MASKS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("along", ["kv", "q"])
-@pytest.mark.parametrize("mask", MASKS)
+@sampled(along=["kv", "q"], mask=[*MASKS])
 def test_nothing_is_seen_differently(mask: str, along: str) -> None:
     """By Python's integers, over queries before the first key and odd sizes."""
     chosen, r = made(mask), random.Random(mask)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from attngen.manifest import WorkLimits
 from attngen.records import written
@@ -81,12 +80,24 @@ def test_little_work_takes_clusters_and_much_takes_all_blocks(
     assert (sizes["split_cluster"], sizes["split_blocks"]) == (cluster, blocks)
 
 
-@given(st.integers(1, 2**31 - 1), st.integers(0, 2**31 - 1))
-def test_reciprocals_divide_exactly(divisor: int, number: int) -> None:
+def test_reciprocals_divide_exactly() -> None:
     """As ``Divisor`` in divisor.cuh does: twice the number times the reciprocal, its upper half, shifted."""
-    multiplier, shift = reciprocal(divisor), (divisor - 1).bit_length()
-    assert -(2**31) <= multiplier < 2**31
-    assert ((2 * number * (multiplier % 2**32)) >> 32) >> shift == number // divisor
+    rng, most = random.Random(0), 2**31 - 1
+    powers = [2**bits + apart for bits in range(1, 32) for apart in (-1, 0, 1)]
+    for divisor in (*(min(power, most) for power in powers), *(rng.randint(1, most) for _ in range(50))):
+        multiplier, shift = reciprocal(divisor), (divisor - 1).bit_length()
+        assert -(2**31) <= multiplier < 2**31
+        multiple = most // divisor * divisor
+        for number in (
+            0,
+            divisor - 1,
+            divisor,
+            multiple - 1,
+            multiple,
+            most,
+            *(rng.randint(0, most) for _ in range(20)),
+        ):
+            assert ((2 * number * (multiplier % 2**32)) >> 32) >> shift == number // divisor, (number, divisor)
 
 
 @pytest.mark.parametrize(
