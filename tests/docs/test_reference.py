@@ -32,23 +32,22 @@ def fields_of(model: type[models.Model]) -> dict[str, Any]:
     return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
-@pytest.mark.parametrize(("model", "rows"), list(zip(MODELS, TABLES, strict=True)), ids=[m.__name__ for m in MODELS])
-def test_every_field_has_its_row(model: type[models.Model], rows: list[list[str]]) -> None:
-    assert [code(row[0]) for row in rows] == list(fields_of(model))
+def test_every_field_has_its_row() -> None:
+    for model, rows in zip(MODELS, TABLES, strict=True):
+        assert [code(row[0]) for row in rows] == list(fields_of(model)), model
 
 
 def label(value: Any) -> str:
     return f"{value.__name__}" if isinstance(value, type) else value[0].strip("`")
 
 
-@pytest.mark.parametrize(("model", "row"), ROWS, ids=label)
-def test_defaults_and_choices(model: type[models.Model], row: list[str]) -> None:
-    name, kind, default, meaning, _ = row
-    field = fields_of(model)[code(name)]
-    assert default == written(field), f"docs/spec.md: default of {model.__name__}.{name}"
-    schema = model.model_json_schema(by_alias=True)["properties"][code(name)]
-    for choice in choices(schema):
-        assert by_scheme(choice) in kind + meaning, f"docs/spec.md: {model.__name__}.{name} does not name {choice}"
+def test_defaults_and_choices() -> None:
+    for model, (name, kind, default, meaning, _) in ROWS:
+        field = fields_of(model)[code(name)]
+        assert default == written(field), f"docs/spec.md: default of {model.__name__}.{name}"
+        schema = model.model_json_schema(by_alias=True)["properties"][code(name)]
+        for choice in choices(schema):
+            assert by_scheme(choice) in kind + meaning, f"docs/spec.md: {model.__name__}.{name} does not name {choice}"
 
 
 def by_scheme(choice: Any) -> str:
@@ -146,13 +145,13 @@ def test_entries_that_the_plan_refuses(entry: str) -> None:
 OPERATOR_ROWS = [row for rows in tables(LANGUAGE, "written", "arguments", "result", "meaning", "op") for row in rows]
 
 
-@pytest.mark.parametrize("op", OPERATORS)
-def test_every_operator_has_its_row(op: str) -> None:
-    rows = [row for row in OPERATOR_ROWS if row[4] == f"`{op}`"]
-    assert len(rows) == 1, f"docs/language.md: {len(rows)} rows for {op}"
-    assert SPELLING.get(op, op) in code(rows[0][0])
-    result = {Type.BOOL: "condition", Type.INT: "integer", Type.FLOAT: "float"}.get(OPERATORS[op].result)
-    assert result in (None, rows[0][2])
+def test_every_operator_has_its_row() -> None:
+    for op, operator in OPERATORS.items():
+        rows = [row for row in OPERATOR_ROWS if row[4] == f"`{op}`"]
+        assert len(rows) == 1, f"docs/language.md: {len(rows)} rows for {op}"
+        assert SPELLING.get(op, op) in code(rows[0][0])
+        result = {Type.BOOL: "condition", Type.INT: "integer", Type.FLOAT: "float"}.get(operator.result)
+        assert result in (None, rows[0][2]), op
 
 
 def test_every_function_is_shown() -> None:
