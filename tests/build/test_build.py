@@ -128,6 +128,7 @@ def narrow(spec: Path, store: Store) -> BuildReport:
     return build(spec, jobs=1, store=store, compiler="tests.store.fakes:compile_narrow")
 
 
+@pytest.mark.exhaustive
 def test_what_is_refused_is_planned_again_until_it_is_clean(spec: Path, store: Store, log: Path) -> None:
     spec.write_text(OPEN)
     report = narrow(spec, store)
@@ -148,6 +149,7 @@ def test_what_is_refused_is_planned_again_until_it_is_clean(spec: Path, store: S
     assert all("d256" in name for name in log.read_text().split()[len(compiled) :])
 
 
+@pytest.mark.exhaustive
 def test_the_least_spilling_one_is_kept_where_all_spill(spec: Path, store: Store, log: Path) -> None:
     spec.write_text(OPEN.replace("variant: causal, head_dim: [64, 128]", "variant: hopeless, head_dim: 64"))
     (kernel,) = narrow(spec, store).kernels
@@ -198,6 +200,7 @@ def choices(path: Path, spec: Path, choice: dict[str, object], gpu: str = "a car
     return path
 
 
+@pytest.mark.exhaustive
 def test_measured_choices_are_taken_and_named(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
     spec.write_text(OPEN)
     plain = build(spec, jobs=1, store=store, compiler=FAKE)

@@ -361,6 +361,7 @@ def test_a_saved_spec_keeps_two_definitions_of_one_name_apart(asked: list[Any], 
     ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_a_package_does_not_carry_it() -> None:
     files = runtime_files()
     assert "first_call.py" not in files

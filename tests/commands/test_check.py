@@ -52,6 +52,7 @@ def test_registers_that_only_a_compiler_knows_are_read_from_the_cache(tmp_path, 
     assert report["never_compiled"] == 1
 
 
+@pytest.mark.exhaustive
 def test_json():
     result = run(str(resources.specs_dir() / "hopper.yaml"), "--json")
     (report,) = json.loads(result.stdout)["specs"]

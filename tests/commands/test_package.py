@@ -22,6 +22,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_spec(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_and_what_costs_how_much(spec: Path) -> None:
     output = attngen("package", spec).stdout
     size = os.path.getsize(f"dist/{WHEEL}")
@@ -63,6 +64,7 @@ def test_errors_are_said_without_a_traceback(spec: Path) -> None:
     assert "did you mean 'full'" in attngen("package", spec, code=2).stderr
 
 
+@pytest.mark.exhaustive
 def test_packaging_builds_nothing_for_the_user_to_call(spec: Path, cache: Path) -> None:
     attngen("package", spec)
     assert not (cache / "builds").exists()

@@ -117,6 +117,7 @@ Path("codes.json").write_text(json.dumps(codes))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("encoding", some(["ascii", "latin-1"], always=["ascii"]))
 def test_no_command_fails_for_what_a_stream_cannot_print(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "mine.yaml").write_text(SPEC)

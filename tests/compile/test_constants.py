@@ -25,8 +25,6 @@ kernels:
   - {variant: [nothing, hidden, one_logit], head_dim: 64, passes: backward, backward: {backend: cuda}}
   - {variant: [nothing, hidden, one_logit], head_dim: 256, passes: backward, backward: {backend: cuda}}
 """
-#: By their places: a forward and a backward kernel in CUDA, of two variants.
-ALWAYS = {0, 6}
 
 
 def compiled(kernels: list[Prepared], folder: Path) -> int:
@@ -34,11 +32,6 @@ def compiled(kernels: list[Prepared], folder: Path) -> int:
     artifacts, failures = compile_kernels(kernels, store=Store(folder))
     assert [str(failure.error) for failure in failures] == []
     return len(artifacts)
-
-
-def test_kernels_of_constants_compile(tmp_path: Path) -> None:
-    kernels = [kernel for n, kernel in enumerate(prepare(load_spec_text(SPEC))) if n in ALWAYS]
-    assert compiled(kernels, tmp_path) == 2
 
 
 @pytest.mark.exhaustive

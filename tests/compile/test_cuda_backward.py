@@ -51,6 +51,7 @@ def test_gradients_of_several_tensors_stay_in_cuda() -> None:
     assert compile_source(plan, render(plan)).manifest["resources"]["spills"] == 0
 
 
+@pytest.mark.exhaustive
 @few(("variant", "choice"), [("diffusion", "pingpong"), ("items", "pingpong_lean")])
 def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
     spec = kernel_spec(variant, declared=UNBOUNDED, passes="backward", backward=None, head_dim=128)

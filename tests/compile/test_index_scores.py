@@ -55,6 +55,7 @@ def test_heads_of_a_query_stay_in_registers(name: str) -> None:
     assert one.launch("heads_64").shared_bytes <= one.arch.shared_memory
 
 
+@pytest.mark.exhaustive
 def test_selections_wait_before_memory_and_fit_three_blocks() -> None:
     artifact, plan = compiled("topk_sm90a"), prepared()["topk_sm90a"].plan
     assert artifact.manifest["resources"]["spills"] <= 20  # two values with NVRTC 12.9, five with 13.5

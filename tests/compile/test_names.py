@@ -137,7 +137,7 @@ def test_names_of_the_kernels_are_found_and_free() -> None:
     assert legal(SOME) == SOME
 
 
-@sampled(kind=KINDS, passes=["forward", "backward"])
+@sampled(always=2, kind=KINDS, passes=["forward", "backward"])
 def test_names_of_the_kernel_compile_in_cuda(kind: str, passes: str) -> None:
     check(kind, SOME[:: 3 if kind == "tensor" else 2], passes)
 
@@ -155,7 +155,7 @@ def test_names_of_the_kernel_compile_in_triton(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_the_kernel_are_python(kind: str) -> None:
     """No parameter of a kernel is there twice, none is a keyword."""
-    for names in in_groups(list(dict.fromkeys([*WORDS, *OWN]))[KINDS.index(kind) :: 36], 30):
+    for names in in_groups(list(dict.fromkeys([*WORDS, *OWN]))[KINDS.index(kind) :: 72], 30):
         compile(source_of(kind, names, backend="triton").text, "kernel.py", "exec")
 
 

@@ -20,7 +20,7 @@ import pytest
 from attngen.render.environment import environment
 from attngen.resources import templates_dir
 from attngen.runtime.device.tensormap import TensorMap
-from tests.sampling import few
+from tests.sampling import few, some
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 HEADER = templates_dir() / "cuda" / "include" / "pages.cuh"
@@ -194,7 +194,7 @@ def build(folder: Path) -> None:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[128, 96])
+@pytest.fixture(scope="module", params=some([96, 128], [96]))
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The loads of tiles of so many keys."""
     if COMPILER is None:
@@ -261,7 +261,7 @@ def test_pages_outside_the_cache_are_zeros(program: SimpleNamespace) -> None:
         assert set(elements) == {0}
 
 
-@pytest.mark.parametrize(
+@few(
     ("rule", "broken", "message"),
     [
         ("num_pages, seqlen_k, inverse};", "num_pages, seqlen_k + 2 * page_size, inverse};", "AddressSanitizer"),

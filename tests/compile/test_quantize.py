@@ -46,6 +46,7 @@ def test_a_thread_keeps_its_numbers_in_registers(one: Prepared) -> None:
     waits_before_memory(code, one.plan)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "one",
     [

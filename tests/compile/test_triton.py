@@ -145,6 +145,7 @@ def test_a_classifier_is_a_cubin_of_its_own() -> None:
     assert artifact.cubin == compiled(POINTER).cubin
 
 
+@pytest.mark.exhaustive
 def test_a_fresh_process_gives_the_same_bytes_and_needs_no_torch(tmp_path: Path) -> None:
     here = compiled(DESCRIPTOR)
     hostile = {

@@ -33,6 +33,7 @@ def test_words_of_a_forward(score: str) -> None:
     assert not serialized
 
 
+@pytest.mark.exhaustive
 @few("score", [*WORDS][1:3])
 def test_words_of_a_backward(score: str) -> None:
     serialized, _ = serialized_and_spills(

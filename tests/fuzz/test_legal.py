@@ -24,7 +24,7 @@ PLANNED = range(12)
 ALL = range(2000)
 #: Specs whose CUDA sources go through NVRTC in each run, without ptxas, and those that become cubins: a kernel takes
 #: half a second of a core for the one, and 2 to 8 s for the other.
-CHECKED, COMPILED = (0, 61, 195), (2,)
+CHECKED, COMPILED = (61, 195), (2,)
 
 
 def planned(seeds: Sequence[int]) -> list[Planned]:
@@ -71,6 +71,7 @@ def test_specs_are_of_all_kinds() -> None:
     assert sum("backend" not in text for text in texts) > 60
 
 
+@pytest.mark.exhaustive
 def test_open_fields_of_a_spec_are_left_out() -> None:
     """A spec that fixes no field is there as often as one that does."""
     fixed = Counter(bool(legal(seed).fixed) for seed in ALL[:60])
@@ -106,11 +107,12 @@ def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cuda_sources_are_right() -> None:
     sources = [kernel.source for spec in planned(CHECKED) for kernel in spec.kernels if kernel.plan.backend == "cuda"]
-    assert len(sources) > 1
+    assert sources
     for source in sources:
         to_ptx(source)
 
 
+@pytest.mark.exhaustive
 def test_a_few_compile(tmp_path: Path) -> None:
     specs = planned(COMPILED)
     assert refused(specs) + uncompiled(specs, tmp_path) == []

@@ -262,6 +262,7 @@ def test_packed_sequences_drop_too() -> None:
         near(out[:, part], oracles.flash_attention(*one, causal=True, factors=mine[None])[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("padding", [pytest.param("none", marks=pytest.mark.exhaustive), "left"])
 def test_a_compiled_model_draws_as_an_eager_one(padding: str) -> None:
     """Also where its padding is a tensor of bools, and that of the eager one a span."""

@@ -26,7 +26,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@few("name", sorted(PRINTED), always=(0, 2))
+@few("name", sorted(PRINTED), always=1)
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as backward
 from tests.interpreter.test_numerics import spec as forward
+from tests.sampling import few
 
 VARIANTS = {
     "nothing, with a score": 'mask: false\n    score: "s * 2"\n',
@@ -20,7 +19,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
+@few("fields", VARIANTS.values(), ids=VARIANTS.keys(), always=2)
 def test_constant_masks_and_scores_are_right(interpreter: Interpreter, fields: str) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
     assert interpreter.call("problems", forward("odd", declared=declared), 19) == ()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as backward_spec
 from tests.interpreter.test_numerics import spec
+from tests.sampling import few
 
 VARIANTS = {
     "causal": 'mask: "q_pos >= kv"\n    dropout: true\n',
@@ -29,7 +28,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(
+@few(
     ("name", "layout", "tile"),
     [
         ("causal", "dense", "{m: 16, n: 16}"),
@@ -43,7 +42,7 @@ def test_forward(interpreter: Interpreter, name: str, layout: str, tile: str) ->
     assert interpreter.call("problems", text, 31) == ()
 
 
-@pytest.mark.parametrize(
+@few(
     ("name", "layout", "dtype", "tile"),
     [
         ("classified", "dense", "fp16", "{m: 16, n: 32}"),

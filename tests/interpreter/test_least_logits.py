@@ -16,6 +16,7 @@ from attngen.inspect.cases import Case
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as backward
 from tests.interpreter.test_numerics import spec as forward
+from tests.sampling import few, sampled
 
 QUERIES, KEYS, INF = 33, 45, math.inf
 #: Rows of the mask: its elements take turns. Some hide keys beside ordinary ones, or beside keys of the least value.
@@ -65,7 +66,7 @@ def check(given: dict[str, Tensor], logits: Tensor, moving: Tensor | bool = True
         assert difference <= 1e-2 * wanted.abs().max(), (name, float(difference))
 
 
-@pytest.mark.parametrize("fast_math", ["true", "false"])
+@few("fast_math", ["true", "false"])
 @pytest.mark.parametrize(("dtype", "of_mask"), [("fp16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")])
 def test_masks_of_pairs(interpreter: Interpreter, dtype: str, of_mask: str, fast_math: str) -> None:
     declared = (
@@ -80,8 +81,7 @@ def test_masks_of_pairs(interpreter: Interpreter, dtype: str, of_mask: str, fast
     check(given, products(given) + mask.double())
 
 
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("value", [torch.finfo(torch.float32).min, -1e9])
+@sampled(added=[False, True], value=[torch.finfo(torch.float32).min, -1e9])
 def test_literals(interpreter: Interpreter, value: float, added: bool) -> None:
     """The first queries come before the first key, and give all keys the same weight."""
     score = f"s + (0.0 if q_pos >= kv else {value!r})" if added else f"s if q_pos >= kv else {value!r}"

@@ -191,6 +191,7 @@ COLLISIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_names_of_the_user_cannot_collide(interpreter: Interpreter) -> None:
     names = [name for name in COLLISIONS if not keyword.iskeyword(name)]
     for scalar, tensor in (names, names[::-1]), (names[::-1], names):  # each is a scalar once, and a tensor

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as backward
 from tests.interpreter.test_numerics import spec as forward
+from tests.sampling import few
 
 DECLARED = """
 variants:
@@ -20,7 +19,7 @@ variants:
 """
 
 
-@pytest.mark.parametrize(("variant", "layout"), [("plain", "dense"), ("biased", "varlen"), ("learned", "dense")])
+@few(("variant", "layout"), [("plain", "dense"), ("biased", "varlen"), ("learned", "dense")], always=(2,))
 def test_sigmoids(interpreter: Interpreter, variant: str, layout: str) -> None:
     given = {"declared": DECLARED.lstrip(), "layout": layout}
     assert interpreter.call("problems", forward(variant, **given), 31, 0) == ()

@@ -130,6 +130,7 @@ def test_wrong_and_refused_candidates_are_not_chosen(spec: Path, card: dict[str,
     assert row["choice"]["tile"] == {"n": 32}
 
 
+@pytest.mark.exhaustive
 def test_launches_of_a_backward_kernel_are_chosen_one_after_the_other(spec: Path, card: dict[str, Any]) -> None:
     def speed(kernel: Prepared, case: BenchCase) -> float:
         given = kernel.spec.backward

@@ -24,6 +24,7 @@ GENERAL = ["quantize_sm90a_bf16", "quantize_sm90a_fp16"]
 NAMES = [*GENERAL, *(f"{name}_d{dim}" for name in GENERAL for dim in (64, 128))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_kernels_are_the_same_as_plain_torch_in_all_cases(number: int) -> None:

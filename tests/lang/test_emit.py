@@ -560,6 +560,7 @@ def test_cuda_text_agrees_with_eager(tmp_path: Path) -> None:
     check(exprs, harness.run_cxx(exprs, tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_triton_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is lenient; the compiler types every operator."""
     pytest.importorskip("triton")

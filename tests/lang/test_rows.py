@@ -71,6 +71,7 @@ def test_intervals_and_rest_are_the_mask(seed: int) -> None:
         return
 
 
+@pytest.mark.exhaustive
 def test_random_masks_have_intervals() -> None:
     """The test above says something only if it meets some."""
     results = [own_intervals(Masks(random.Random(seed)).boolean(seed % 4), FACTS) for seed in range(150)]

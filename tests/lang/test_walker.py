@@ -139,6 +139,7 @@ def test_eager_agrees_with_plain_python() -> None:
     agree_with_eager(range(120), 12)
 
 
+@pytest.mark.exhaustive
 def test_triton_agrees_with_plain_python(tmp_path: Path) -> None:
     agree_with_triton(range(5000, 5024), 40, tmp_path)
 

@@ -77,6 +77,7 @@ except attngen_small.errors.NoKernelError as error:
 """
 
 
+@pytest.mark.exhaustive
 def test_an_installed_package_runs_next_to_torch_alone(site: Path) -> None:
     assert run(ALONE, site).splitlines() == [
         "causal (forward, dense, fp32, head_dim 64): runs reference, since q is on cpu",

@@ -234,6 +234,7 @@ def test_a_kernel_that_does_not_compile_fails_the_package(tmp_path: Path, monkey
         make(spec, tmp_path / "dist")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_compiler")
 def test_a_source_distribution_holds_the_project_and_the_generator(tmp_path: Path) -> None:
     made = make(write_spec(tmp_path), tmp_path / "dist", "sdist")

@@ -246,9 +246,9 @@ def collisions(spec: KernelSpec, together: int = TOGETHER) -> set[str]:
     return colliding
 
 
-#: One of bounds and one of a tile map; the others by ``-m exhaustive``. Names of users begin with a prefix of their own
+#: One of a tile map; the others by ``-m exhaustive``. Names of users begin with a prefix of their own
 #: in kernels, and tests/compile/test_names.py compiles every name that there is.
-_USUAL = {"causal-1", "allowed-0"}
+_USUAL = {"allowed-0"}
 _FORMS = [
     pytest.param(variant, fields, id=label, marks=() if label in _USUAL else pytest.mark.exhaustive)
     for variant, fields in FORMS

@@ -118,6 +118,7 @@ def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, cases
     run({"head_dim": head_dim, "layout": layout}, cases, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     "fields",
@@ -164,6 +165,7 @@ def test_one_whose_values_are_keys_is_right(fields: dict[str, object], cases: li
     run({"v": "key", **fields}, cases, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     "fields",
@@ -193,6 +195,7 @@ LISTED_CASES = [
 LISTED_BLOCKS_CASES = ["64,9,2,300,13,1,13,0,4,5,8,1,3", "128,3,4,512,16,8,16,1,12", "16,5,2,300,12,4,12,0,5,9"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     ("keys", "fields", "cases"),
@@ -231,6 +234,7 @@ TWO_CACHES_CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     "cases", [TWO_CACHES_CASES[3:4], seldom(TWO_CACHES_CASES[:3] + TWO_CACHES_CASES[4:])], ids=["few", "rest"]

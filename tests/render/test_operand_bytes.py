@@ -46,6 +46,10 @@ KERNELS = {
 DROPOUT = 'variants:\n  causal_dropout: {mask: "kv <= q_pos", dropout: true}\n'
 
 
+#: Cases by kernel and bytes: all tests look at the same ones.
+RENDERED: dict[tuple[str, int], tuple[Plan, str, dict[str, int]]] = {}
+
+
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> dict[str, object]:
     fields = KERNELS[request.param]
@@ -57,10 +61,13 @@ def case(request: pytest.FixtureRequest, kernel: dict[str, object]) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         if request.param == 1:
             use_one_byte(patch)
-        plan = planned(**kernel)  # type: ignore[arg-type]
-        assert plan.operands.q.bytes == (1 if "dtype" in kernel else request.param)
-        text = render(plan).text
-        yield plan, text, constants(text, {row.cuda: row.bytes for row in DTYPES.values()})
+        known = str(kernel), request.param
+        if known not in RENDERED:
+            plan = planned(**kernel)  # type: ignore[arg-type]
+            assert plan.operands.q.bytes == (1 if "dtype" in kernel else request.param)
+            text = render(plan).text
+            RENDERED[known] = plan, text, constants(text, {row.cuda: row.bytes for row in DTYPES.values()})
+        yield RENDERED[known]
 
 
 def boxes(plan: Plan) -> dict[str, tuple[int, int, int]]:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 _SIZES = ((2, 2, 1, 250, 333), (1, 3, 1, 70, 700))
 
 
-@pytest.mark.parametrize("seed", some(range(200), (8, 16)))
+@pytest.mark.parametrize("seed", some(range(200), (8,)))
 def test_random_maps(seed: int) -> None:
     mask = drawn(seed)
     kernels = [one for one in prepare(mask.spec) if one.plan.iteration == "tile_map" and one.plan.backend == "cuda"]

@@ -162,6 +162,7 @@ def test_a_kernel_of_another_rule_is_found(families: list[Family], before: str, 
     assert difference(built(families, tmp_path, (before, after)), families, cases_of(families, 2000))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def test_a_host_of_other_limits_is_found(families: list[Family], tmp_path: Path) -> None:
     program, cases = built(families, tmp_path), cases_of(families, 1000)

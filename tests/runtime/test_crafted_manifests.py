@@ -188,7 +188,7 @@ def index_of(root: Path) -> dict[str, Any]:
     return index
 
 
-@pytest.mark.parametrize("sealed", [False, True])
+@few("sealed", [False, True], always=(1,))
 def test_a_mutated_index_is_damage(sealed: bool) -> None:
     """Most are refused, with their path, also those with a digest that fits: it is no signature."""
     rng = random.Random(sealed)

@@ -45,6 +45,7 @@ def save(path: Path, **options: Any) -> torch.Tensor:
     return model(*tensors())
 
 
+@pytest.mark.exhaustive
 @few("modules", ["attngen, torch", "torch, attngen"])
 def test_a_fresh_process_loads_a_program(modules: str, tmp_path: Path) -> None:
     wanted = save(tmp_path / "program.pt2", variant="sliding_window", window=3)

@@ -528,6 +528,7 @@ def test_a_program_of_packed_queries_compiles() -> None:
     torch.testing.assert_close(compiled(q, 5), program(q, 5))
 
 
+@pytest.mark.exhaustive
 def test_opcheck() -> None:
     install(SINK, package="checked")
     c = cache([17, 4], 4)

@@ -27,6 +27,7 @@ def test_import_is_light() -> None:
     assert _imported("import attngen", HEAVY) == ""
 
 
+@pytest.mark.exhaustive
 def test_a_call_imports_no_part_of_the_build() -> None:
     code = (
         "import attngen, torch\n"

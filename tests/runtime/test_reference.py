@@ -316,6 +316,7 @@ def test_empty_work_has_the_right_shapes(shape: tuple[int, ...]) -> None:
         assert not gradient.any()
 
 
+@pytest.mark.exhaustive
 def test_4k_by_4k_fits_in_little_memory() -> None:
     q = torch.randn(1, 4096, 2, 16, requires_grad=True)
     out = attngen.attention(q, q, q, variant=preset("causal"))

@@ -53,6 +53,7 @@ def fill(number: int, root: Path, rounds: int, barrier: Any) -> None:
             assert fetched.artifact.cubin == artifact(name).cubin
 
 
+@pytest.mark.exhaustive
 def test_twenty_cold_processes_build_each_key_once(tmp_path: Path) -> None:
     rounds, processes = 20, 20
     spawn(processes, fill, tmp_path, rounds, FORK.Barrier(processes))

@@ -168,6 +168,7 @@ def test_nothing_at_all() -> None:
     assert out.shape == (0, HEADS, DIM)
 
 
+@pytest.mark.exhaustive
 def test_used_queries_are_compiled_once() -> None:
     torch._dynamo.reset()
 

@@ -83,7 +83,7 @@ def tensors(result: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in every if t is not None)
 
 
-@few("name", CALLS, always=(0, 3, 6))
+@few("name", CALLS, always=(3,))
 def test_a_compiled_call(name: str) -> None:
     call = CALLS[name]
     torch._dynamo.reset()

@@ -143,6 +143,7 @@ def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) 
     assert unused(kernels, calls) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="this release has no Gemma 4")
 def test_gemma_4_has_kernels_of_head_dim_512(tmp_path: Path, calls: set[Call]) -> None:
     spec, _ = written(FAMILIES["gemma4"].make()[1], tmp_path, "--backward")
@@ -179,6 +180,7 @@ def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path
     assert unused(kernels, calls) == []
 
 
+@pytest.mark.exhaustive
 @few("family", ["mistral", "gpt_oss", "llama", "gemma2", "gemma3", "qwen3"], always=1)
 def test_a_spec_for_serving_has_what_continuous_batching_takes(family: str, tmp_path: Path, calls: set[Call]) -> None:
     pytest.importorskip("psutil", reason="transformers asks it how much memory a cache may take")

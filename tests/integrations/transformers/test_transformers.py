@@ -557,6 +557,7 @@ def test_a_compiled_step_against_a_static_cache(family: str, padding: str) -> No
     near(actual, wanted)
 
 
+@pytest.mark.exhaustive
 @few("masks", ["none", "made outside"], always=(1,))
 def test_a_step_of_ones_own_against_a_static_cache_reads_no_mask(masks: str) -> None:
     """A loop of one's own compiles the whole forward pass: without padding, or with masks that are made before it."""

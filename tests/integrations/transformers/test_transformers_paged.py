@@ -42,6 +42,7 @@ def test_a_server_gives_the_tokens_of_eager(family: str, paged: list[int]) -> No
     assert bool(paged) == (family != "mistral")  # whose layers all have a window
 
 
+@pytest.mark.exhaustive
 def test_layers_that_take_the_keys_of_others() -> None:
     config = transformers.Gemma3nTextConfig(
         vocab_size=families.VOCABULARY, vocab_size_per_layer_input=families.VOCABULARY, hidden_size=32, head_dim=8,
