@@ -11,6 +11,7 @@ import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,16 @@ jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # t
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.ask(str(config.option.markexpr))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Neighbouring tests share kernels and plans, and so a worker."""
+    if config.option.dist != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_sessionfinish() -> None:

@@ -53,6 +53,7 @@ def serialized_and_spills(plan: Plan) -> tuple[bool, int]:
     return resources.serialized_wgmma, resources.spills
 
 
+@pytest.mark.exhaustive
 @few(
     ("score", "head_dim"),
     [(SCORES[name], head_dim) for name, head_dim in product(_BEFORE, (64, 128, 256))],
@@ -74,6 +75,7 @@ def test_products_of_8_bits_are_asynchronous(score: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("score", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -63,6 +63,7 @@ def compiled(variant: str, head_dim: int, pack_gqa: bool = False) -> tuple[Plan,
     return plan, compile_source(plan, render(plan))
 
 
+@pytest.mark.exhaustive
 @few(("variant", "head_dim"), [("causal", 128), ("sink_window", 64)], always=(1,))
 def test_kernels_that_share_tiles_spill_nothing_and_multiply_once(variant: str, head_dim: int) -> None:
     plan = planned(variant, backend="cuda", head_dim=head_dim, split_kv="tiles")
@@ -134,6 +135,7 @@ CHOICES: tuple[tuple[str, dict[str, object]], ...] = (
 )
 
 
+@pytest.mark.exhaustive
 @few(("variant", "fields"), CHOICES, ids=["second rung", "varlen", "direct"], always=(2,))
 def test_choices_keep_their_speed(variant: str, fields: dict[str, object]) -> None:
     plan = planned(variant, backend="cuda", **fields)  # type: ignore[arg-type]
@@ -189,6 +191,7 @@ def test_a_fresh_process_gives_the_same_bytes_and_needs_no_torch(tmp_path: Path)
     assert done.stdout.split() == [compiled("causal", 128)[1].manifest["sha256"], "False"]
 
 
+@pytest.mark.exhaustive
 def test_headers_that_a_source_does_not_include_change_no_byte() -> None:
     plan, artifact = compiled("causal", 64)
     source = render(plan)
@@ -299,6 +302,7 @@ def test_spills_of_ptxas_are_noticed() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize(("spec", "least"), [("hopper", 41), ("ladder", 8)])
 def test_every_kernel_of_the_hopper_spec_builds(spec: str, least: int, tmp_path: Path) -> None:
     """A minute on two cores: the one test that compiles all that ships for Hopper; those above are a sample of it."""

@@ -87,7 +87,7 @@ def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
             marks=pytest.mark.exhaustive,
         ),
         pytest.param("softcap", {"head_dim": 128}, marks=pytest.mark.exhaustive),
-        ("biased", {"head_dim": 128}),  # whose biases come as tiles
+        pytest.param("biased", {"head_dim": 128}, marks=pytest.mark.exhaustive),  # whose biases come as tiles
         pytest.param("biased", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param("packed_documents", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
         pytest.param("relative_bias", {"head_dim": 128, "dtype": "fp16"}, marks=pytest.mark.exhaustive),

@@ -58,6 +58,7 @@ def plan_of(backend: str, direction: str, layout: str, head_dim: object) -> Plan
     return plan(spec_of(backend, direction, layout, head_dim))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("direction", "layout", "head_dim"), cases("cuda"))
 def test_in_cuda(direction: str, layout: str, head_dim: object) -> None:
     planned = plan_of("cuda", direction, layout, head_dim)
@@ -70,6 +71,7 @@ def test_in_cuda(direction: str, layout: str, head_dim: object) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("direction", "layout", "head_dim"), cases("triton"))
 def test_in_triton(direction: str, layout: str, head_dim: object) -> None:
     planned = plan_of("triton", direction, layout, head_dim)
@@ -93,6 +95,7 @@ def test_float32_on_tensor_cores(arch: str, product: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [8, 72, 136, 248])
 @pytest.mark.parametrize(

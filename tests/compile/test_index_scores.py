@@ -33,6 +33,7 @@ def compiled(name: str) -> Artifact:
     return compile_source(one.plan, one.source)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

@@ -128,6 +128,7 @@ def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consum
         to_ptx(replace(source, text=crowded))
 
 
+@pytest.mark.exhaustive
 @few("head_dim", [64, 256])
 def test_steps_of_backwards_hold_the_last_tile(head_dim: int) -> None:
     plan = planned(passes="backward", backward="{backend: cuda}", head_dim=head_dim)

@@ -160,6 +160,7 @@ def test_names_of_the_kernel_are_python(kind: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 @pytest.mark.parametrize("names", in_groups([*WORDS, *OWN], 24), ids=lambda names: f"{names[0]}-to-{names[-1]}")

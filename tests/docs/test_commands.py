@@ -181,7 +181,9 @@ def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:
             assert result.stdout.strip() or result.stderr.strip(), str(shown)
 
 
-@pytest.mark.parametrize("shown", some(PROSE, {shown.line.split()[1]: shown for shown in PROSE}.values()), ids=str)
+@pytest.mark.parametrize(
+    "shown", some(PROSE, {shown.line.split()[1]: shown for shown in reversed(PROSE)}.values()), ids=str
+)
 def test_commands_in_prose_run(shown: Shown, folders: dict[str, Path]) -> None:
     (folders["small"] / "specs/example.yaml").unlink(missing_ok=True)  # what 'attngen new' writes
     command, word, arguments = _parsed(shown.line)

@@ -35,6 +35,7 @@ def test_a_few_keep_their_contract() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 def test_many_keep_their_contract() -> None:
     assert problems([interpretable(seed) for seed in SEEDS[::3]]) == {}
     assert problems([backward_of(interpretable(seed)) for seed in SEEDS[1::6]]) == {}

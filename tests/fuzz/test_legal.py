@@ -119,6 +119,7 @@ def test_a_few_compile(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 def test_all_specs_compile(tmp_path: Path) -> None:
     wrong = []
     for first in range(0, len(ALL), 100):

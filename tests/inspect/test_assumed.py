@@ -25,7 +25,7 @@ from attngen.lang.variant import Monotone, Tensor
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text
 from tests.fuzz.variants import banded, typed
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 #: Bytes that tensors may take at once, at any length: blocks, and a few copies of them.
 LIMIT = 3 * 2**28
@@ -103,7 +103,7 @@ def test_hard_masks_are_counted(name: str, backend: str) -> None:
 
 
 @pytest.mark.usefixtures("little_work")
-@pytest.mark.parametrize("seed", range(12))
+@few("seed", range(12), always=3)
 def test_random_masks_are_counted(seed: int) -> None:
     chance = random.Random(seed)
     kernel_plan = planned((banded if seed % 2 else typed)(chance), backend="triton")

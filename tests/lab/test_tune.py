@@ -114,6 +114,7 @@ def test_the_fastest_of_all_is_chosen_and_built(spec: Path, card: dict[str, Any]
     assert not spec.with_name("card.yaml.journal").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_plans_own_choice_stays_where_nothing_is_faster(spec: Path, card: dict[str, Any]) -> None:
     own = plan(expand(load_spec(spec))[0]).name
     card["speed"] = lambda kernel, case: 1.0 if kernel.plan.name == own else 0.995
@@ -145,6 +146,7 @@ def test_launches_of_a_backward_kernel_are_chosen_one_after_the_other(spec: Path
     assert row["speedup"] == pytest.approx(1 / 0.6, abs=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_search_that_was_cut_goes_on(spec: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 1.0, 700.0, 700.0, 700.0])
     monkeypatch.setattr(tool.time, "monotonic", lambda: next(moments, 700.0))

@@ -21,6 +21,7 @@ from attngen.runtime.launch.pinned import Buffers
 from attngen.runtime.reference.eager import reference
 from attngen.schema import preset, preset_names
 from tests.runtime.support import kernel
+from tests.sampling import few
 
 ELEMENT = Element("fp16", 16, 16)
 OF_PAGES = [name for name in preset_names() if preset(name).packed_keys() is None]
@@ -44,14 +45,14 @@ def tried(change: Callable[[Call, Buffers], tuple[Call, Buffers]] | None = None,
     return try_kernel(paged_kernel(name), launch, "cpu", 7, small=True)
 
 
-@pytest.mark.parametrize("name", OF_PAGES)
+@few("name", OF_PAGES, always=range(0, 19, 3))
 def test_what_is_right_passes(name: str) -> None:
     trial = tried(name=name)
     assert trial.problems == ()
     assert any(result.deviation is not None for result in trial.results)
 
 
-@pytest.mark.parametrize("name", OF_PAGES)
+@few("name", OF_PAGES, always=range(0, 19, 3))
 def test_pages_hold_the_sequences_of_the_yardsticks(name: str) -> None:
     """The reference over pages and that over packed sequences agree to the bit; every declared fact holds."""
     for seed, case in enumerate(paged_cases(16, 16, small=True)):

@@ -106,6 +106,7 @@ except attngen_other.errors.NoKernelError as error:
 """
 
 
+@pytest.mark.exhaustive
 def test_the_only_variant_needs_no_name(tmp_path: Path, wheels: dict[str, Path]) -> None:
     assert run(ONLY, install(tmp_path / "site", wheels["attngen_other"])).splitlines() == [
         "causal (forward, dense, fp32, head_dim 64): runs reference, since q is on cpu",
@@ -310,6 +311,7 @@ def test_the_stubs_name_what_there_is(site: Path) -> None:
                     assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
 
 
+@pytest.mark.exhaustive
 def test_the_stubs_know_each_variant(site: Path, tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     (tmp_path / "user.py").write_text(USER)

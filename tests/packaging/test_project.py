@@ -94,6 +94,7 @@ def pip_wheel(source: Path, out: Path, environment: dict[str, str], code: int = 
     return done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_project_compiles_its_specs_while_pip_builds_it(
     project: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -43,6 +43,7 @@ def test_processes_compute_as_one(world: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_processes_compute_as_one_by_all_methods(world: int, tmp_path: Path) -> None:
     processes(world, "exhaustive", tmp_path)

@@ -42,7 +42,7 @@ DECLARED = """variants:
         ("q_pos >= kv and (q_pos - kv < 100 or kv < 4) and q_pos < 800", 128, (900, 904), 1, "bf16"),
         ("allowed[q, kv]", 64, (2500, 392), 2, "bf16"),  # by a tile map, of two words
     ],
-    always=(1, 3),
+    always=(3,),
 )
 def test_each_entry_is_stored_or_cleared(
     mask: str, head_dim: int, lengths: tuple[int, int], kv_heads: int, dtype: str, tmp_path: Path

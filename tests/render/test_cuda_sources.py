@@ -33,7 +33,7 @@ MAX_LATENT_BYTES = 73_500
 #: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
 MAX_LINE = 320
 
-both = few("spec", reversed(SPECS), always=2)
+both = few("spec", reversed(SPECS))
 
 
 @both
@@ -256,6 +256,7 @@ _FORMS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("variant", "fields"), _FORMS)
 def test_a_scalar_with_the_name_of_anything_in_the_source_does_not_collide(
     variant: str, fields: dict[str, object]

@@ -14,7 +14,6 @@ from tests.fuzz.language import drawn, fill
 from tests.map_oracle import check_map
 from tests.render.test_maps_on_host import OTHERS, made
 from tests.runtime.host_kernels import COMPILER
-from tests.sampling import some
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -22,7 +21,9 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 _SIZES = ((2, 2, 1, 250, 333), (1, 3, 1, 70, 700))
 
 
-@pytest.mark.parametrize("seed", some(range(200), (8,)))
+@pytest.mark.exhaustive
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(200))
 def test_random_maps(seed: int) -> None:
     mask = drawn(seed)
     kernels = [one for one in prepare(mask.spec) if one.plan.iteration == "tile_map" and one.plan.backend == "cuda"]

@@ -21,7 +21,7 @@ from attngen.integrations.flash_attn import v4 as flash_attn_4
 from attngen.integrations.flash_mla import functions as flash_mla
 from attngen.integrations.flex.attention import AuxRequest, create_block_mask, flex_attention
 from attngen.integrations.sageattention import functions as sageattention
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 Q, K, V = (torch.randn(2, n, h, 16) for n, h in ((9, 4), (12, 2), (12, 2)))
 HEADS_FIRST = [x.transpose(1, 2) for x in (Q, K, V)]
@@ -194,7 +194,7 @@ def restored() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@few("name", CALLS, always=range(0, 51, 3))
 def test_of_another_device(name: str) -> None:
     wanted = results(name)
     with torch.device("meta"):
@@ -202,7 +202,7 @@ def test_of_another_device(name: str) -> None:
     check(actual, wanted)
 
 
-@sampled(name=[*CALLS], dtype=[torch.float64, torch.bfloat16])
+@sampled(always=17, name=[*CALLS], dtype=[torch.float64, torch.bfloat16])
 def test_of_another_dtype(name: str, dtype: torch.dtype) -> None:
     wanted = results(name)
     torch.set_default_dtype(dtype)

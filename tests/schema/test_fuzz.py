@@ -180,6 +180,7 @@ def test_any_text_is_a_spec_or_a_clear_error(text):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 @settings(RELAXED, max_examples=10_000)
 @given(SPECS)
 def test_ten_thousand_almost_specs(value):

@@ -112,6 +112,7 @@ def test_a_row_shows_a_pipe_and_what_was_left_out() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 def test_every_class_is_as_the_page_says() -> None:
     """Ten minutes on two cores. Libraries that are installed or not change the reasons, but not the verdicts."""
     results = sweep(list(classes()), os.cpu_count() or 1, "cpu", lambda result: None)

@@ -532,7 +532,8 @@ def test_lengths_and_batches_that_change_are_compiled_once() -> None:
 
 
 #: One mask for all layers; one for each kind; sinks.
-@sampled(always=1, family=["gpt_oss", "gemma3", "llama"], padding=["none", "left"])
+@pytest.mark.exhaustive
+@sampled(family=["gpt_oss", "gemma3", "llama"], padding=["none", "left"])
 def test_a_compiled_step_against_a_static_cache(family: str, padding: str) -> None:
     """On a GPU ``generate`` compiles the step that decodes, and makes its masks outside of it."""
     graphs = []

@@ -42,16 +42,16 @@ def angles(half: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tenso
 
 
 @sampled(
-    turned=[(0, False, None), (8, False, None), (8, True, None), (3, False, (9, 0, 2, 30)), (5, True, (9, 0, 2, 30))],
+    rotation=[(0, False, None), (8, False, None), (8, True, None), (3, False, (9, 0, 2, 30)), (5, True, (9, 0, 2, 30))],
     where=["pages", "slots", "dense", "index"],
     page_layout=["NHD", "HND"],
     news=[(1, 1, 1, 1), (3, 3, 3, 3), (5, 0, 1, 7)],
 )
 def test_new_tokens_stand_where_they_belong(
-    turned: tuple[int, bool, tuple[int, ...] | None], where: str, page_layout: str, news: tuple[int, ...]
+    rotation: tuple[int, bool, tuple[int, ...] | None], where: str, page_layout: str, news: tuple[int, ...]
 ) -> None:
     """Every number of the cache is checked, so that nothing else was written."""
-    half, interleaved, offsets = turned
+    half, interleaved, offsets = rotation
     torch.manual_seed(2)
     chance = random.Random(1)
     packed = len(set(news)) > 1
@@ -316,6 +316,7 @@ def test_errors_name_the_argument(changed: dict[str, Any], message: str) -> None
     assert (_CACHE == 0).all()
 
 
+@pytest.mark.exhaustive
 @few("backend", ["eager", "aot_eager"], always=(1,))
 def test_a_program_compiles_without_a_graph_break(backend: str) -> None:
     cos, sin = angles(8)

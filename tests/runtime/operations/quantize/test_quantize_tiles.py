@@ -97,6 +97,7 @@ def test_numbers_that_are_not_alike(rounded: torch.dtype) -> None:
             alike(ours.view(rounded), wanted.view(rounded))
 
 
+@pytest.mark.exhaustive
 @few("granularity", ["head", "token"])
 @pytest.mark.parametrize("dim", DIMS)
 def test_sets_that_share_a_scale(host: HostDriver, dim: int, granularity: str) -> None:
