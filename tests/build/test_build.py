@@ -263,6 +263,7 @@ def test_a_choice_that_does_not_fit_is_passed_over(
     assert [kernel.name for kernel in report.kernels] == expected
 
 
+@pytest.mark.exhaustive
 def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
     tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}})
     spec.write_text(OPEN)
@@ -270,6 +271,7 @@ def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: 
     assert f"{tuned} has no choice for a kernel of this spec that leaves it open" in warnings
 
 
+@pytest.mark.exhaustive
 def test_kernels_that_come_to_be_one_are_one(spec: Path, store: Store, log: Path) -> None:
     both = "{variant: causal, head_dim: 64}\n  - {variant: causal, head_dim: 64, tile: {n: 32}}"
     spec.write_text(OPEN.replace("{variant: causal, head_dim: [64, 128]}", both))
@@ -312,6 +314,7 @@ def test_a_full_disk_ends_the_build(spec: Path, store: Store, log: Path, compile
     assert origins(run(spec, store)) == Counter(built=5 - tried, cached=tried - 1)
 
 
+@pytest.mark.exhaustive
 def test_an_include_is_an_input(spec: Path, store: Store, log: Path) -> None:
     (spec.parent / "masks").mkdir()
     masks = spec.parent / "masks" / "far.yaml"
@@ -333,6 +336,7 @@ def test_another_generator_or_toolchain_is_noticed(
     assert origins(report) == {"cached": 4}
 
 
+@pytest.mark.exhaustive
 def test_lost_and_damaged_kernels_are_built_again(spec: Path, store: Store, log: Path) -> None:
     keys = [kernel.key for kernel in run(spec, store).kernels]
     store.remove(keys[0])
@@ -388,6 +392,7 @@ def test_a_compiler_that_crashes_fails_its_kernel(spec: Path, store: Store, log:
     assert os.listdir(store.root / "locks") == []
 
 
+@pytest.mark.exhaustive
 def test_a_build_of_which_nothing_compiles_keeps_the_earlier_index(spec: Path, store: Store, log: Path) -> None:
     run(spec, store)
     spec.write_text(SPEC.replace("near", "reject").replace("causal, ", ""))
@@ -397,6 +402,7 @@ def test_a_build_of_which_nothing_compiles_keeps_the_earlier_index(spec: Path, s
     assert len(index.kernels) == 4
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_that_cannot_be_planned_is_named(spec: Path, store: Store, log: Path) -> None:
     spec.write_text(SPEC.replace("backend: triton", "backend: cuda").replace("sm80", "sm100a"))
     report = run(spec, store)

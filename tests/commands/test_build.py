@@ -59,6 +59,7 @@ def test_build_as_json(spec: Path) -> None:
     assert json.loads(attngen("build", spec, "--json").stdout)["up_to_date"]
 
 
+@pytest.mark.exhaustive
 def test_build_of_a_kernel_that_fails(spec: Path) -> None:
     spec.write_text(SPEC.replace("near", "reject"))
     result = attngen("build", spec, code=1)

@@ -117,6 +117,7 @@ def test_an_error_as_json_has_its_place(folder: Path) -> None:
     assert [(row["line"], row["field"]) for row in errors] == [(4, "head_dim"), (5, "epilogue")]
 
 
+@pytest.mark.exhaustive
 def test_failures_of_single_kernels_have_their_places(folder: Path) -> None:
     report = json.loads(attngen("build", "half.yaml", "--json", code=2).stdout)
     (failure,) = report["failures"]
@@ -139,6 +140,7 @@ def test_a_failed_compile_outweighs_what_was_asked_wrongly(folder: Path) -> None
     assert "rejected" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_build_that_is_not_on_a_terminal_tells_of_each_kernel(folder: Path) -> None:
     lines = attngen("build", "rejected.yaml", code=1).stderr.splitlines()
     told = [line for line in lines if line.startswith("[")]

@@ -30,6 +30,7 @@ def test_the_same_seed_gives_the_same_kernel() -> None:
     assert prepared(3).source != prepared(4).source
 
 
+@pytest.mark.exhaustive
 def test_a_few_keep_their_contract() -> None:
     assert problems([*map(interpretable, INTERPRETED), *regressions()]) == {}
 

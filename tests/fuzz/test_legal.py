@@ -105,6 +105,7 @@ def test_a_refusal_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts == [("plan refuses", "no"), ("traceback", "KeyError: 'n'")]
 
 
+@pytest.mark.exhaustive
 def test_cuda_sources_are_right() -> None:
     sources = [kernel.source for spec in planned(CHECKED) for kernel in spec.kernels if kernel.plan.backend == "cuda"]
     assert sources

@@ -11,6 +11,7 @@ from attngen import cli
 from attngen.inspect.explanation import PlanExplanation
 from attngen.inspect.gradients import GradientFloors
 from attngen.inspect.of_spec import explain_spec
+from tests.sampling import few
 
 TILES = "{dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {tile: {m: 128, n: 64}, stages: 2, warps: 8}}"
 SPEC = f"""
@@ -99,7 +100,7 @@ kernels:
 """
 
 
-@pytest.mark.parametrize(
+@few(
     ("head_dim", "roles"),
     [
         (128, [
@@ -129,7 +130,7 @@ kernels:
             "loop: ranges; the softmax of a step runs under dV of the one before, and products of other warpgroups",
             "in flight: 2 tiles of Q, 3 half ones of dO, 2 of dS",
         ]),
-    ],
+    ], always=(1,)
 )  # fmt: skip
 def test_roles_of_a_backward_in_cuda(tmp_path: Path, head_dim: int, roles: list[str]) -> None:
     path = tmp_path / "mine.yaml"

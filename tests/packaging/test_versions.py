@@ -63,6 +63,7 @@ def test_a_package_of_another_version_computes_the_same_as_the_reference(
     assert all("sm90a" in symbol for symbol, _ in gpu.loads)
 
 
+@pytest.mark.exhaustive
 def test_another_architecture_is_named_with_the_one_that_is_needed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with on_fake_gpu(site, monkeypatch, FakeDriver(compute_capability=120)) as package:
         with pytest.raises(package.errors.NoKernelError) as caught:

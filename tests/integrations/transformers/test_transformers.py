@@ -99,7 +99,7 @@ def test_logits_and_gradients(family: str, padding: str, served: list[str]) -> N
         assert float((found_gradients[name] - wanted_gradient).abs().max()) <= limit, name
 
 
-@sampled(padding=["none", "left"], family=[*GENERATORS])
+@sampled(always=5, padding=["none", "left"], family=[*GENERATORS])
 def test_cached_decoding(family: str, padding: str) -> None:
     given = batch(family, padding)
     tokens, actual = families.generate(model(family), given)
@@ -108,7 +108,7 @@ def test_cached_decoding(family: str, padding: str) -> None:
     near(actual, wanted)
 
 
-@sampled(padding=["none", "left"], family=["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss"])
+@sampled(always=3, padding=["none", "left"], family=["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss"])
 def test_decoding_against_a_static_cache(family: str, padding: str) -> None:
     given = batch(family, padding)
     tokens, actual = families.generate(model(family), given, cache_implementation="static")

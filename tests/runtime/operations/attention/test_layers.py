@@ -25,6 +25,7 @@ from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
 from tests.runtime.operations.attention.test_mixed import leaving_out
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, kernel, variant, window_variant
+from tests.sampling import few
 
 pytestmark = pytest.mark.skipif(seen_module._TensorGuards is None, reason="torch has no check of tensors")
 
@@ -123,7 +124,7 @@ def test_batches_of_the_same_sizes_in_the_same_memory(gpu: FakeDriver, called: l
         before = layer._alike.last
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@few("beside", [False, True], always=(1,))
 def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any], beside: bool) -> None:
     """Their launches are made without a call, once a batch has run in the same way: as a whole, with sequences that
     decode first, or last. Tables have other columns, and rows that are further apart. ``beside``: the kernel may run

@@ -102,7 +102,7 @@ def test_a_varlen_program_compiles() -> None:
     torch.testing.assert_close(torch.compile(program, fullgraph=True, backend="aot_eager")(q, k, v), program(q, k, v))
 
 
-@sampled(learns=[False, True], packed=[False, True])
+@sampled(always=1, learns=[False, True], packed=[False, True])
 def test_lengths_and_batches_that_change_are_compiled_once(packed: bool, learns: bool) -> None:
     install(window_variant())
 

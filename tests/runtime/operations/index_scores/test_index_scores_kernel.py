@@ -48,6 +48,7 @@ def both(host: HostDriver, launch: str, **given: Any) -> None:
     torch.testing.assert_close(scores, index_scores.score(call, index_scores.check(call)), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.exhaustive
 @few(
     ("launch", "queries", "heads"),
     [

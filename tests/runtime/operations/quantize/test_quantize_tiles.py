@@ -52,6 +52,7 @@ def both(host: HostDriver, given: dict[str, Any], *launches: str) -> None:
     assert [name for name, _ in host.launches] == [kernel + (f"_{launch}" if launch else "") for launch in launches]
 
 
+@pytest.mark.exhaustive
 @few("granularity", [64, 128])
 @pytest.mark.parametrize("dim", DIMS)
 def test_transformed_rows(host: HostDriver, dim: int, granularity: int) -> None:
@@ -152,7 +153,7 @@ def test_values_that_are_not_finite_and_rows_of_zeros(host: HostDriver, granular
     both(host, given, "kept")
 
 
-@pytest.mark.parametrize("granularity", [64, 128, "head", "token"])
+@few("granularity", [64, 128, "head", "token"], always=(1, 3))
 @few("hadamard", [True, False])
 @pytest.mark.parametrize("dim", DIMS)
 def test_rotated_rows(host: HostDriver, dim: int, hadamard: bool, granularity: int | str) -> None:
