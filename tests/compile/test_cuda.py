@@ -77,7 +77,6 @@ def test_kernels_that_share_tiles_spill_nothing_and_multiply_once(variant: str, 
 @few(
     ("variant", "head_dim", "pack_gqa"),
     KERNELS,
-    always=2,
     ids=[f"{variant}-{head_dim}{'-pack' * packed}" for variant, head_dim, packed in KERNELS],
 )
 def test_kernels_keep_their_speed_and_their_parameters(variant: str, head_dim: int, pack_gqa: bool) -> None:

@@ -155,6 +155,7 @@ def test_bytes_of_tensors_over_pairs_are_those_of_visited_tiles() -> None:
 # --- times --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_cell_is_timed_in_both_directions(plain_flex: None) -> None:
     row = timed(bench_on_cpu(rounds=2, pauseless_ms=15.0), compare(small(CASES["relative table, learned"]), CPU, {}))
     assert {one.contender for one in row.results} == {FLEX, CONSTANTS, FRONT_END, UNLEARNED, CAUSAL}

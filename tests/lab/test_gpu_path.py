@@ -227,6 +227,7 @@ def test_a_pinned_kernel_writes_where_it_is_told(driver: FakeDriver, kernels: li
     assert (around == 9).all()
 
 
+@pytest.mark.exhaustive
 def test_the_gpu_tests_name_kernels_that_their_spec_has() -> None:
     from tests.gpu import family, sanitized, test_calls, test_memory
 

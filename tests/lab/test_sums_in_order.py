@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -86,6 +87,7 @@ def backward(call: Call, inputs: Inputs, wanted: ExpectedGradients, *, rough: bo
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_logits_that_are_summed_in_order() -> None:
     """A library sums the products of a single query in parts: it may be right to the last digit."""
     case = Case("one query", (1,), (150,), heads=4, kv_heads=2)

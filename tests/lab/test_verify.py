@@ -58,6 +58,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.exhaustive
 def test_good_kernels_pass_and_what_was_not_run_is_said(spec: Path) -> None:
     code, output, _ = run(spec, "--seed", 7)
     assert code == 0

@@ -14,7 +14,7 @@ from attngen.lang.printing import canonical
 from attngen.lang.spans import LIMIT
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from tests.lang.bruteforce import FACTS, Masks, UnguardedError, World, check_bands, const, load, op, var
-from tests.sampling import seeds
+from tests.sampling import few, seeds
 
 DECLARED = {
     "shift": Scalar("shift", "int32"),
@@ -297,7 +297,7 @@ def test_bands_over_queries_are_the_transpose(seed: int) -> None:
 # --- brute force ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@few("name", CASES, always=range(0, 25, 3))
 def test_usual_masks_by_brute_force(name: str) -> None:
     chosen = variant(CASES[name].mask)
     facts = Facts.of(chosen)

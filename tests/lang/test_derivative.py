@@ -169,6 +169,7 @@ _INNER = [
 ]  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_flat_and_unchosen_arms_take_no_part_in_an_infinite_derivative() -> None:
     """Wherever torch's derivative is finite, ours is the same: no 0 * inf anywhere along the chain."""
     random = Random(7)

@@ -459,6 +459,7 @@ def test_statements_know_what_they_read_and_declare(seed: int, target: Target) -
         assert own <= named(each.text, known)
 
 
+@pytest.mark.exhaustive
 def test_emitted_statements_are_in_order() -> None:
     """A statement declares one name, and reads what stands before it."""
     for seed in range(60):

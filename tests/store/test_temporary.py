@@ -74,6 +74,7 @@ def test_the_next_process_removes_what_a_killed_one_left_and_nothing_of_a_living
     assert set(os.listdir(tmp_path)) == foreign
 
 
+@pytest.mark.exhaustive
 def test_many_processes_that_come_and_go_never_remove_a_folder_in_use(tmp_path: Path) -> None:
     def come_and_go() -> None:
         for _ in range(50):

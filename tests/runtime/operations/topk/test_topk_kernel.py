@@ -32,7 +32,7 @@ def both(host: HostDriver, scores: Tensor, k: int, lengths: Tensor | None = None
     assert len(host.launches) == launches + 1
 
 
-@sampled(k=[1, 700, 3072], columns=[3, CHUNK, 5 * CHUNK + 17])
+@sampled(always=1, k=[1, 700, 3072], columns=[3, CHUNK, 5 * CHUNK + 17])
 def test_random_scores(host: HostDriver, columns: int, k: int) -> None:
     both(host, torch.randn(2, columns), k)
     both(host, torch.randn(2, 1, columns), k, torch.tensor([[columns // 2], [columns + 9]], dtype=torch.int32))
