@@ -49,6 +49,7 @@ def check_forward(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool
     assert ".entry" in to_ptx(source)
 
 
+@pytest.mark.long
 @sampled(
     always=1,
     bounds={"listed" if key is None else "visible{}-full{}".format(*key): key for key in BOUNDS},
@@ -67,6 +68,7 @@ def test_three_spans_of_one_range_are_padded() -> None:
     check_forward((1, 0), 2, False, "dense")
 
 
+@pytest.mark.long
 @sampled(
     always=1,
     bounds={"listed" if key is None else "visible{}-full{}".format(*key): key for key in BOUNDS},
@@ -98,6 +100,7 @@ def test_partial_results_beyond_q_k_and_v_have_a_region() -> None:
     assert ".entry" in to_ptx(source)
 
 
+@pytest.mark.long
 @sampled(
     always=1,
     head_dim=(64, 80, 128, 192, 256),

@@ -14,6 +14,8 @@ from tests.interpreter.process import Interpreter
 from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES, THIRDS
 from tests.sampling import sampled
 
+pytestmark = pytest.mark.long
+
 
 def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str = "", **fields: object) -> str:
     """Return the text of a spec with one backward kernel."""

@@ -15,6 +15,8 @@ from attngen.schema import preset_names
 from tests.interpreter.process import Interpreter
 from tests.sampling import sampled
 
+pytestmark = pytest.mark.long
+
 #: Every second case of a kernel, from the first or the second one.
 THIRDS = (0, 1, 2)
 LAYOUTS, LOADS = ("dense", "varlen"), ("descriptor", "pointer")
