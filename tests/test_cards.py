@@ -17,7 +17,6 @@ from attngen.plan import plan
 from attngen.resources import root
 from attngen.schema import KernelSpec, expand, load_spec_text
 from tests.docs.blocks import tables
-from tests.sampling import sampled
 
 CARDS = root() / "docs" / "cards.md"
 HELPERS = [resolve_name(row.specs) for row in OPERATIONS if row.specs]
@@ -52,7 +51,8 @@ def planned(kind: str, arch: str) -> Iterator[str]:
         yield backend
 
 
-@sampled(arch=[*ARCHES], kind=[*KINDS])
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_table_says_what_planning_does(kind: str, arch: str) -> None:
     assert KINDS[kind].backends(arch) == tuple(planned(kind, arch))
 

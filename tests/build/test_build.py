@@ -271,7 +271,6 @@ def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: 
     assert f"{tuned} has no choice for a kernel of this spec that leaves it open" in warnings
 
 
-@pytest.mark.exhaustive
 def test_kernels_that_come_to_be_one_are_one(spec: Path, store: Store, log: Path) -> None:
     both = "{variant: causal, head_dim: 64}\n  - {variant: causal, head_dim: 64, tile: {n: 32}}"
     spec.write_text(OPEN.replace("{variant: causal, head_dim: [64, 128]}", both))

@@ -34,6 +34,7 @@ def test_lanes_hold_no_more_than_there_is(k: int, width: int, wrong: bool) -> No
     assert all(f"depth of {k}" in line for line in problems)
 
 
+@pytest.mark.exhaustive
 def test_operands_of_a_compiled_kernel_are_seen() -> None:
     (kernel,) = prepare(load_spec_text(SPEC, "test.yaml"))
     ttgir = compile_triton(kernel.plan, kernel.source).texts["ttgir"]

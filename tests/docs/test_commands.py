@@ -181,9 +181,14 @@ def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:
             assert result.stdout.strip() or result.stderr.strip(), str(shown)
 
 
-@pytest.mark.parametrize(
-    "shown", some(PROSE, {shown.line.split()[1]: shown for shown in reversed(PROSE)}.values()), ids=str
-)
+#: The first of each command, and options that no other test of commands takes.
+ALWAYS = [
+    *{shown.line.split()[1]: shown for shown in reversed(PROSE)}.values(),
+    *(shown for shown in PROSE if shown.line.endswith(("--full", "--tuned h100.yaml"))),
+]
+
+
+@pytest.mark.parametrize("shown", some(PROSE, ALWAYS), ids=str)
 def test_commands_in_prose_run(shown: Shown, folders: dict[str, Path]) -> None:
     (folders["small"] / "specs/example.yaml").unlink(missing_ok=True)  # what 'attngen new' writes
     command, word, arguments = _parsed(shown.line)

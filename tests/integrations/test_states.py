@@ -23,7 +23,6 @@ from attngen.runtime.operations.attention import kernel_call, recall
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.states import STATES, outcome
 from tests.runtime.support import FakeDriver, kernel
-from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(seen._TensorGuards is None, reason="torch has no check of tensors")
 
@@ -85,7 +84,8 @@ def forget() -> None:
         one.clear()
 
 
-@sampled(state=[*STATES], name=[*CALLS])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("name", CALLS)
 def test_nothing_kept_changes_a_call(name: str, state: str) -> None:
     call, make = CALLS[name]
     torch.manual_seed(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from attngen.inspect.cases import Case
 from tests.interpreter.process import Interpreter
@@ -12,6 +13,7 @@ from tests.interpreter.test_numerics import spec
 CASE = Case("small", (9, 9), (21, 21), heads=2)
 
 
+@pytest.mark.exhaustive
 def test_nothing_else_is_computed(interpreter: Interpreter) -> None:
     calls = [
         ("outputs_with", spec("packed_documents"), CASE, [], {}),

@@ -13,7 +13,7 @@ from attngen.lang.printing import canonical
 from attngen.lang.statistics import separated
 from attngen.lang.variant import Scalar, Tensor
 from tests.lang.bruteforce import Masks, UnguardedError, World, check_statistics
-from tests.sampling import seeds
+from tests.sampling import few
 
 TENSORS = (
     Tensor("id", "int32", ("b", "seqlen_k")), Tensor("long", "int64", ("seqlen_k",)),
@@ -51,7 +51,7 @@ def test_an_expression_of_one_side_is_one_statistic(mask: str, rest: str | None,
         assert text == rest
 
 
-@seeds(1000, always=24)
+@few("seed", range(1000), always=(*range(24), 54))
 def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
     source = random.Random(seed)
     mask = Masks(source).boolean(seed % 4)
