@@ -34,8 +34,13 @@ def tuned_file(name: str | Path) -> Path:
     """Return a file of measured choices: the one of this path, or where there is none, the shipped one of this name,
     such as ``h200``."""
     path = Path(name)
-    shipped = root() / "tuned" / f"{path}.yaml"
+    shipped = tuned_dir() / f"{path}.yaml"
     return shipped if not path.exists() and path.name == str(path) and shipped.is_file() else path
+
+
+def tuned_dir() -> Path:
+    """The folder of the shipped choices: a table for each schedule that has one, and files of ``attngen tune``."""
+    return root() / "tuned"
 
 
 def templates_dir() -> Path:

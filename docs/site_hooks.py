@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 
 #: Files that links lead to and that no page shows: they are copied.
-COPIED = ("LICENSE", "tuned/h100.yaml")
+COPIED = ("LICENSE", *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tuned").glob("*.yaml"))))
 
 _LINK = re.compile(r'(\]\(|src=")([^)"#:\s]+)')
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)

@@ -17,7 +17,7 @@ from attngen.files import read_regular
 
 #: Sources that decide the machine code of a kernel and its launches, below the folder of ``resources``.
 SOURCES = (
-    "templates", "attngen/lang", "attngen/plan", "attngen/render", "attngen/parts", "attngen/families",
+    "templates", "tuned", "attngen/lang", "attngen/plan", "attngen/render", "attngen/parts", "attngen/families",
     "attngen/compile", "attngen/runtime",
 )  # fmt: skip
 
@@ -63,7 +63,8 @@ class Record:
 def source_hashes() -> dict[str, str]:
     """Return a hash of each part of the sources: of the names and contents of all its files."""
     package = Path(resources.__file__).parent
-    folders = {part: package.parent / part for part in SOURCES} | {"templates": resources.templates_dir()}
+    folders = {part: package.parent / part for part in SOURCES}
+    folders |= {"templates": resources.templates_dir(), "tuned": resources.tuned_dir()}
     return {part: folder_hash(folder) for part, folder in folders.items()}
 
 

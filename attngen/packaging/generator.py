@@ -20,12 +20,14 @@ _DATA = "_data"
 
 
 def generator_files() -> dict[str, bytes]:
-    """Return the files of the generator by their path in a source distribution: sources, templates, presets."""
+    """Return the files of the generator by their path in a source distribution: sources, templates, presets,
+    tables of choices."""
     package = Path(attngen.__file__).parent
     files = {path: Path("attngen") / path.relative_to(package) for path in package.rglob("*")}
     templates, presets = resources.templates_dir(), resources.specs_dir() / "presets"
     files |= {path: Path("templates") / path.relative_to(templates) for path in templates.rglob("*")}
     files |= {path: Path("specs/presets") / path.name for path in presets.glob("*.yaml")}
+    files |= {path: Path("tuned") / path.name for path in resources.tuned_dir().glob("*.yaml")}
     files[resources.licence_file()] = Path("LICENSE")
     left_out = {_DATA, "__pycache__"}
     kept = [(f"{FOLDER}/{place.as_posix()}", path) for path, place in files.items() if not left_out & {*place.parts}]

@@ -1,7 +1,8 @@
 """The proof that a build has nothing to do, checked without loading a spec, a template or a compiler.
 
 A receipt remembers the content of all that a build read: the spec's files, the generator itself (templates,
-presets and Python sources), the versions of what it calls. If none of it changed, neither did the kernels.
+presets, tables of choices and Python sources), the versions of what it calls. If none of it changed, neither did the
+kernels.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def generator_digest() -> str:
         *package.rglob("*.py"),
         *(path for path in resources.templates_dir().rglob("*") if path.is_file()),
         *(resources.specs_dir() / "presets").glob("*.yaml"),
+        *resources.tuned_dir().glob("*.yaml"),
     ]
     return digest(
         {

@@ -11,6 +11,7 @@ from attngen import resources
 from attngen.errors import SpecError
 from attngen.plan import plan
 from attngen.plan.candidates import candidates
+from attngen.plan.catalogue import schedules
 from attngen.schema import KernelSpec, expand, load_spec, load_spec_text
 from attngen.schema.tuned import fields_of, identity, load_tuned, tuned_text
 
@@ -103,7 +104,16 @@ def test_two_choices_for_one_kernel_are_refused(tmp_path: Path) -> None:
         load_tuned(tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize("path", sorted((resources.root() / "tuned").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_table_of_a_schedule_is_no_file_of_single_kernels() -> None:
+    with pytest.raises(SpecError, match="schedule: a table of a schedule, which every build reads"):
+        load_tuned(resources.tuned_file("hopper_backward"))
+
+
+TABLES = {schedule.name for direction in ("forward", "backward") for schedule in schedules(direction)}
+SEARCHED = [path for path in sorted(resources.tuned_dir().glob("*.yaml")) if path.stem not in TABLES]
+
+
+@pytest.mark.parametrize("path", SEARCHED, ids=lambda path: path.stem)
 def test_shipped_choices_are_for_kernels_of_hopper(path: Path) -> None:
     shipped = load_tuned(resources.tuned_file(path.stem))
     asked = [kernel for kernel in expand(load_spec(resources.specs_dir() / "hopper.yaml")) if not kernel.fixes_choices]

@@ -37,6 +37,9 @@ _QUERY_VALUES = 1
 #: The families, those whose masks and scores take the fewest registers first.
 _FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
 
+#: Words of ``row_family_of``, by which rows of the table say what work they are for.
+WORDS = (*_FAMILIES, "ordered", "crowded")
+
 
 @dataclass(frozen=True, slots=True)
 class Brought:

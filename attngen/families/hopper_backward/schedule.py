@@ -11,6 +11,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS, DType, dtype
 from attngen.errors import PlanError
+from attngen.families.hopper_backward.choices import LABELS, ChoiceRow, choice_rows
 from attngen.families.hopper_backward.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.families.hopper_backward.kinds import (
     BLOCK_HEAD_DIM,
@@ -47,6 +48,7 @@ from attngen.plan.served import ANY, only
 from attngen.plan.times import first_seen_most, visible_queries
 from attngen.plan.traits import bands_of, costly_query_values, distance_values_of_score, is_light, reads_positions
 from attngen.schema.kernel_spec import Backward, KernelSpec
+from attngen.schema.tuned import first_row
 
 #: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
 _DTYPES = tuple(name for name in ATTENTION_DTYPES if dtype(name).mma is not None and dtype(name).register_elements == 2)
@@ -62,12 +64,6 @@ _L2_BYTES = 24 * 2**20
 #: after the other, the tiles of the last one would end unevenly.
 _LEAST_HEADS_IN_L2 = 8
 
-#: Labels in kernel names of the products that the softmax overlaps.
-_LABELS = {
-    "gradients": (), "pingpong": ("pingpong",), "dk": ("dkoverlap",), "nothing": ("nooverlap",), "roles": (),
-    "dv": ("dvoverlap",),
-}  # fmt: skip
-
 #: Most values of each distance of a query from a key that the loader stores beside a tile of Q.
 _DISTANCE_VALUES = 2
 #: Most values of each query for which the mask divides; the loader stores them, too, if shared memory has room.
@@ -79,52 +75,6 @@ _BIAS_STAGES = (2, 1)
 #: Query tiles that all heads of a group visit before the next ones; measured against 4 and 16.
 _QUERY_CHUNK = 8
 
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """A row of the table: tile and overlap of a family up to ``head_dim``; see ``HopperBackward`` for the fields."""
-
-    family: str
-    head_dim: int
-    tile_m: int
-    overlap: str
-    packed: bool
-    q_stages: int
-    rows_ahead: int = 0
-
-
-#: First match wins; ``family_of`` says what the families are, ``row_family_of`` what "ordered" is for. Measured on an
-#: H200 where docs/performance.md says so; the rest follows from registers: with "dk" the softmax takes those of dQ,
-#: which is finished by then.
-_TABLE = (
-    _Choice("tight", 64, 128, overlap="nothing", packed=True, q_stages=2),
-    _Choice("tight", 128, 64, overlap="nothing", packed=True, q_stages=2),
-    _Choice("plain", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
-    _Choice("plain", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("ordered", 128, 64, overlap="gradients", packed=False, q_stages=3, rows_ahead=4),
-    _Choice("light", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
-    _Choice("light", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("crowded", 64, 128, overlap="gradients", packed=True, q_stages=2),
-    _Choice("divided", 64, 128, overlap="pingpong", packed=True, q_stages=2, rows_ahead=2),
-    _Choice("divided", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("biased", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("derived", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("derived", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=1),
-    _Choice("valued", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("valued", 128, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("reading", 64, 64, overlap="pingpong", packed=True, q_stages=3, rows_ahead=2),
-    _Choice("reading", 128, 64, overlap="dk", packed=True, q_stages=3),
-    _Choice("tight", 256, 64, overlap="roles", packed=False, q_stages=3),
-    _Choice("plain", 192, 64, overlap="roles", packed=False, q_stages=3),
-    _Choice("plain", 256, 64, overlap="dv", packed=False, q_stages=3),
-    _Choice("light", 192, 64, overlap="roles", packed=False, q_stages=3),
-    _Choice("light", 256, 64, overlap="dv", packed=False, q_stages=3),
-    _Choice("divided", 192, 64, overlap="roles", packed=False, q_stages=3),
-    _Choice("divided", 256, 64, overlap="dv", packed=False, q_stages=3),
-    _Choice("derived", 256, 64, overlap="roles", packed=False, q_stages=3),
-    _Choice("valued", 256, 64, overlap="roles", packed=False, q_stages=3),
-    _Choice("reading", 256, 64, overlap="roles", packed=False, q_stages=3),
-)
 
 #: Blocks of a cluster, which computes wide heads, and in which warpgroups have roles: dK and dV of 64 keys take the
 #: registers of one each. Beyond head dim 256 two such pairs divide the columns of all matrices.
@@ -162,15 +112,15 @@ class Relief:
 class _HopperTile:
     """Tile, stages of dO and roles of a kernel, before its shared memory is known."""
 
-    choice: _Choice
+    choice: ChoiceRow
     stages: int
     roles: HopperBackward
 
     def refusal(self, spec: KernelSpec, v: int) -> PlanError | None:
         """Return the error for a size in the spec that this tile cannot have, or None."""
         given, choice = (spec.backward or Backward()).dkdv, self.choice
-        if given.tile_m not in (None, choice.tile_m):
-            return refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile_m}")
+        if given.tile_m not in (None, choice.tile.m):
+            return refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile.m}")
         if given.tile_n not in (None, _KEYS):
             return refuse(
                 spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)"
@@ -211,7 +161,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
     roles = None
     for brought in _offers(spec, relief):
         tile = _tile(spec, relief, brought, iteration, qk, v, element)
-        memory = partial(_with_memory, arch, tile.choice.tile_m, tile.stages, qk, v, operands)
+        memory = partial(_with_memory, arch, tile.choice.tile.m, tile.stages, qk, v, operands)
         refused = tile.refusal(spec, v)
         if refused is None and (roles := memory(tile.roles)) is not None:
             break
@@ -231,7 +181,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
         tile_map=iteration == "tile_map",
         alignment=16,
         choices=(
-            *_LABELS[roles.overlap],
+            *LABELS[roles.overlap],
             *(["deterministic"] if roles.ordered else []),
             *relief.labels,
         ),
@@ -241,7 +191,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
         schedule=schedule,
         loads="descriptor",
         q_operand="shared",
-        tile_m=tile.choice.tile_m,
+        tile_m=tile.choice.tile.m,
         tile_n=_KEYS,
         stages=tile.stages,
         num_warps=4 * (_CONSUMERS + (2 if wide else 1)),
@@ -294,7 +244,7 @@ def _tile(
     per_pair = per_pair_of(spec, brought)
     family = relief.family or family_of(spec, per_pair, brought)
     row_family = row_family_of(spec, family, iteration, qk, v)
-    choice = next(row for row in _TABLE if row.family == row_family and max(qk, v) <= row.head_dim)
+    choice = first_row(choice_rows(), row_family.__eq__, max(qk, v))
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
     stages = (spec.backward or Backward()).dkdv.stages or parts + more
@@ -305,8 +255,8 @@ def _tile(
     crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not varlen)
     narrow = max(qk, v) <= NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
-    by_rows = choice.tile_m == _KEYS
-    own_spans = _has_own_spans(spec, choice, iteration) and not relief.lean
+    by_rows = choice.tile.m == _KEYS
+    own_spans = _has_own_spans(spec, choice, family, iteration) and not relief.lean
     cuts = not relief.lean and _cuts(
         spec,
         crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)
@@ -386,12 +336,12 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     yield from (each for each in others if not (each.lean and is_wide(spec)))
 
 
-def _has_own_spans(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
+def _has_own_spans(spec: KernelSpec, choice: ChoiceRow, family: str, iteration: str) -> bool:
     """Whether each consumer finds the queries that see its own half of the keys, and skips the others. It pays where
     few queries see a tile of keys, and takes registers, which "derived" kernels do not have."""
     visible = bands_of(spec, "q").visible
     few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
-    halves = choice.overlap == "pingpong" and choice.tile_m < _KEYS and choice.family != "derived"
+    halves = choice.overlap == "pingpong" and choice.tile.m < _KEYS and family != "derived"
     return few and halves and iteration == "ranges" and not spec.deterministic
 
 
@@ -402,9 +352,9 @@ def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
     return not is_wide(spec) and not spec.deterministic and not crowded
 
 
-def _goes_by_chunks(spec: KernelSpec, choice: _Choice, iteration: str) -> bool:
+def _goes_by_chunks(spec: KernelSpec, choice: ChoiceRow, iteration: str) -> bool:
     """Whether all heads of a group visit some query tiles before the next ones: for short steps and equal masks."""
-    return choice.tile_m < _KEYS and iteration == "ranges" and not by_head(spec.variant)
+    return choice.tile.m < _KEYS and iteration == "ranges" and not by_head(spec.variant)
 
 
 def _by_data(spec: KernelSpec, iteration: str) -> bool:
@@ -501,7 +451,7 @@ def _memory_layouts(
 
 def _memory_refusal(spec: KernelSpec, arch: Arch, tile: _HopperTile, qk: int, v: int, operands: Operands) -> PlanError:
     """Return the error for a tile that exceeds shared memory even with the fewest stages."""
-    *_, least = _memory_layouts(tile.choice.tile_m, tile.stages, qk, v, operands, tile.roles)
+    *_, least = _memory_layouts(tile.choice.tile.m, tile.stages, qk, v, operands, tile.roles)
     listed = " + ".join(
         f"{_OPERANDS[region.name]} {region.bytes}" + (f" ({tile.stages} stages)" if region.name == "dout" else "")
         for region in least.shared

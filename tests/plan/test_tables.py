@@ -1,0 +1,91 @@
+"""Tables of choices in ``tuned/``: a row in a file is all that a choice takes; a wrong one is refused by its place."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from attngen import resources
+from attngen.errors import SpecError
+from attngen.families.hopper_backward.choices import choice_rows
+from attngen.plan import plan
+from attngen.schema.tuned import RowModel
+from tests.plan.specs import kernel_spec
+
+READERS: dict[str, Callable[[], tuple[RowModel, ...]]] = {"hopper_backward": choice_rows}
+
+#: A spec's fields, a row for its kernels, and the part of their names that the row decides.
+ROWS = {
+    "hopper_backward": (
+        {"variant": "causal", "passes": "backward", "backward": "{backend: cuda}"},
+        "- {work: [plain], columns: 64, tile: {m: 64}, overlap: pingpong, packed: true, q_stages: 3}",
+        ("m128n128", "m64n128"),
+    ),
+}
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the shipped tables, which the planner reads instead."""
+    folder = tmp_path / "tuned"
+    shutil.copytree(resources.tuned_dir(), folder)
+    monkeypatch.setattr(resources, "tuned_dir", lambda: folder)
+    for reader in READERS.values():
+        reader.cache_clear()  # type: ignore[attr-defined]
+    yield folder
+    for reader in READERS.values():
+        reader.cache_clear()  # type: ignore[attr-defined]
+
+
+def put(file: Path, row: str) -> int:
+    """Put a row before all others of a table; its line."""
+    head, choices, rows = file.read_text().partition("choices:\n")
+    file.write_text(f"{head}{choices}{row}\n{rows}")
+    return head.count("\n") + 2
+
+
+@pytest.mark.parametrize("schedule", READERS)
+def test_a_row_in_the_file_is_a_choice(tables: Path, schedule: str) -> None:
+    fields, row, (before, after) = ROWS[schedule]
+    spec = kernel_spec(**fields)  # type: ignore[arg-type]
+    assert before in plan(spec).name
+    put(tables / f"{schedule}.yaml", row)
+    READERS[schedule].cache_clear()  # type: ignore[attr-defined]
+    assert after in plan(spec).name
+
+
+@pytest.mark.parametrize("schedule", READERS)
+@pytest.mark.parametrize(
+    ("old", "new", "field", "message"),
+    [
+        ("work: [", "work: [plane, ", ".work[0]", "found 'plane'; "),
+        ("columns: 64", "colums: 64", ".colums", "unknown field; did you mean 'columns'?"),
+        ("columns: 64", "columns: many", ".columns", "found 'many'; allowed: an integer"),
+        ("}$", ", gpu: a}", "", "a measured choice has gpu, date and method; missing: date, method"),
+        ("}$", ", speedup: 1.1}", "", "missing: gpu, date, method"),
+        ("}$", ", gpu: a, date: 28 Nov, method: b}", ".date", "found '28 Nov'; allowed: a date such as 2026-11-28"),
+    ],
+)
+def test_a_wrong_row_is_refused_by_its_place(
+    tables: Path, schedule: str, old: str, new: str, field: str, message: str
+) -> None:
+    file = tables / f"{schedule}.yaml"
+    row = re.sub(old if old == "}$" else re.escape(old), new, ROWS[schedule][1])
+    line = put(file, row)
+    with pytest.raises(SpecError) as raised:
+        READERS[schedule]()
+    text = str(raised.value)
+    assert f"{file}:{line}: choices[0]{field}: " in text
+    assert message in text
+
+
+def test_a_table_is_that_of_its_schedule(tables: Path) -> None:
+    for name, reader in READERS.items():
+        file = tables / f"{name}.yaml"
+        file.write_text(file.read_text().replace(f"schedule: {name}", "schedule: other"))
+        with pytest.raises(SpecError, match=f"found 'other'; allowed: {name}"):
+            reader()
