@@ -25,9 +25,6 @@ from attngen.schema.kernel_spec import KernelSpec
 #: Head dims up to this one leave registers beside dK and dV.
 NARROW = 96
 
-#: Head dims up to this one have a row of the table for masks that divide where ping-pong was not measured.
-_CROWDED = 64
-
 #: Head dims beyond this are computed by clusters of two blocks.
 BLOCK_HEAD_DIM = 128
 
@@ -37,8 +34,8 @@ _QUERY_VALUES = 1
 #: The families, those whose masks and scores take the fewest registers first.
 _FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
 
-#: Words of ``row_family_of``, by which rows of the table say what work they are for.
-WORDS = (*_FAMILIES, "ordered", "crowded")
+#: Words of ``facts_of``, by which rows of the table say what work they are for.
+WORDS = (*_FAMILIES, "ordered", "ranges", "classified", "tile_map", "dense", "varlen", "deterministic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +60,18 @@ def families_from(family: str, tiled: int) -> tuple[str, ...]:
     return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
 
 
-def row_family_of(spec: KernelSpec, family: str, iteration: str, qk: int, v: int) -> str:
+def row_family_of(spec: KernelSpec, family: str, qk: int, v: int) -> str:
     """The family whose row of the table is taken. In a fixed order of dQ, ping-pong was not measured beyond head dim
     96, so that "plain" becomes "ordered" there, whose softmax overlaps gradients. Packed sequences of a head dim that
-    is padded to 128 have too few registers for that, and become "light". Up to head dim 64, ping-pong was measured for
-    divisions only in ranges of dense sequences; elsewhere "divided" becomes "crowded"."""
-    if family == "divided" and max(qk, v) <= _CROWDED:
-        measured = iteration == "ranges" and spec.layout == "dense" and not spec.deterministic
-        return family if measured else "crowded"
+    is padded to 128 have too few registers for that, and become "light"."""
     if family != "plain" or is_wide(spec) or max(qk, v) <= NARROW or not spec.deterministic:
         return family
     return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == BLOCK_HEAD_DIM else "ordered"
+
+
+def facts_of(spec: KernelSpec, family: str, iteration: str) -> frozenset[str]:
+    """Facts by which the table chooses: the family, and some of the call."""
+    return frozenset((family, iteration, spec.layout, *(["deterministic"] if spec.deterministic else [])))
 
 
 def query_values_of(spec: KernelSpec, variant: Variant, brought: Brought, *, bits: bool) -> int:

@@ -18,6 +18,7 @@ from attngen.families.hopper_backward.kinds import (
     NARROW,
     NOTHING,
     Brought,
+    facts_of,
     families_from,
     family_of,
     is_wide,
@@ -243,8 +244,8 @@ def _tile(
     wide = is_wide(spec)
     per_pair = per_pair_of(spec, brought)
     family = relief.family or family_of(spec, per_pair, brought)
-    row_family = row_family_of(spec, family, iteration, qk, v)
-    choice = first_row(choice_rows(), row_family.__eq__, max(qk, v))
+    facts = facts_of(spec, row_family_of(spec, family, qk, v), iteration)
+    choice = first_row(choice_rows(), facts.__contains__, max(qk, v))
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
     stages = (spec.backward or Backward()).dkdv.stages or parts + more
