@@ -35,7 +35,7 @@ _QUERY_VALUES = 1
 _FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
 
 #: Words of ``facts_of``, by which rows of the table say what work they are for.
-WORDS = (*_FAMILIES, "ordered", "ranges", "classified", "tile_map", "dense", "varlen", "deterministic")
+WORDS = (*_FAMILIES, "ranges", "classified", "tile_map", "dense", "varlen", "deterministic", "padded_to_128")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +60,13 @@ def families_from(family: str, tiled: int) -> tuple[str, ...]:
     return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
 
 
-def row_family_of(spec: KernelSpec, family: str, qk: int, v: int) -> str:
-    """The family whose row of the table is taken. In a fixed order of dQ, ping-pong was not measured beyond head dim
-    96, so that "plain" becomes "ordered" there, whose softmax overlaps gradients. Packed sequences of a head dim that
-    is padded to 128 have too few registers for that, and become "light"."""
-    if family != "plain" or is_wide(spec) or max(qk, v) <= NARROW or not spec.deterministic:
-        return family
-    return "light" if spec.layout == "varlen" and spec.head_dim_qk < qk == BLOCK_HEAD_DIM else "ordered"
-
-
-def facts_of(spec: KernelSpec, family: str, iteration: str) -> frozenset[str]:
-    """Facts by which the table chooses: the family, and some of the call."""
-    return frozenset((family, iteration, spec.layout, *(["deterministic"] if spec.deterministic else [])))
+def facts_of(spec: KernelSpec, family: str, iteration: str, qk: int) -> frozenset[str]:
+    """Facts by which the table chooses: the family, and some of the call; ``qk``: columns of Q and K."""
+    holds_by_fact = {
+        "deterministic": spec.deterministic,
+        "padded_to_128": spec.head_dim_qk < qk == BLOCK_HEAD_DIM,
+    }
+    return frozenset((family, iteration, spec.layout, *(name for name, holds in holds_by_fact.items() if holds)))
 
 
 def query_values_of(spec: KernelSpec, variant: Variant, brought: Brought, *, bits: bool) -> int:

@@ -24,7 +24,6 @@ from attngen.families.hopper_backward.kinds import (
     is_wide,
     per_pair_of,
     query_values_of,
-    row_family_of,
     traits_of,
     varies,
 )
@@ -244,7 +243,7 @@ def _tile(
     wide = is_wide(spec)
     per_pair = per_pair_of(spec, brought)
     family = relief.family or family_of(spec, per_pair, brought)
-    facts = facts_of(spec, row_family_of(spec, family, qk, v), iteration)
+    facts = facts_of(spec, family, iteration, qk)
     choice = first_row(choice_rows(), facts.__contains__, max(qk, v))
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
