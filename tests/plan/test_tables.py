@@ -5,21 +5,37 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from attngen import resources
 from attngen.errors import SpecError
-from attngen.families.hopper_backward.choices import choice_rows
+from attngen.families.hopper_backward.choices import choice_rows as backward_rows
+from attngen.families.hopper_forward.choices import choice_rows as forward_rows
 from attngen.plan import plan
 from attngen.schema.tuned import RowModel
 from tests.plan.specs import kernel_spec
 
-READERS: dict[str, Callable[[], tuple[RowModel, ...]]] = {"hopper_backward": choice_rows}
+READERS: dict[str, Callable[[], tuple[RowModel, ...]]] = {
+    "hopper_forward": partial(forward_rows, "hopper_forward"),
+    "hopper_fp8": partial(forward_rows, "hopper_fp8"),
+    "hopper_backward": backward_rows,
+}
 
 #: A spec's fields, a row for its kernels, and the part of their names that the row decides.
-ROWS = {
+ROWS: dict[str, tuple[dict[str, object], str, tuple[str, str]]] = {
+    "hopper_forward": (
+        {"variant": "causal", "backend": "cuda"},
+        "- {work: [light], columns: 64, tile: {n: 80}, warps: {consumer: 2, schedule: pingpong}}",
+        ("m192n128", "m128n80"),
+    ),
+    "hopper_fp8": (
+        {"variant": "causal", "backend": "cuda", "dtype": "fp8_e4m3"},
+        "- {work: [light], columns: 64, tile: {n: 64}, warps: {consumer: 2, schedule: pingpong}}",
+        ("m192n128", "m128n64"),
+    ),
     "hopper_backward": (
         {"variant": "causal", "passes": "backward", "backward": "{backend: cuda}"},
         "- {work: [plain], columns: 64, tile: {m: 64}, overlap: pingpong, packed: true, q_stages: 3}",
@@ -28,17 +44,21 @@ ROWS = {
 }
 
 
+def forget() -> None:
+    """Let the planner read its tables again."""
+    forward_rows.cache_clear()
+    backward_rows.cache_clear()
+
+
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the shipped tables, which the planner reads instead."""
     folder = tmp_path / "tuned"
     shutil.copytree(resources.tuned_dir(), folder)
     monkeypatch.setattr(resources, "tuned_dir", lambda: folder)
-    for reader in READERS.values():
-        reader.cache_clear()  # type: ignore[attr-defined]
+    forget()
     yield folder
-    for reader in READERS.values():
-        reader.cache_clear()  # type: ignore[attr-defined]
+    forget()
 
 
 def put(file: Path, row: str) -> int:
@@ -54,7 +74,7 @@ def test_a_row_in_the_file_is_a_choice(tables: Path, schedule: str) -> None:
     spec = kernel_spec(**fields)  # type: ignore[arg-type]
     assert before in plan(spec).name
     put(tables / f"{schedule}.yaml", row)
-    READERS[schedule].cache_clear()  # type: ignore[attr-defined]
+    forget()
     assert after in plan(spec).name
 
 

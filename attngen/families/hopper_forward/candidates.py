@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.dtypes import QUANTIZED_DTYPES
+from attngen.families.hopper_forward.choices import ChoiceRow, choice_rows, facts_of, has_rows_of_one_head
 from attngen.families.hopper_forward.registers import FEWER_KEYS
 from attngen.families.hopper_forward.softmax import softmax_of, terms_of
-from attngen.lang.biases import element_bytes, lookups, reads_integers, rooms, without_biases
+from attngen.lang.biases import element_bytes, rooms, without_biases
 from attngen.lang.runs import TILE, positions
-from attngen.lang.simplify import TRUE
 from attngen.lang.tables import ENTRY_BYTES, Table, tables, without_tables
 from attngen.lang.variant import Variant
 from attngen.parts.boxes import BOX_BYTES, TRANSPOSED_BYTES, is_paged, operand_widths
@@ -21,9 +21,6 @@ from attngen.plan.times import first_see_many_more, row_time
 from attngen.plan.traits import (
     bands_of,
     distance_values_of_score,
-    gathers,
-    is_light,
-    reads_data_per_key,
     without_distance_values,
 )
 from attngen.schema.kernel_spec import KernelSpec, Roles
@@ -32,9 +29,6 @@ ROWS = 64  # query rows of a consumer: M of wgmma
 
 #: Least multiple of keys in N of wgmma.
 _LEAST_KEYS = 16
-
-#: Columns of V up to which it leaves registers and memory for more keys than K has.
-_NARROW_V = 128
 
 #: Stages of the ring of tiles of biases, the most that fit, and consumers of a block where those of the table leave no
 #: room for them.
@@ -53,33 +47,18 @@ FEW_TILES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Tile and order of the kernels of a family, up to ``head_dim``."""
-
-    family: str
-    head_dim: int
-    consumers: int
-    tile_n: int
-    schedule: str
-    registers: tuple[int, int] | None = None  # of (producer, consumer) with that tile; None: as the consumers have
-    stages: int = 2  # of the ring of K and V with that tile; else 2
-    keeps_turn: bool = False  # with ping-pong: until the products of a step are done
-
-
-@dataclass(frozen=True, slots=True)
 class Form:
     """Differences between the Hopper forward kernels, each from a module of its own.
 
     ``check`` refuses what the roles of a spec and the iteration of its tiles do not allow. ``numbers`` has the rules
-    for P by dtype. ``table``: first match wins. ``capped_columns``: columns up to which tanh and exp2 of a logit, which
-    share the MUFU, take longer than its products. ``transposes``: V is transposed before its product.
+    for P by dtype. ``capped_columns``: columns up to which tanh and exp2 of a logit, which share the MUFU, take longer
+    than its products. ``transposes``: V is transposed before its product.
     """
 
     schedule: str
     label: str
     check: Callable[[KernelSpec, Roles, str], None]
     numbers: Mapping[str, Probabilities]
-    table: tuple[Choice, ...]
     capped_columns: int = 0
     transposes: bool = False
 
@@ -89,7 +68,7 @@ class Candidate:
     """A tile that a kernel may have, and what its loader stores so that consumers do not load or compute it per
     pair."""
 
-    choice: Choice
+    choice: ChoiceRow
     tile_n: int  # of the choice, or fewer
     bias_bytes: int  # of tiles of biases, for each pair
     by_distance: int  # values of each distance of a query from a key
@@ -104,30 +83,26 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
     """
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
     for tiled, by_distance, table_bytes, per_pair in _brought(spec):
-        families = _families(replace(spec, variant=per_pair), iteration)
-        if tiled and "window" not in families and not ("gather" in families and reads_integers(spec.variant, tiled)):
-            families |= {"biased" if tiled > 1 else "narrow_bias"}
-            if tiled == 1 and iteration == "tile_map" and lookups(spec.variant, tiled):
-                families |= {"held_table"}
-        rows = [row for row in form.table if row.family in families and max(qk, v) <= row.head_dim]
+        holds = facts_of(spec, iteration, tiled, replace(spec, variant=per_pair))
+        rows = [row for row in choice_rows(form.schedule) if row.suits(holds, max(qk, v))]
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
-        if "window" in families and not form.transposes and has_rows_of_one_head(spec):
+        if holds("window") and not form.transposes and has_rows_of_one_head(spec):
             choice = _faster(spec, choice, max(qk, v))
-        polynomial = choice.family == "scored" and not by_distance and terms_of(spec, constant_max(spec, form), qk + v)
+        polynomial = choice.work == ("scored",) and not by_distance and terms_of(spec, constant_max(spec, form), qk + v)
         if polynomial and not form.transposes:
-            choice = replace(choice, consumers=WIDE[0], tile_n=WIDE[1])
-        if iteration == "ranges" and not form.transposes and "light" not in families and has_rows_of_one_head(spec):
+            choice = choice.resized(*WIDE)
+        if iteration == "ranges" and not form.transposes and not holds("light") and has_rows_of_one_head(spec):
             choice = _taller(spec, choice, max(qk, v))
         if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
             # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
             choice = next((row for row in rows if row.consumers < FEW_TILES), choice)
         step = key_step(operands_of(spec), form.transposes, spec.transposed_v and not spec.grouped_v)
         step = max(step, bias_keys(spec, tiled) if tiled else 0)
-        usual = choice.tile_n // step * step
+        usual = choice.tile.n // step * step
         leaves_room = bool(spec.roles) or tiled > 0
         fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
         usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
-        choices = (choice, replace(choice, consumers=_FEW_CONSUMERS)) if tiled else (choice,)
+        choices = (choice, choice.resized(_FEW_CONSUMERS, choice.tile.n)) if tiled else (choice,)
         for tile_n, one in product((spec.tile_n or usual, *fewer), choices):
             yield Candidate(one, tile_n, tiled, by_distance, table_bytes)
 
@@ -145,35 +120,29 @@ def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:
         yield tiled, by_distance, 0, per_pair
 
 
-def _faster(spec: KernelSpec, usual: Choice, columns: int) -> Choice:
+def _faster(spec: KernelSpec, usual: ChoiceRow, columns: int) -> ChoiceRow:
     """The ``usual`` choice for a mask whose bands end on the left, or tiles of 128 x 128 if rows in the middle of a
     long sequence should take little more time in these."""
     if columns > _WIDE_COLUMNS:
         return usual
-    wide = replace(usual, consumers=WIDE[0], tile_n=WIDE[1])
-    times = [row_time(spec, each.consumers, each.tile_n, columns) for each in (usual, wide)]
+    wide = usual.resized(*WIDE)
+    times = [row_time(spec, each.consumers, each.tile.n, columns) for each in (usual, wide)]
     return wide if times[0] and times[1] and times[1] < _MORE_EVEN * times[0] else usual
 
 
-def _taller(spec: KernelSpec, usual: Choice, columns: int) -> Choice:
+def _taller(spec: KernelSpec, usual: ChoiceRow, columns: int) -> ChoiceRow:
     """The ``usual`` choice for a mask that divides, or tiles of 192 x 128 if rows in the middle of a long sequence
     should take less time in these."""
-    if columns > _TALL_COLUMNS or usual.family != "any" or len(bands_of(spec).visible) > _TALL_INTERVALS:
+    if columns > _TALL_COLUMNS or usual.work != ("any",) or len(bands_of(spec).visible) > _TALL_INTERVALS:
         return usual
-    tall = replace(usual, consumers=_TALL[0], tile_n=_TALL[1])
-    times = [row_time(spec, each.consumers, each.tile_n, columns) for each in (usual, tall)]
+    tall = usual.resized(*_TALL)
+    times = [row_time(spec, each.consumers, each.tile.n, columns) for each in (usual, tall)]
     return tall if times[0] and times[1] and times[1] < _SOONER * times[0] else usual
 
 
 def constant_max(spec: KernelSpec, form: Form) -> float | None:
     """The constant that replaces the row max of all rows, if there is one."""
     return softmax_of(spec, form.numbers[spec.dtype].exponents)[1]
-
-
-def has_rows_of_one_head(spec: KernelSpec) -> bool:
-    """Whether the rows of a tile are neighbouring queries of one head of a dense sequence, whose keys no blocks
-    share."""
-    return spec.layout == "dense" and not (spec.pack_gqa or spec.split_tiles)
 
 
 def _rooms(spec: KernelSpec) -> tuple[int, ...]:
@@ -203,48 +172,6 @@ def _tables(spec: KernelSpec, per_pair: Variant) -> tuple[Table, ...]:
     if spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.pack_gqa or spec.split_tiles or per_pair.score is None:
         return ()
     return tables(per_pair.score, spec.variant)
-
-
-def _families(spec: KernelSpec, iteration: str) -> frozenset[str]:
-    """Return the families of the table that a kernel belongs to. A tile map brings the mask as bits, so that what its
-    expression reads does not matter."""
-    if iteration == "tile_map":
-        spec = replace(spec, variant=replace(spec.variant, mask=TRUE))
-    families = {"any"}
-    if is_light(spec.variant) and not spec.variant.dropout:
-        families.add("light")
-        visible = bands_of(spec).visible
-        if spec.layout == "dense" and any(interval.lo is not None for interval in visible):
-            families.add("window")
-        elif spec.layout == "dense" and spec.pack_gqa is not True:
-            families.add("plain")
-            if spec.head_dim_v <= _NARROW_V < spec.head_dim_qk:
-                families.add("narrow_v")
-    if gathers(spec.variant):
-        families.add("gather")
-    elif iteration == "tile_map":
-        families.add("mapped")
-    if spec.variant.score is not None or spec.variant.dropout:
-        families.add("score")
-    if reads_data_per_key(spec.variant):
-        families.add("listed")
-        if has_rows_of_one_head(spec):
-            families.add("listed_by_head")
-    elif _only_scores(spec):
-        families.add("scored")
-    if spec.pack_gqa:
-        families.add("packed")
-    if is_paged(spec):
-        families.add("paged")
-    if spec.scale_block:
-        families.add("tokens" if spec.scale_block == 1 else "blocks")
-    return frozenset(families)
-
-
-def _only_scores(spec: KernelSpec) -> bool:
-    """Whether a kernel does arithmetic on every logit, and there is no reason for tiles of few keys."""
-    plain = spec.layout == "dense" and spec.pack_gqa is not True and not spec.variant.dropout
-    return plain and spec.variant.score is not None and all(each.lo is None for each in bands_of(spec).visible)
 
 
 def _sees_ranges_by_runs(spec: KernelSpec) -> bool:

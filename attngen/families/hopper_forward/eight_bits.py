@@ -10,7 +10,7 @@ from __future__ import annotations
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
-from attngen.families.hopper_forward.candidates import Choice, Form
+from attngen.families.hopper_forward.candidates import Form
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.schedule import plan_forward, serves
 from attngen.parts.probabilities import Probabilities
@@ -26,26 +26,6 @@ from attngen.schema.kernel_spec import KernelSpec, Roles
 #: grow until a lane's sum, and so each of its terms, could exceed 448. Where many are equal, the new row max leaves a
 #: lane a sum of 2^6. They are e4m3 whatever q, k and v are.
 PROBABILITIES = dict.fromkeys(QUANTIZED_DTYPES, Probabilities("448.0f", raise_above="4.0f", peak=4, lane_sum_log2=6))
-
-#: As in ``hopper_forward``; "blocks", or "tokens", have scales of their own. Measured on an H200:
-#: docs/notebook/hopper_fp8.md.
-TABLE = (
-    Choice("tokens", 128, 3, 64, "cooperative"),
-    Choice("tokens", 256, 2, 64, "cooperative"),
-    Choice("window", 64, 3, 96, "cooperative"),
-    Choice("listed", 64, 3, 96, "cooperative"),
-    Choice("any", 64, 3, 128, "pingpong", keeps_turn=True),
-    Choice("blocks", 128, 3, 64, "cooperative"),
-    Choice("gather", 128, 3, 64, "cooperative"),
-    Choice("listed", 128, 3, 64, "cooperative"),
-    Choice("packed", 128, 2, 192, "pingpong"),
-    Choice("paged", 128, 2, 192, "pingpong"),
-    Choice("window", 128, 3, 96, "cooperative"),
-    Choice("score", 128, 3, 96, "pingpong", keeps_turn=True),
-    Choice("any", 128, 3, 96, "pingpong"),
-    Choice("any", 192, 2, 128, "cooperative"),
-    Choice("any", 256, 2, 128, "cooperative", (24, 240)),
-)
 
 
 def _check(spec: KernelSpec, roles: Roles, iteration: str) -> None:
@@ -63,7 +43,6 @@ FORM = Form(
     label="wgmma",
     check=_check,
     numbers=PROBABILITIES,
-    table=TABLE,
     capped_columns=256,
     transposes=True,
 )

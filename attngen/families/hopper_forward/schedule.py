@@ -9,7 +9,7 @@ from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.errors import PlanError
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
-from attngen.families.hopper_forward.candidates import ROWS, Choice, Form
+from attngen.families.hopper_forward.candidates import ROWS, Form
 from attngen.families.hopper_forward.kinds import SOFTMAXES, WEIGHTS, SoftmaxKind, kind_of_structure
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
@@ -36,43 +36,6 @@ from attngen.schema.kernel_spec import KernelSpec
 #: Columns up to which one head after the other is faster where no mask makes work tiles differ; slower for long
 #: sequences at head dim 256.
 _ONE_HEAD_COLUMNS = 192
-
-#: First match wins. A "light" mask is made of comparisons; a "gather" loads a value for each pair of query and key,
-#: whose addresses take registers; a "score" does arithmetic on every logit, as dropout does on every probability, which
-#: three consumers hide better than two, and "scored" says that nothing asks for tiles of few keys beside that; a
-#: "listed" mask loads a value for each key, and where rows are of one head ("listed_by_head") a whole tile of more keys
-#: may come first; a "window" is light and ends on the left, so that small tiles save much where heads share rows; of
-#: single heads ``forward_tiles`` takes tiles of 128 x 128 if predicted times say so;
-#: "plain" ones are light, too, and have no such end, and with a "narrow_v" there is room for more keys; for a "biased"
-#: score the tiles of biases come with those of K, and take room beside them, a "narrow_bias" of one byte little; a
-#: "mapped" mask comes as a tile map, whose blocks (documents, images) seldom begin at a multiple of 96 or 192, and the
-#: score does not gather; beside a map, a "held_table" is read by shuffles, for which two warps a scheduler are too few.
-#: The softmax of a "biased" score takes longer than its products at head dim 64, so that turns last until these are
-#: done. Measured on an H200 or an H100 where docs/performance.md says so; the rest follows from budgets.
-TABLE = (
-    Choice("held_table", 64, 3, 128, "pingpong"),
-    Choice("narrow_bias", 128, 2, 128, "pingpong"),
-    Choice("biased", 64, 2, 128, "pingpong", keeps_turn=True),
-    Choice("biased", 128, 2, 96, "pingpong", keeps_turn=True),
-    Choice("mapped", 128, 2, 128, "pingpong"),
-    Choice("light", 64, 3, 128, "pingpong"),
-    Choice("gather", 128, 2, 64, "pingpong"),
-    Choice("gather", 256, 2, 32, "pingpong"),
-    Choice("scored", 64, 3, 96, "pingpong"),
-    Choice("score", 64, 3, 64, "pingpong"),
-    Choice("scored", 128, 3, 80, "pingpong"),
-    Choice("score", 128, 3, 64, "pingpong"),
-    Choice("listed_by_head", 128, 2, 128, "pingpong"),
-    Choice("listed", 64, 3, 64, "pingpong"),
-    Choice("listed", 128, 3, 64, "pingpong"),
-    Choice("window", 128, 3, 64, "pingpong"),
-    Choice("plain", 96, 3, 96, "pingpong"),
-    Choice("any", 128, 2, 128, "pingpong"),
-    Choice("narrow_v", 192, 2, 128, "pingpong"),
-    Choice("plain", 192, 2, 64, "pingpong", stages=3),
-    Choice("any", 192, 2, 96, "pingpong"),
-    Choice("any", 256, 2, 64, "pingpong"),
-)
 
 
 def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
@@ -256,7 +219,6 @@ FORM = Form(
     label="wgmma",
     check=lambda spec, roles, iteration: None,
     numbers=PROBABILITIES,
-    table=TABLE,
     capped_columns=64,
 )
 

@@ -17,12 +17,12 @@ from attngen.families.hopper_forward.candidates import (
     ROWS,
     WIDE,
     Candidate,
-    Choice,
     Form,
     bias_keys,
     candidates,
     key_step,
 )
+from attngen.families.hopper_forward.choices import ChoiceRow
 from attngen.families.hopper_forward.kinds import SoftmaxKind, form_of, kind_of
 from attngen.families.hopper_forward.memory import fits, memory_refusal, with_memory
 from attngen.families.hopper_forward.pipes import forward_roles
@@ -107,17 +107,17 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     if refused := _key_refusal(spec, form, candidate):
         return refused
     form.check(spec, roles, iteration)
-    schedule = roles.schedule or (choice.schedule if consumers > 1 else "cooperative")
+    schedule = roles.schedule or (choice.warps.schedule if consumers > 1 else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         return refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
-    as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile_n)
+    as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile.n)
     registers = registers_of(spec, roles, consumers, tile_n, v, choice.registers if as_chosen else None)
     if refused := register_refusal(spec, registers, consumers, tile_n, v):
         return refused
     transposes = form.transposes and not spec.transposed_v
     value_loader = is_paged(spec) and not form.transposes  # pages take many small copies
     warp_roles = forward_roles(consumers, *registers, value_loader=value_loader, transposes=transposes)
-    usual = _MANY_STAGES if spec.split_tiles else (choice.stages if as_chosen else 2,)
+    usual = _MANY_STAGES if spec.split_tiles else (choice.pipeline.stages if as_chosen else 2,)
     if spec.stages and not 2 <= spec.stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{spec.stages} is not allowed; allowed: 2 to 8")
     staged = spec.epilogue != "direct" and not spec.split_tiles
@@ -346,7 +346,7 @@ def _can_be_end_aligned(spec: KernelSpec, iteration: str) -> bool:
     return len(visible) == 1 and visible[0].lo is not None and visible[0].hi is not None
 
 
-def _consumers(spec: KernelSpec, roles: Roles, choice: Choice) -> int:
+def _consumers(spec: KernelSpec, roles: Roles, choice: ChoiceRow) -> int:
     """Return the number of consumers, which the rows of the tile and the roles must agree on."""
     if roles.producer not in (None, 1):
         raise refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 1")

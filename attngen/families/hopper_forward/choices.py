@@ -1,0 +1,167 @@
+"""Choices of the Hopper forwards by work: rows of ``tuned/hopper_forward.yaml`` and ``tuned/hopper_fp8.yaml``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import Field
+
+from attngen import resources
+from attngen.lang.biases import lookups, reads_integers
+from attngen.lang.simplify import TRUE
+from attngen.parts.boxes import is_paged
+from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
+from attngen.schema import models
+from attngen.schema.fields import Choice, Many
+from attngen.schema.kernel_spec import KernelSpec
+from attngen.schema.models import Model
+from attngen.schema.tuned import ChosenStages, RowModel, load_table
+
+#: Columns of V up to which it leaves registers and memory for more keys than K has.
+_NARROW_V = 128
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kernel whose tile is chosen.
+
+    ``spec`` has the variant that consumers load and compute for each pair, without a mask where a tile map brings it as
+    bits; ``asked`` is the spec as it was given. ``bias_bytes``: of tiles of biases, for each pair.
+    """
+
+    asked: KernelSpec
+    spec: KernelSpec
+    iteration: str
+    bias_bytes: int
+
+    @cached_property
+    def bounded_left(self) -> bool:
+        """Whether the keys that rows see begin somewhere."""
+        return any(interval.lo is not None for interval in bands_of(self.spec).visible)
+
+
+def has_rows_of_one_head(spec: KernelSpec) -> bool:
+    """Whether the rows of a tile are neighbouring queries of one head of a dense sequence, whose keys no blocks
+    share."""
+    return spec.layout == "dense" and not (spec.pack_gqa or spec.split_tiles)
+
+
+def _light(work: Work) -> bool:
+    return is_light(work.spec.variant) and not work.spec.variant.dropout
+
+
+def _window(work: Work) -> bool:
+    return _light(work) and work.spec.layout == "dense" and work.bounded_left
+
+
+def _plain(work: Work) -> bool:
+    dense = work.spec.layout == "dense" and work.spec.pack_gqa is not True
+    return _light(work) and dense and not work.bounded_left
+
+
+def _biased(work: Work) -> bool:
+    integers = gathers(work.spec.variant) and reads_integers(work.asked.variant, work.bias_bytes)
+    return work.bias_bytes > 0 and not _window(work) and not integers
+
+
+def _scored(work: Work) -> bool:
+    """Whether a kernel does arithmetic on every logit, and there is no reason for tiles of few keys."""
+    spec = work.spec
+    plain = spec.layout == "dense" and spec.pack_gqa is not True and not spec.variant.dropout
+    listed = reads_data_per_key(spec.variant)
+    return plain and not listed and spec.variant.score is not None and not work.bounded_left
+
+
+#: Facts that rows name.
+FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
+    "any": lambda work: True,
+    "light": _light,
+    "window": _window,
+    "plain": _plain,
+    "narrow_v": lambda work: _plain(work) and work.spec.head_dim_v <= _NARROW_V < work.spec.head_dim_qk,
+    "gather": lambda work: gathers(work.spec.variant),
+    "mapped": lambda work: work.iteration == "tile_map" and not gathers(work.spec.variant),
+    "score": lambda work: work.spec.variant.score is not None or work.spec.variant.dropout,
+    "listed": lambda work: reads_data_per_key(work.spec.variant),
+    "listed_by_head": lambda work: reads_data_per_key(work.spec.variant) and has_rows_of_one_head(work.spec),
+    "scored": _scored,
+    "packed": lambda work: work.spec.pack_gqa is True,
+    "paged": lambda work: is_paged(work.spec),
+    "tokens": lambda work: work.spec.scale_block == 1,
+    "blocks": lambda work: work.spec.scale_block > 1,
+    "biased": lambda work: work.bias_bytes > 1 and _biased(work),
+    "narrow_bias": lambda work: work.bias_bytes == 1 and _biased(work),
+    "held_table": lambda work: work.bias_bytes == 1
+    and _biased(work)
+    and work.iteration == "tile_map"
+    and bool(lookups(work.asked.variant, work.bias_bytes)),
+})  # fmt: skip
+
+
+def facts_of(spec: KernelSpec, iteration: str, bias_bytes: int, per_pair: KernelSpec) -> Callable[[str], bool]:
+    """Tells the facts of a kernel, each of which is computed when a row first asks for it."""
+    if iteration == "tile_map":
+        per_pair = replace(per_pair, variant=replace(per_pair.variant, mask=TRUE))
+    work = Work(spec, per_pair, iteration, bias_bytes)
+    return cache(lambda name: FACTS[name](work))
+
+
+_Fact = Annotated[str, Choice(tuple(FACTS))]
+
+
+class KeysOfTile(Model):
+    """Keys of a step."""
+
+    n: Annotated[int, Field(ge=16, le=256, multiple_of=16)]
+
+
+class RegistersOfRoles(Model):
+    """Registers per thread of each role."""
+
+    producer: Annotated[int, Field(ge=24, le=256, multiple_of=8)]
+    consumer: Annotated[int, Field(ge=24, le=256, multiple_of=8)]
+
+
+class Consumers(Model):
+    """Consumers of 64 rows each, and their order at the tensor cores."""
+
+    consumer: Annotated[int, Field(ge=1, le=3)]
+    schedule: models.Schedule
+    registers: RegistersOfRoles | None = None
+
+
+class ChoiceRow(RowModel):
+    """A row of the table. ``keeps_turn``: with ping-pong, until the products of a step are done."""
+
+    work: Many[_Fact] = ()
+    without: Many[_Fact] = ()
+    tile: KeysOfTile
+    warps: Consumers
+    pipeline: ChosenStages = ChosenStages(stages=2)
+    keeps_turn: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Consumers of a block."""
+        return self.warps.consumer
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers of (producer, consumer) with this tile; None: as the consumers have."""
+        given = self.warps.registers
+        return (given.producer, given.consumer) if given else None
+
+    def resized(self, consumers: int, tile_n: int) -> ChoiceRow:
+        """The same with a tile of another size."""
+        warps = self.warps.model_copy(update={"consumer": consumers})
+        return self.model_copy(update={"warps": warps, "tile": KeysOfTile(n=tile_n)})
+
+
+@cache
+def choice_rows(schedule: str) -> tuple[ChoiceRow, ...]:
+    """The rows of the table of a schedule, the first that suits a kernel first."""
+    return load_table(resources.tuned_dir() / f"{schedule}.yaml", schedule, ChoiceRow)
