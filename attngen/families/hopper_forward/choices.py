@@ -95,10 +95,8 @@ FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
     "blocks": lambda work: work.spec.scale_block > 1,
     "biased": lambda work: work.bias_bytes > 1 and _biased(work),
     "narrow_bias": lambda work: work.bias_bytes == 1 and _biased(work),
-    "held_table": lambda work: work.bias_bytes == 1
-    and _biased(work)
-    and work.iteration == "tile_map"
-    and bool(lookups(work.asked.variant, work.bias_bytes)),
+    "held_entries": lambda work: bool(lookups(work.asked.variant, work.bias_bytes)),
+    "tile_map": lambda work: work.iteration == "tile_map",
 })  # fmt: skip
 
 
