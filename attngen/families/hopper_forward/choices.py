@@ -93,8 +93,8 @@ FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
     "paged": lambda work: is_paged(work.spec),
     "tokens": lambda work: work.spec.scale_block == 1,
     "blocks": lambda work: work.spec.scale_block > 1,
-    "biased": lambda work: work.bias_bytes > 1 and _biased(work),
-    "narrow_bias": lambda work: work.bias_bytes == 1 and _biased(work),
+    "biased": _biased,
+    "one_byte": lambda work: work.bias_bytes == 1,
     "held_entries": lambda work: bool(lookups(work.asked.variant, work.bias_bytes)),
     "tile_map": lambda work: work.iteration == "tile_map",
 })  # fmt: skip
