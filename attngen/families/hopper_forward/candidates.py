@@ -91,7 +91,8 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
         polynomial = choice.work == ("scored",) and not by_distance and terms_of(spec, constant_max(spec, form), qk + v)
         if polynomial and not form.transposes:
             choice = choice.resized(*WIDE)
-        if iteration == "ranges" and not form.transposes and not holds("light") and has_rows_of_one_head(spec):
+        divided = not (holds("light") or holds("data_by_key")) and has_rows_of_one_head(spec)
+        if iteration == "ranges" and not form.transposes and divided:
             choice = _taller(spec, choice, max(qk, v))
         if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
             # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
