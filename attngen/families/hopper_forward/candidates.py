@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.dtypes import QUANTIZED_DTYPES
-from attngen.families.hopper_forward.choices import ChoiceRow, choice_rows, facts_of, has_rows_of_one_head
+from attngen.families.hopper_forward.choices import ChoiceRow, Work, choice_rows, facts_of, has_rows_of_one_head
 from attngen.families.hopper_forward.registers import FEWER_KEYS
-from attngen.families.hopper_forward.softmax import softmax_of, terms_of
 from attngen.lang.biases import element_bytes, rooms, without_biases
 from attngen.lang.runs import TILE, positions
+from attngen.lang.simplify import TRUE
 from attngen.lang.tables import ENTRY_BYTES, Table, tables, without_tables
 from attngen.lang.variant import Variant
 from attngen.parts.boxes import BOX_BYTES, TRANSPOSED_BYTES, is_paged, operand_widths
@@ -82,15 +82,16 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
     tiles, fewer keys. With biases, fewer consumers are tried for each, since a tile of fewer rows leaves more room.
     """
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
+    exponents = form.numbers[spec.dtype].exponents
     for tiled, by_distance, table_bytes, per_pair in _brought(spec):
-        holds = facts_of(spec, iteration, tiled, replace(spec, variant=per_pair))
+        if iteration == "tile_map":
+            per_pair = replace(per_pair, mask=TRUE)
+        work = Work(spec, replace(spec, variant=per_pair), iteration, tiled, by_distance, exponents)
+        holds = facts_of(work)
         rows = [row for row in choice_rows(form.schedule) if row.suits(holds, max(qk, v))]
         choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
         if holds("window") and not form.transposes and has_rows_of_one_head(spec):
             choice = _faster(spec, choice, max(qk, v))
-        polynomial = choice.work == ("scored",) and not by_distance and terms_of(spec, constant_max(spec, form), qk + v)
-        if polynomial and not form.transposes:
-            choice = choice.resized(*WIDE)
         divided = not (holds("light") or holds("data_by_key")) and has_rows_of_one_head(spec)
         if iteration == "ranges" and not form.transposes and divided:
             choice = _taller(spec, choice, max(qk, v))
@@ -139,11 +140,6 @@ def _taller(spec: KernelSpec, usual: ChoiceRow, columns: int) -> ChoiceRow:
     tall = usual.resized(*_TALL)
     times = [row_time(spec, each.consumers, each.tile.n, columns) for each in (usual, tall)]
     return tall if times[0] and times[1] and times[1] < _SOONER * times[0] else usual
-
-
-def constant_max(spec: KernelSpec, form: Form) -> float | None:
-    """The constant that replaces the row max of all rows, if there is one."""
-    return softmax_of(spec, form.numbers[spec.dtype].exponents)[1]
 
 
 def _rooms(spec: KernelSpec) -> tuple[int, ...]:

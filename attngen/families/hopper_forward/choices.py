@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Annotated
@@ -11,9 +11,10 @@ from typing import Annotated
 from pydantic import Field
 
 from attngen import resources
+from attngen.families.hopper_forward.softmax import softmax_of, terms_of
 from attngen.lang.biases import lookups, reads_integers
-from attngen.lang.simplify import TRUE
-from attngen.parts.boxes import is_paged
+from attngen.parts.boxes import is_paged, operand_widths
+from attngen.plan.operands import operands_of
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema import models
 from attngen.schema.fields import Choice, Many
@@ -30,13 +31,16 @@ class Work:
     """A kernel whose tile is chosen.
 
     ``spec`` has the variant that consumers load and compute for each pair, without a mask where a tile map brings it as
-    bits; ``asked`` is the spec as it was given. ``bias_bytes``: of tiles of biases, for each pair.
+    bits; ``asked`` is the spec as it was given. ``bias_bytes`` of tiles of biases, for each pair, and values
+    ``by_distance`` come with tiles of K. ``exponents`` are those that P may have (``Probabilities``).
     """
 
     asked: KernelSpec
     spec: KernelSpec
     iteration: str
     bias_bytes: int
+    by_distance: int
+    exponents: tuple[int, int] | None
 
     @cached_property
     def bounded_left(self) -> bool:
@@ -48,6 +52,13 @@ def has_rows_of_one_head(spec: KernelSpec) -> bool:
     """Whether the rows of a tile are neighbouring queries of one head of a dense sequence, whose keys no blocks
     share."""
     return spec.layout == "dense" and not (spec.pack_gqa or spec.split_tiles)
+
+
+def _takes_polynomial(work: Work) -> bool:
+    """Whether a polynomial takes the place of exp2."""
+    constant = softmax_of(work.asked, work.exponents)[1]
+    columns = sum(each.width for each in operand_widths(work.asked, operands_of(work.asked)))
+    return not work.by_distance and bool(terms_of(work.asked, constant, columns))
 
 
 def _light(work: Work) -> bool:
@@ -88,6 +99,7 @@ FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
     "data_by_key": lambda work: reads_data_per_key(work.spec.variant),
     "one_head": lambda work: has_rows_of_one_head(work.spec),
     "scored": _scored,
+    "polynomial": _takes_polynomial,
     "packed": lambda work: work.spec.pack_gqa is True,
     "paged": lambda work: is_paged(work.spec),
     "tokens": lambda work: work.spec.scale_block == 1,
@@ -99,11 +111,8 @@ FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
 })  # fmt: skip
 
 
-def facts_of(spec: KernelSpec, iteration: str, bias_bytes: int, per_pair: KernelSpec) -> Callable[[str], bool]:
+def facts_of(work: Work) -> Callable[[str], bool]:
     """Tells the facts of a kernel, each of which is computed when a row first asks for it."""
-    if iteration == "tile_map":
-        per_pair = replace(per_pair, variant=replace(per_pair.variant, mask=TRUE))
-    work = Work(spec, per_pair, iteration, bias_bytes)
     return cache(lambda name: FACTS[name](work))
 
 
