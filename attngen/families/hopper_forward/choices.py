@@ -43,7 +43,7 @@ class Work:
     exponents: tuple[int, int] | None
 
     @cached_property
-    def bounded_left(self) -> bool:
+    def ends_left(self) -> bool:
         """Whether the keys that rows see begin somewhere."""
         return any(interval.lo is not None for interval in bands_of(self.spec).visible)
 
@@ -66,25 +66,17 @@ def _light(work: Work) -> bool:
 
 
 def _window(work: Work) -> bool:
-    return _light(work) and work.spec.layout == "dense" and work.bounded_left
+    return _light(work) and work.spec.layout == "dense" and work.ends_left
 
 
 def _plain(work: Work) -> bool:
     dense = work.spec.layout == "dense" and work.spec.pack_gqa is not True
-    return _light(work) and dense and not work.bounded_left
+    return _light(work) and dense and not work.ends_left
 
 
 def _biased(work: Work) -> bool:
     integers = gathers(work.spec.variant) and reads_integers(work.asked.variant, work.bias_bytes)
     return work.bias_bytes > 0 and not _window(work) and not integers
-
-
-def _scored(work: Work) -> bool:
-    """Whether a kernel does arithmetic on every logit, and there is no reason for tiles of few keys."""
-    spec = work.spec
-    plain = spec.layout == "dense" and spec.pack_gqa is not True and not spec.variant.dropout
-    listed = reads_data_per_key(spec.variant)
-    return plain and not listed and spec.variant.score is not None and not work.bounded_left
 
 
 #: Facts that rows name.
@@ -95,12 +87,14 @@ FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
     "plain": _plain,
     "narrow_v": lambda work: _plain(work) and work.spec.head_dim_v <= _NARROW_V < work.spec.head_dim_qk,
     "gathered": lambda work: gathers(work.spec.variant),
-    "score": lambda work: work.spec.variant.score is not None or work.spec.variant.dropout,
+    "scored": lambda work: work.spec.variant.score is not None or work.spec.variant.dropout,
+    "dropout": lambda work: work.spec.variant.dropout,
+    "ends_left": lambda work: work.ends_left,
+    "dense": lambda work: work.spec.layout == "dense",
     "data_by_key": lambda work: reads_data_per_key(work.spec.variant),
     "one_head": lambda work: has_rows_of_one_head(work.spec),
-    "scored": _scored,
     "polynomial": _takes_polynomial,
-    "packed": lambda work: work.spec.pack_gqa is True,
+    "packed_heads": lambda work: work.spec.pack_gqa is True,
     "paged": lambda work: is_paged(work.spec),
     "tokens": lambda work: work.spec.scale_block == 1,
     "blocks": lambda work: work.spec.scale_block > 1,
