@@ -211,12 +211,20 @@ def load_table(path: Path, schedule: str, row: type[Row]) -> tuple[Row, ...]:
     return model.choices
 
 
-def first_row(rows: Iterable[Row], holds: Callable[[str], bool], columns: int) -> Row:
+def first_row(schedule: str, rows: Iterable[Row], holds: Callable[[str], bool], columns: int) -> Row:
     """The first row that suits a kernel (``RowModel.suits``). Raises SpecError if none does."""
     for row in rows:
         if row.suits(holds, columns):
             return row
-    raise SpecError(f"no choice for {columns} columns in the table of the schedule (tuned/)", field="choices")
+    raise no_choice(schedule, columns)
+
+
+def no_choice(schedule: str, columns: int) -> SpecError:
+    """The error of a table without a row for a kernel."""
+    return SpecError(
+        f"no choice for the work of this kernel, at {columns} columns; a last row without 'work' is for all",
+        location=Location(str(resources.tuned_dir() / f"{schedule}.yaml")), field="choices",
+    )  # fmt: skip
 
 
 _M = TypeVar("_M", bound=BaseModel)

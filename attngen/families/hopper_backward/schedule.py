@@ -244,7 +244,7 @@ def _tile(
     per_pair = per_pair_of(spec, brought)
     family = relief.family or family_of(spec, per_pair, brought)
     facts = facts_of(spec, family, iteration, qk)
-    choice = first_row(choice_rows(), facts.__contains__, max(qk, v))
+    choice = first_row("hopper_backward", choice_rows(), facts.__contains__, max(qk, v))
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
     stages = (spec.backward or Backward()).dkdv.stages or parts + more

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.dtypes import QUANTIZED_DTYPES
-from attngen.families.hopper_forward.choices import ChoiceRow, Work, choice_rows, facts_of, has_rows_of_one_head
+from attngen.families.hopper_forward.choices import ChoiceRow, Work, choice_rows, facts_of
 from attngen.families.hopper_forward.registers import FEWER_KEYS
 from attngen.lang.biases import element_bytes, rooms, without_biases
 from attngen.lang.runs import TILE, positions
@@ -24,6 +24,7 @@ from attngen.plan.traits import (
     without_distance_values,
 )
 from attngen.schema.kernel_spec import KernelSpec, Roles
+from attngen.schema.tuned import no_choice
 
 ROWS = 64  # query rows of a consumer: M of wgmma
 
@@ -33,14 +34,6 @@ _LEAST_KEYS = 16
 #: Stages of the ring of tiles of biases, the most that fit, and consumers of a block where those of the table leave no
 #: room for them.
 BIAS_STAGES, _FEW_CONSUMERS = (3, 2), 2
-
-#: Consumers and keys of the tiles that windows may have instead of their usual ones, up to how many columns, and by how
-#: much their rows may take longer: short calls of fewer rows in a tile end more evenly.
-WIDE, _WIDE_COLUMNS, _MORE_EVEN = (2, 128), 128, 1.045
-
-#: Consumers and keys of the tiles that masks which divide may have instead of their usual ones, up to how many columns
-#: and for how many intervals of keys, and what their rows may take at most, over the usual.
-_TALL, _TALL_COLUMNS, _TALL_INTERVALS, _SOONER = (3, 128), 64, 2, 0.97
 
 #: With this many consumers or more, tiles have so many rows that few calls end evenly.
 FEW_TILES = 3
@@ -87,17 +80,7 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
         if iteration == "tile_map":
             per_pair = replace(per_pair, mask=TRUE)
         work = Work(spec, replace(spec, variant=per_pair), iteration, tiled, by_distance, exponents)
-        holds = facts_of(work)
-        rows = [row for row in choice_rows(form.schedule) if row.suits(holds, max(qk, v))]
-        choice = next(row for row in rows if not (_sees_ranges_by_runs(spec) and TILE % (ROWS * row.consumers)))
-        if holds("window") and not form.transposes and has_rows_of_one_head(spec):
-            choice = _faster(spec, choice, max(qk, v))
-        divided = not (holds("light") or holds("data_by_key")) and has_rows_of_one_head(spec)
-        if iteration == "ranges" and not form.transposes and divided:
-            choice = _taller(spec, choice, max(qk, v))
-        if iteration == "ranges" and not form.transposes and first_see_many_more(spec):
-            # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
-            choice = next((row for row in rows if row.consumers < FEW_TILES), choice)
+        choice = _choice(work, form, max(qk, v))
         step = key_step(operands_of(spec), form.transposes, spec.transposed_v and not spec.grouped_v)
         step = max(step, bias_keys(spec, tiled) if tiled else 0)
         usual = choice.tile.n // step * step
@@ -122,24 +105,31 @@ def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:
         yield tiled, by_distance, 0, per_pair
 
 
-def _faster(spec: KernelSpec, usual: ChoiceRow, columns: int) -> ChoiceRow:
-    """The ``usual`` choice for a mask whose bands end on the left, or tiles of 128 x 128 if rows in the middle of a
-    long sequence should take little more time in these."""
-    if columns > _WIDE_COLUMNS:
-        return usual
-    wide = usual.resized(*WIDE)
-    times = [row_time(spec, each.consumers, each.tile.n, columns) for each in (usual, wide)]
-    return wide if times[0] and times[1] and times[1] < _MORE_EVEN * times[0] else usual
+def _choice(work: Work, form: Form, columns: int) -> ChoiceRow:
+    """The first row that suits a kernel, of those ``within`` a prediction only if it holds. Where runs decide what rows
+    see, tiles have to end where these do."""
+    spec, holds = work.asked, facts_of(work)
+    suiting = (row for row in choice_rows(form.schedule) if row.suits(holds, columns))
+    if work.iteration == "ranges" and not form.transposes and first_see_many_more(spec):
+        # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
+        rows = list(suiting)
+        suiting = iter([row for row in rows if row.within is None and row.consumers < FEW_TILES] or rows)
+    by_runs = _sees_ranges_by_runs(spec)
+    predicted: list[ChoiceRow] = []
+    for row in suiting:
+        if by_runs and TILE % (ROWS * row.consumers):
+            continue
+        if row.within is None:
+            return next((each for each in predicted if _is_within(spec, each, row, columns)), row)
+        predicted.append(row)
+    raise no_choice(form.schedule, columns)
 
 
-def _taller(spec: KernelSpec, usual: ChoiceRow, columns: int) -> ChoiceRow:
-    """The ``usual`` choice for a mask that divides, or tiles of 192 x 128 if rows in the middle of a long sequence
-    should take less time in these."""
-    if columns > _TALL_COLUMNS or usual.work != ("any",) or len(bands_of(spec).visible) > _TALL_INTERVALS:
-        return usual
-    tall = usual.resized(*_TALL)
-    times = [row_time(spec, each.consumers, each.tile.n, columns) for each in (usual, tall)]
-    return tall if times[0] and times[1] and times[1] < _SOONER * times[0] else usual
+def _is_within(spec: KernelSpec, row: ChoiceRow, usual: ChoiceRow, columns: int) -> bool:
+    """Whether rows in the middle of a long sequence should take less than ``within`` times the time of the ``usual``
+    choice."""
+    time, other = (row_time(spec, each.consumers, each.tile.n, columns) for each in (row, usual))
+    return bool(time and other and row.within and time < row.within * other)
 
 
 def _rooms(spec: KernelSpec) -> tuple[int, ...]:

@@ -22,6 +22,10 @@ from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.models import Model
 from attngen.schema.tuned import ChosenStages, RowModel, load_table
 
+#: Intervals of keys up to which rows see few: more take so many steps that begin with a partial tile that a taller tile
+#: loses (block diffusion: docs/notebook/tiles.md, "Masks that divide, at d 64").
+_FEW_INTERVALS = 2
+
 #: Columns of V up to which it leaves registers and memory for more keys than K has.
 _NARROW_V = 128
 
@@ -90,6 +94,8 @@ FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
     "scored": lambda work: work.spec.variant.score is not None or work.spec.variant.dropout,
     "dropout": lambda work: work.spec.variant.dropout,
     "ends_left": lambda work: work.ends_left,
+    "few_intervals": lambda work: len(bands_of(work.spec).visible) <= _FEW_INTERVALS,
+    "ranges": lambda work: work.iteration == "ranges",
     "dense": lambda work: work.spec.layout == "dense",
     "data_by_key": lambda work: reads_data_per_key(work.spec.variant),
     "one_head": lambda work: has_rows_of_one_head(work.spec),
@@ -135,7 +141,11 @@ class Consumers(Model):
 
 
 class ChoiceRow(RowModel):
-    """A row of the table. ``keeps_turn``: with ping-pong, until the products of a step are done."""
+    """A row of the table.
+
+    ``keeps_turn``: with ping-pong, until the products of a step are done. ``within``: the row is taken only if rows in
+    the middle of a long sequence are predicted to take less than so many times the time that the next row predicts.
+    """
 
     work: Many[_Fact] = ()
     without: Many[_Fact] = ()
@@ -143,6 +153,7 @@ class ChoiceRow(RowModel):
     warps: Consumers
     pipeline: ChosenStages = ChosenStages(stages=2)
     keeps_turn: bool = False
+    within: Annotated[float | None, Field(gt=0)] = None
 
     @property
     def consumers(self) -> int:

@@ -15,7 +15,6 @@ from attngen.families.hopper_forward.candidates import (
     BIAS_STAGES,
     FEW_TILES,
     ROWS,
-    WIDE,
     Candidate,
     Form,
     bias_keys,
@@ -65,9 +64,9 @@ _MOST_BLOCKS = 8
 #: Columns up to which query tiles may be cut into parts; beyond, kernels with tile maps would spill registers.
 _CUT_COLUMNS = 128
 
-#: Columns up to which a turn lasts until products are done where a tile of 128 keys of a map is partial: there its
-#: softmax takes longer than its products.
-_MASKED_TURN_COLUMNS = 64
+#: Consumers and keys of the tiles, and columns up to which, where a tile of 128 keys of a map is partial, a turn lasts
+#: until products are done: there its softmax takes longer than its products.
+_SQUARE, _MASKED_TURN_COLUMNS = (2, 128), 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         keeps_masked_turn=schedule == "pingpong"
         and iteration == "tile_map"
         and not form.transposes
-        and (consumers, tile_n) == WIDE
+        and (consumers, tile_n) == _SQUARE
         and max(qk, v) <= _MASKED_TURN_COLUMNS,
         overlap=roles.overlap is not False,
         persistent=spec.persistent is not False and not spec.split_tiles,
