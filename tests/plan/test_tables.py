@@ -28,12 +28,12 @@ READERS: dict[str, Callable[[], tuple[RowModel, ...]]] = {
 ROWS: dict[str, tuple[dict[str, object], str, tuple[str, str]]] = {
     "hopper_forward": (
         {"variant": "causal", "backend": "cuda"},
-        "- {work: [light], columns: 64, tile: {n: 80}, warps: {consumer: 2, schedule: pingpong}}",
+        "- {work: [bounds], columns: 64, tile: {n: 80}, warps: {consumer: 2, schedule: pingpong}}",
         ("m192n128", "m128n80"),
     ),
     "hopper_fp8": (
         {"variant": "causal", "backend": "cuda", "dtype": "fp8_e4m3"},
-        "- {work: [light], columns: 64, tile: {n: 64}, warps: {consumer: 2, schedule: pingpong}}",
+        "- {work: [bounds], columns: 64, tile: {n: 64}, warps: {consumer: 2, schedule: pingpong}}",
         ("m192n128", "m128n64"),
     ),
     "hopper_backward": (

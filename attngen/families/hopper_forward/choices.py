@@ -47,8 +47,8 @@ class Work:
     exponents: tuple[int, int] | None
 
     @cached_property
-    def ends_left(self) -> bool:
-        """Whether the keys that rows see begin somewhere."""
+    def window(self) -> bool:
+        """Whether what rows see ends on the left."""
         return any(interval.lo is not None for interval in bands_of(self.spec).visible)
 
 
@@ -65,35 +65,26 @@ def _takes_polynomial(work: Work) -> bool:
     return not work.by_distance and bool(terms_of(work.asked, constant, columns))
 
 
-def _light(work: Work) -> bool:
+def _bounds(work: Work) -> bool:
+    """Whether the mask is made of comparisons, and nothing else takes registers or time for each pair."""
     return is_light(work.spec.variant) and not work.spec.variant.dropout
 
 
-def _window(work: Work) -> bool:
-    return _light(work) and work.spec.layout == "dense" and work.ends_left
-
-
-def _plain(work: Work) -> bool:
-    dense = work.spec.layout == "dense" and work.spec.pack_gqa is not True
-    return _light(work) and dense and not work.ends_left
-
-
 def _biased(work: Work) -> bool:
+    """Whether tiles of biases decide the tile: not those of integers where something is gathered beside them."""
+    of_bounds = _bounds(work) and work.spec.layout == "dense" and work.window
     integers = gathers(work.spec.variant) and reads_integers(work.asked.variant, work.bias_bytes)
-    return work.bias_bytes > 0 and not _window(work) and not integers
+    return work.bias_bytes > 0 and not of_bounds and not integers
 
 
 #: Facts that rows name.
 FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
-    "any": lambda work: True,
-    "light": _light,
-    "window": _window,
-    "plain": _plain,
-    "narrow_v": lambda work: _plain(work) and work.spec.head_dim_v <= _NARROW_V < work.spec.head_dim_qk,
+    "bounds": _bounds,
+    "narrow_v": lambda work: work.spec.head_dim_v <= _NARROW_V < work.spec.head_dim_qk,
     "gathered": lambda work: gathers(work.spec.variant),
     "scored": lambda work: work.spec.variant.score is not None or work.spec.variant.dropout,
     "dropout": lambda work: work.spec.variant.dropout,
-    "ends_left": lambda work: work.ends_left,
+    "window": lambda work: work.window,
     "few_intervals": lambda work: len(bands_of(work.spec).visible) <= _FEW_INTERVALS,
     "ranges": lambda work: work.iteration == "ranges",
     "dense": lambda work: work.spec.layout == "dense",
@@ -102,8 +93,8 @@ FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
     "polynomial": _takes_polynomial,
     "packed_heads": lambda work: work.spec.pack_gqa is True,
     "paged": lambda work: is_paged(work.spec),
-    "tokens": lambda work: work.spec.scale_block == 1,
-    "blocks": lambda work: work.spec.scale_block > 1,
+    "token_scales": lambda work: work.spec.scale_block == 1,
+    "block_scales": lambda work: work.spec.scale_block > 1,
     "biased": _biased,
     "one_byte": lambda work: work.bias_bytes == 1,
     "held_entries": lambda work: bool(lookups(work.asked.variant, work.bias_bytes)),
