@@ -38,7 +38,7 @@ ROWS: dict[str, tuple[dict[str, object], str, tuple[str, str]]] = {
     ),
     "hopper_backward": (
         {"variant": "causal", "passes": "backward", "backward": "{backend: cuda}"},
-        "- {work: [plain], columns: 64, tile: {m: 64}, overlap: pingpong, packed: true, q_stages: 3}",
+        "- {work: [bounds], columns: 64, tile: {m: 64}, overlap: pingpong, packed: true, q_stages: 3}",
         ("m128n128", "m64n128"),
     ),
 }

@@ -32,7 +32,7 @@ BLOCK_HEAD_DIM = 128
 _QUERY_VALUES = 1
 
 #: The families, those whose masks and scores take the fewest registers first.
-_FAMILIES = ("plain", "light", "divided", "biased", "derived", "valued", "reading", "tight")
+_FAMILIES = ("bounds", "light", "divided", "biased", "derived", "valued", "reading", "tight")
 
 #: Words of ``facts_of``, by which rows of the table say what work they are for.
 WORDS = (*_FAMILIES, "ranges", "classified", "tile_map", "dense", "varlen", "deterministic", "padded_to_128")
@@ -114,7 +114,7 @@ def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
     """Family of mask and score, by what consumers compute for each pair (``variant``). Its registers decide which
     products the softmax can overlap.
 
-    - "plain": no score, and a mask made of comparisons of positions and scalars
+    - "bounds": no score, and a mask made of comparisons of positions and scalars
     - "light": a score whose derivative is the same for all pairs, or tensors read by sequence and head alone
     - "divided": "light" with divisions
     - "biased": "light" or "divided" with biases that come as tiles
@@ -130,7 +130,7 @@ def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
     if mapped:  # the mask comes as bits, whatever its expression reads
         variant = replace(variant, mask=TRUE)
     if is_light(variant):
-        return "plain"
+        return "bounds"
     kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
     if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
         return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= NARROW else "reading"
