@@ -32,7 +32,7 @@ BLOCK_HEAD_DIM = 128
 _QUERY_VALUES = 1
 
 #: The families, those whose masks and scores take the fewest registers first.
-_FAMILIES = ("bounds", "light", "divided", "biased", "derived", "valued", "reading", "tight")
+_FAMILIES = ("bounds", "light", "divided", "biased", "varying_derivative", "valued", "reading", "tight")
 
 #: Words of ``facts_of``, by which rows of the table say what work they are for.
 WORDS = (*_FAMILIES, "ranges", "classified", "tile_map", "dense", "varlen", "deterministic", "padded_to_128")
@@ -118,7 +118,7 @@ def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
     - "light": a score whose derivative is the same for all pairs, or tensors read by sequence and head alone
     - "divided": "light" with divisions
     - "biased": "light" or "divided" with biases that come as tiles
-    - "derived": a score whose derivative differs from pair to pair
+    - "varying_derivative": a score whose derivative differs from pair to pair
     - "valued": mask or score read values of keys, and at most one value of each query, stored beside its tile
     - "reading": other tensors are read by position
     - "tight": dropout, since dV takes probabilities after it and dS those before; or a tile map with a fixed order of
@@ -133,12 +133,12 @@ def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
         return "bounds"
     kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
     if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
-        return "derived" if max(spec.head_dim_qk, spec.head_dim_v) <= NARROW else "reading"
+        return "varying_derivative" if max(spec.head_dim_qk, spec.head_dim_v) <= NARROW else "reading"
     if reads_positions(variant):
         valued = query_values_of(spec, variant, brought, bits=mapped) or (scores_keys(variant) and not varies(spec))
         return "valued" if valued and not is_wide(spec) else "reading"
     if varies(spec):
-        return "derived"
+        return "varying_derivative"
     if brought.bias_bytes:
         return "biased"
     return "divided" if divides(variant) else "light"

@@ -338,10 +338,10 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
 
 def _has_own_spans(spec: KernelSpec, choice: ChoiceRow, family: str, iteration: str) -> bool:
     """Whether each consumer finds the queries that see its own half of the keys, and skips the others. It pays where
-    few queries see a tile of keys, and takes registers, which "derived" kernels do not have."""
+    few queries see a tile of keys, and takes registers, which kernels whose derivative varies do not have."""
     visible = bands_of(spec, "q").visible
     few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
-    halves = choice.overlap == "pingpong" and choice.tile.m < _KEYS and family != "derived"
+    halves = choice.overlap == "pingpong" and choice.tile.m < _KEYS and family != "varying_derivative"
     return few and halves and iteration == "ranges" and not spec.deterministic
 
 
