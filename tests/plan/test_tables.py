@@ -109,3 +109,28 @@ def test_a_table_is_that_of_its_schedule(tables: Path) -> None:
         file.write_text(file.read_text().replace(f"schedule: {name}", "schedule: other"))
         with pytest.raises(SpecError, match=f"found 'other'; allowed: {name}"):
             reader()
+
+
+@pytest.mark.parametrize("schedule", READERS)
+def test_measurements_are_on_the_pages_that_rows_name(schedule: str) -> None:
+    rows = READERS[schedule]()
+    assert any(row.gpu for row in rows)
+    for row in rows:
+        if row.method is None:
+            continue
+        page, _, anchor = row.method.partition("#")
+        headings = re.findall(r"^#+ (.+)$", (resources.root() / page).read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+        assert anchor in anchors, row.method
+
+
+@pytest.mark.parametrize("schedule", READERS)
+def test_every_row_is_for_some_kernel_alone(schedule: str) -> None:
+    """The last row is for all, and no row is hidden by an earlier one that asks for less."""
+    rows = READERS[schedule]()
+    assert not (rows[-1].work or rows[-1].without)
+    for place, row in enumerate(rows):
+        for earlier in rows[:place]:
+            asks_less = {*earlier.work} <= {*row.work} and {*earlier.without} <= {*row.without}
+            covers = earlier.beyond <= row.beyond and row.columns <= earlier.columns
+            assert not (asks_less and covers and getattr(earlier, "within", None) is None), row
