@@ -207,6 +207,12 @@ class PipelineModel(Model):
     stages: OneOrMany[Annotated[int, Field(ge=1, le=16)]] | None = None
 
 
+class ChosenStages(Model):
+    """Depth of the ring of K and V tiles of one kernel."""
+
+    stages: Annotated[int, Field(ge=1, le=16)]
+
+
 class RegistersModel(Model):
     """Registers per thread of each role."""
 

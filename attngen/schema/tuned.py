@@ -1,59 +1,30 @@
 """Choices that were measured on a card, for kernels whose specs leave them open: files of them, and what they change.
 
 ``attngen tune`` writes such a file, and a build takes it. A choice belongs to what a kernel computes, whichever spec
-asks for it and under whatever name: to one kernel by its identity, or in the tables that ship, of a schedule each, to
-all kernels of some work.
+asks for it and under whatever name. What ``measured`` has are tables of the same form, for all kernels of some work.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import date
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
+from pydantic import Field
 
 from attngen import resources
-from attngen.errors import Location, SpecError
-from attngen.schema import tree
+from attngen.errors import SpecError
 from attngen.schema.expand import gradients_of, roles_of
 from attngen.schema.fields import Many
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
-from attngen.schema.messages import spec_error
-from attngen.schema.models import BackwardModel, Model, TileModel, WarpsModel
-from attngen.schema.quoting import show
-
-#: Version of the form of these files.
-FORMAT = 1
+from attngen.schema.measured import FORMAT, Measured, checked, read_choices
+from attngen.schema.models import BackwardModel, ChosenStages, Model, TileModel, WarpsModel
 
 _HEAD = "# Choices measured by `attngen tune`; `attngen build SPEC --tuned FILE` takes them."
-
-
-def _check_date(text: str) -> str:
-    try:
-        date.fromisoformat(text)
-    except ValueError:
-        raise ValueError(f"found {show(text)}; allowed: a date such as 2026-11-28") from None
-    return text
-
-
-class Measured(Model):
-    """The measurement that a choice comes from: the card, the day, and how it was made."""
-
-    gpu: str | None = None
-    date: Annotated[str, AfterValidator(_check_date)] | None = None
-    method: str | None = Field(default=None, description="in words, or the page and heading of docs/ with the figures")
-
-
-class ChosenStages(Model):
-    """Depth of the ring of K and V tiles."""
-
-    stages: Annotated[int, Field(ge=1, le=16)]
 
 
 class ChoiceModel(Model):
@@ -75,55 +46,6 @@ class TunedModel(Measured):
     gpu: str
     versions: dict[str, str]
     choices: Many[ChoiceModel] = ()
-
-
-class RowModel(Measured):
-    """Choices for all kernels of a schedule whose work has each fact of ``work`` and none of ``without``.
-
-    ``columns``: the most that the wider one of Q and V has, padded; with ``beyond``, there are more than those. A row
-    without a card was not measured: it follows from the registers and the shared memory that there are.
-    """
-
-    work: Many[str] = ()
-    without: Many[str] = ()
-    columns: Annotated[int, Field(ge=16, le=512)]
-    beyond: Annotated[int, Field(ge=0, le=512)] = 0
-    speedup: Annotated[float | None, Field(gt=0, description="over the second best choice, as measured")] = None
-
-    @model_validator(mode="after")
-    def _all_or_none(self) -> RowModel:
-        given = {name: getattr(self, name) is not None for name in ("gpu", "date", "method")}
-        if len({*given.values()}) > 1 or (self.speedup is not None and not all(given.values())):
-            missing = [name for name, is_given in given.items() if not is_given]
-            raise ValueError(f"a measured choice has gpu, date and method; missing: {', '.join(missing)}")
-        return self
-
-    @property
-    def origin(self) -> str:
-        """Where the choice comes from, in words."""
-        if self.gpu is None:
-            return "by registers and shared memory, not measured"
-        faster = f", {self.speedup:g} times as fast as the second best" if self.speedup else ""
-        return f"measured on {self.gpu}, {self.date}{faster} ({self.method})"
-
-    def suits(self, holds: Callable[[str], bool], columns: int) -> bool:
-        """Whether it is for a kernel of so many columns, of whose work ``holds`` tells the facts."""
-        return (
-            self.beyond < columns <= self.columns
-            and all(map(holds, self.work))
-            and not any(map(holds, self.without))
-        )  # fmt: skip
-
-
-Row = TypeVar("Row", bound=RowModel)
-
-
-class TableModel(Model, Generic[Row]):
-    """The choices of a schedule by work; the first one that suits a kernel is taken."""
-
-    tuned: Literal[1]
-    schedule: str
-    choices: Annotated[Many[Row], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -179,14 +101,14 @@ def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
     Raises SpecError, with file, line and field, for anything that is wrong with it.
     """
     path = Path(path)
-    content, node = _read(path)
+    content, node = read_choices(path)
     if "schedule" in node.value:
         raise SpecError(
             "a table of a schedule, which every build reads where it is installed; allowed here: a file that "
             "'attngen tune' has written",
             location=node.locate(("schedule",), key=True), field="schedule",
         )  # fmt: skip
-    model = _checked(TunedModel, node)
+    model = checked(TunedModel, node)
     choices: dict[str, ChoiceModel] = {}
     for index, choice in enumerate(model.choices):
         if choices.setdefault(choice.of, choice) is not choice:
@@ -195,60 +117,6 @@ def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
                 field=f"choices[{index}].of",
             )  # fmt: skip
     return Tuned(str(path), name or resources.display_name(path), content, model.gpu, choices)
-
-
-def load_table(path: Path, schedule: str, row: type[Row]) -> tuple[Row, ...]:
-    """Read and check the choices of a schedule by work, in their order.
-
-    Raises SpecError, with file, line and field, for anything that is wrong with the file.
-    """
-    _, node = _read(path)
-    model = _checked(TableModel[row], node)  # type: ignore[valid-type]
-    if model.schedule != schedule:
-        raise SpecError(
-            f"found {show(model.schedule)}; allowed: {schedule}", location=node.locate(("schedule",)), field="schedule"
-        )
-    return model.choices
-
-
-def first_row(schedule: str, rows: Iterable[Row], holds: Callable[[str], bool], columns: int) -> Row:
-    """The first row that suits a kernel (``RowModel.suits``). Raises SpecError if none does."""
-    for row in rows:
-        if row.suits(holds, columns):
-            return row
-    raise no_choice(schedule, columns)
-
-
-def no_choice(schedule: str, columns: int) -> SpecError:
-    """The error of a table without a row for a kernel."""
-    return SpecError(
-        f"no choice for the work of this kernel, at {columns} columns; a last row without 'work' is for all",
-        location=Location(str(resources.tuned_dir() / f"{schedule}.yaml")), field="choices",
-    )  # fmt: skip
-
-
-_M = TypeVar("_M", bound=BaseModel)
-
-
-def _read(path: Path) -> tuple[bytes, tree.Node]:
-    """Content and tree of a file of choices."""
-    try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise SpecError(f"cannot read {str(path)!r}: {error}", location=Location(str(path))) from error
-    node = tree.parse(content, str(path))
-    if not isinstance(node.value, dict) or "tuned" not in node.value:
-        raise SpecError(
-            f"no file of choices, which is a mapping that starts with 'tuned: {FORMAT}'", location=node.location
-        )
-    return content, node
-
-
-def _checked(model: type[_M], node: tree.Node) -> _M:
-    try:
-        return model.model_validate(node.plain())
-    except ValidationError as error:
-        raise spec_error(error, node, model) from error
 
 
 def fields_of(kernel: KernelSpec) -> dict[str, Any]:

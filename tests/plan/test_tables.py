@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attngen import resources
 from attngen.errors import SpecError
-from attngen.families.hopper_backward.choices import choice_rows as backward_rows
-from attngen.families.hopper_forward.choices import choice_rows as forward_rows
+from attngen.families.hopper_backward.choices import TABLE
+from attngen.families.hopper_forward.choices import TABLES as FORWARD_TABLES
 from attngen.plan import plan
-from attngen.schema.tuned import RowModel
+from attngen.schema.measured import Table
 from tests.plan.specs import kernel_spec
 
-READERS: dict[str, Callable[[], tuple[RowModel, ...]]] = {
-    "hopper_forward": partial(forward_rows, "hopper_forward"),
-    "hopper_fp8": partial(forward_rows, "hopper_fp8"),
-    "hopper_backward": backward_rows,
-}
+TABLES: dict[str, Table[Any]] = {**FORWARD_TABLES, "hopper_backward": TABLE}
 
 #: A spec's fields, a row for its kernels, and the part of their names that the row decides.
 ROWS: dict[str, tuple[dict[str, object], str, tuple[str, str]]] = {
@@ -46,8 +42,8 @@ ROWS: dict[str, tuple[dict[str, object], str, tuple[str, str]]] = {
 
 def forget() -> None:
     """Let the planner read its tables again."""
-    forward_rows.cache_clear()
-    backward_rows.cache_clear()
+    for table in TABLES.values():
+        table.forget()
 
 
 @pytest.fixture
@@ -68,7 +64,7 @@ def put(file: Path, row: str) -> int:
     return head.count("\n") + 2
 
 
-@pytest.mark.parametrize("schedule", READERS)
+@pytest.mark.parametrize("schedule", TABLES)
 def test_a_row_in_the_file_is_a_choice(tables: Path, schedule: str) -> None:
     fields, row, (before, after) = ROWS[schedule]
     spec = kernel_spec(**fields)  # type: ignore[arg-type]
@@ -78,7 +74,7 @@ def test_a_row_in_the_file_is_a_choice(tables: Path, schedule: str) -> None:
     assert after in plan(spec).name
 
 
-@pytest.mark.parametrize("schedule", READERS)
+@pytest.mark.parametrize("schedule", TABLES)
 @pytest.mark.parametrize(
     ("old", "new", "field", "message"),
     [
@@ -97,23 +93,23 @@ def test_a_wrong_row_is_refused_by_its_place(
     row = re.sub(old if old == "}$" else re.escape(old), new, ROWS[schedule][1])
     line = put(file, row)
     with pytest.raises(SpecError) as raised:
-        READERS[schedule]()
+        TABLES[schedule].load()
     text = str(raised.value)
     assert f"{file}:{line}: choices[0]{field}: " in text
     assert message in text
 
 
 def test_a_table_is_that_of_its_schedule(tables: Path) -> None:
-    for name, reader in READERS.items():
+    for name, table in TABLES.items():
         file = tables / f"{name}.yaml"
         file.write_text(file.read_text().replace(f"schedule: {name}", "schedule: other"))
         with pytest.raises(SpecError, match=f"found 'other'; allowed: {name}"):
-            reader()
+            table.load()
 
 
-@pytest.mark.parametrize("schedule", READERS)
+@pytest.mark.parametrize("schedule", TABLES)
 def test_measurements_are_on_the_pages_that_rows_name(schedule: str) -> None:
-    rows = READERS[schedule]()
+    rows = TABLES[schedule].load()
     assert any(row.gpu for row in rows)
     for row in rows:
         if row.method is None:
@@ -124,13 +120,23 @@ def test_measurements_are_on_the_pages_that_rows_name(schedule: str) -> None:
         assert anchor in anchors, row.method
 
 
-@pytest.mark.parametrize("schedule", READERS)
+@pytest.mark.parametrize("schedule", TABLES)
 def test_every_row_is_for_some_kernel_alone(schedule: str) -> None:
     """The last row is for all, and no row is hidden by an earlier one that asks for less."""
-    rows = READERS[schedule]()
-    assert not (rows[-1].work or rows[-1].without)
+    rows = TABLES[schedule].load()
+    assert rows[-1].work == rows[-1].without == ()
     for place, row in enumerate(rows):
         for earlier in rows[:place]:
             asks_less = {*earlier.work} <= {*row.work} and {*earlier.without} <= {*row.without}
             covers = earlier.beyond <= row.beyond and row.columns <= earlier.columns
             assert not (asks_less and covers and getattr(earlier, "within", None) is None), row
+
+
+def test_a_table_without_a_row_for_a_kernel_is_refused(tables: Path) -> None:
+    for name, (fields, _, _) in ROWS.items():
+        file = tables / f"{name}.yaml"
+        head = file.read_text().partition("choices:")[0]
+        file.write_text(f"{head}choices:\n{ROWS[name][1].replace('work: [', 'work: [tile_map, ')}\n")
+        forget()
+        with pytest.raises(SpecError, match="no choice for the work of this kernel, at 64 columns; a last row"):
+            plan(kernel_spec(**fields))  # type: ignore[arg-type]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from attngen import resources
 from attngen.families.hopper_backward.kinds import WORDS
 from attngen.schema.fields import Choice, Many
+from attngen.schema.measured import RowModel, Table, TableModel
 from attngen.schema.models import Model
-from attngen.schema.tuned import RowModel, load_table
 
 _Word = Annotated[str, Choice(WORDS)]
 
@@ -24,6 +22,8 @@ LABELS = {
 
 class QueriesOfTile(Model):
     """Queries of a step."""
+
+    model_config = ConfigDict(defer_build=True)
 
     m: Annotated[int, Choice((64, 128))]
 
@@ -40,7 +40,10 @@ class ChoiceRow(RowModel):
     rows_ahead: Annotated[int, Field(ge=0, le=4)] = 0
 
 
-@cache
-def choice_rows() -> tuple[ChoiceRow, ...]:
-    """The rows of the table, the first that suits a kernel first."""
-    return load_table(resources.tuned_dir() / "hopper_backward.yaml", "hopper_backward", ChoiceRow)
+class ChoiceTable(TableModel):
+    """A table of tiles and overlaps."""
+
+    choices: Many[ChoiceRow]
+
+
+TABLE = Table[ChoiceRow]("hopper_backward", ChoiceTable, WORDS)

@@ -11,7 +11,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS, DType, dtype
 from attngen.errors import PlanError
-from attngen.families.hopper_backward.choices import LABELS, ChoiceRow, choice_rows
+from attngen.families.hopper_backward.choices import LABELS, TABLE, ChoiceRow
 from attngen.families.hopper_backward.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.families.hopper_backward.kinds import (
     BLOCK_HEAD_DIM,
@@ -48,7 +48,6 @@ from attngen.plan.served import ANY, only
 from attngen.plan.times import first_seen_most, visible_queries
 from attngen.plan.traits import bands_of, costly_query_values, distance_values_of_score, is_light, reads_positions
 from attngen.schema.kernel_spec import Backward, KernelSpec
-from attngen.schema.tuned import first_row
 
 #: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
 _DTYPES = tuple(name for name in ATTENTION_DTYPES if dtype(name).mma is not None and dtype(name).register_elements == 2)
@@ -244,7 +243,7 @@ def _tile(
     per_pair = per_pair_of(spec, brought)
     family = relief.family or family_of(spec, per_pair, brought)
     facts = facts_of(spec, family, iteration, qk)
-    choice = first_row("hopper_backward", choice_rows(), facts.__contains__, max(qk, v))
+    choice = next(TABLE.suiting(facts.__contains__, max(qk, v)))
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
     stages = (spec.backward or Backward()).dkdv.stages or parts + more

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.dtypes import QUANTIZED_DTYPES
-from attngen.families.hopper_forward.choices import ChoiceRow, Work, choice_rows, facts_of
+from attngen.families.hopper_forward.choices import TABLES, ChoiceRow, Work, facts_of
 from attngen.families.hopper_forward.registers import FEWER_KEYS
 from attngen.lang.biases import element_bytes, rooms, without_biases
 from attngen.lang.runs import TILE, positions
@@ -24,7 +24,6 @@ from attngen.plan.traits import (
     without_distance_values,
 )
 from attngen.schema.kernel_spec import KernelSpec, Roles
-from attngen.schema.tuned import no_choice
 
 ROWS = 64  # query rows of a consumer: M of wgmma
 
@@ -108,21 +107,21 @@ def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:
 def _choice(work: Work, form: Form, columns: int) -> ChoiceRow:
     """The first row that suits a kernel, of those ``within`` a prediction only if it holds. Where runs decide what rows
     see, tiles have to end where these do."""
-    spec, holds = work.asked, facts_of(work)
-    suiting = (row for row in choice_rows(form.schedule) if row.suits(holds, columns))
+    spec, table = work.asked, TABLES[form.schedule]
+    rows: Iterable[ChoiceRow] = table.suiting(facts_of(work), columns)
     if work.iteration == "ranges" and not form.transposes and first_see_many_more(spec):
         # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
-        rows = list(suiting)
-        suiting = iter([row for row in rows if row.within is None and row.consumers < FEW_TILES] or rows)
+        rows = list(rows)
+        rows = [row for row in rows if row.within is None and row.consumers < FEW_TILES] or rows
     by_runs = _sees_ranges_by_runs(spec)
     predicted: list[ChoiceRow] = []
-    for row in suiting:
+    for row in rows:
         if by_runs and TILE % (ROWS * row.consumers):
             continue
         if row.within is None:
             return next((each for each in predicted if _is_within(spec, each, row, columns)), row)
         predicted.append(row)
-    raise no_choice(form.schedule, columns)
+    raise table.error(columns)
 
 
 def _is_within(spec: KernelSpec, row: ChoiceRow, usual: ChoiceRow, columns: int) -> bool:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from attngen import resources
 from attngen.families.hopper_forward.softmax import softmax_of, terms_of
 from attngen.lang.biases import lookups, reads_integers
 from attngen.parts.boxes import is_paged, operand_widths
@@ -19,8 +17,8 @@ from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema import models
 from attngen.schema.fields import Choice, Many
 from attngen.schema.kernel_spec import KernelSpec
-from attngen.schema.models import Model
-from attngen.schema.tuned import ChosenStages, RowModel, load_table
+from attngen.schema.measured import RowModel, Table, TableModel
+from attngen.schema.models import ChosenStages, Model
 
 #: Intervals of keys up to which rows see few: more take so many steps that begin with a partial tile that a taller tile
 #: loses (block diffusion: docs/notebook/tiles.md, "Masks that divide, at d 64").
@@ -30,8 +28,7 @@ _FEW_INTERVALS = 2
 _NARROW_V = 128
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """A kernel whose tile is chosen.
 
     ``spec`` has the variant that consumers load and compute for each pair, without a mask where a tile map brings it as
@@ -45,11 +42,6 @@ class Work:
     bias_bytes: int
     by_distance: int
     exponents: tuple[int, int] | None
-
-    @cached_property
-    def window(self) -> bool:
-        """Whether what rows see ends on the left."""
-        return any(interval.lo is not None for interval in bands_of(self.spec).visible)
 
 
 def has_rows_of_one_head(spec: KernelSpec) -> bool:
@@ -70,35 +62,42 @@ def _bounds(work: Work) -> bool:
     return is_light(work.spec.variant) and not work.spec.variant.dropout
 
 
+def _window(work: Work) -> bool:
+    """Whether what rows see ends on the left."""
+    return any(interval.lo is not None for interval in bands_of(work.spec).visible)
+
+
 def _biased(work: Work) -> bool:
     """Whether tiles of biases decide the tile: not those of integers where something is gathered beside them."""
-    of_bounds = _bounds(work) and work.spec.layout == "dense" and work.window
+    if not work.bias_bytes:
+        return False
+    of_bounds = _bounds(work) and work.spec.layout == "dense" and _window(work)
     integers = gathers(work.spec.variant) and reads_integers(work.asked.variant, work.bias_bytes)
-    return work.bias_bytes > 0 and not of_bounds and not integers
+    return not of_bounds and not integers
 
 
-#: Facts that rows name.
+#: Facts that rows name, those that are found out sooner first.
 FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
-    "bounds": _bounds,
-    "narrow_v": lambda work: work.spec.head_dim_v <= _NARROW_V < work.spec.head_dim_qk,
-    "gathered": lambda work: gathers(work.spec.variant),
-    "scored": lambda work: work.spec.variant.score is not None or work.spec.variant.dropout,
-    "dropout": lambda work: work.spec.variant.dropout,
-    "window": lambda work: work.window,
-    "few_intervals": lambda work: len(bands_of(work.spec).visible) <= _FEW_INTERVALS,
     "ranges": lambda work: work.iteration == "ranges",
+    "tile_map": lambda work: work.iteration == "tile_map",
     "dense": lambda work: work.spec.layout == "dense",
-    "data_by_key": lambda work: reads_data_per_key(work.spec.variant),
-    "one_head": lambda work: has_rows_of_one_head(work.spec),
-    "polynomial": _takes_polynomial,
-    "packed_heads": lambda work: work.spec.pack_gqa is True,
     "paged": lambda work: is_paged(work.spec),
+    "one_head": lambda work: has_rows_of_one_head(work.spec),
+    "packed_heads": lambda work: work.spec.pack_gqa is True,
     "token_scales": lambda work: work.spec.scale_block == 1,
     "block_scales": lambda work: work.spec.scale_block > 1,
-    "biased": _biased,
+    "narrow_v": lambda work: work.spec.head_dim_v <= _NARROW_V < work.spec.head_dim_qk,
     "one_byte": lambda work: work.bias_bytes == 1,
+    "dropout": lambda work: work.spec.variant.dropout,
+    "scored": lambda work: work.spec.variant.score is not None or work.spec.variant.dropout,
+    "bounds": _bounds,
+    "biased": _biased,
+    "window": _window,
+    "few_intervals": lambda work: len(bands_of(work.spec).visible) <= _FEW_INTERVALS,
+    "gathered": lambda work: gathers(work.spec.variant),
+    "data_by_key": lambda work: reads_data_per_key(work.spec.variant),
     "held_entries": lambda work: bool(lookups(work.asked.variant, work.bias_bytes)),
-    "tile_map": lambda work: work.iteration == "tile_map",
+    "polynomial": _takes_polynomial,
 })  # fmt: skip
 
 
@@ -113,11 +112,15 @@ _Fact = Annotated[str, Choice(tuple(FACTS))]
 class KeysOfTile(Model):
     """Keys of a step."""
 
+    model_config = ConfigDict(defer_build=True)
+
     n: Annotated[int, Field(ge=16, le=256, multiple_of=16)]
 
 
 class RegistersOfRoles(Model):
     """Registers per thread of each role."""
+
+    model_config = ConfigDict(defer_build=True)
 
     producer: Annotated[int, Field(ge=24, le=256, multiple_of=8)]
     consumer: Annotated[int, Field(ge=24, le=256, multiple_of=8)]
@@ -125,6 +128,8 @@ class RegistersOfRoles(Model):
 
 class Consumers(Model):
     """Consumers of 64 rows each, and their order at the tensor cores."""
+
+    model_config = ConfigDict(defer_build=True)
 
     consumer: Annotated[int, Field(ge=1, le=3)]
     schedule: models.Schedule
@@ -142,7 +147,7 @@ class ChoiceRow(RowModel):
     without: Many[_Fact] = ()
     tile: KeysOfTile
     warps: Consumers
-    pipeline: ChosenStages = ChosenStages(stages=2)
+    pipeline: ChosenStages = ChosenStages(stages=2)  # of the ring of K and V with this tile; else 2
     keeps_turn: bool = False
     within: Annotated[float | None, Field(gt=0)] = None
 
@@ -163,7 +168,11 @@ class ChoiceRow(RowModel):
         return self.model_copy(update={"warps": warps, "tile": KeysOfTile(n=tile_n)})
 
 
-@cache
-def choice_rows(schedule: str) -> tuple[ChoiceRow, ...]:
-    """The rows of the table of a schedule, the first that suits a kernel first."""
-    return load_table(resources.tuned_dir() / f"{schedule}.yaml", schedule, ChoiceRow)
+class ChoiceTable(TableModel):
+    """A table of tiles."""
+
+    choices: Many[ChoiceRow]
+
+
+#: The tables of the schedules.
+TABLES = {name: Table[ChoiceRow](name, ChoiceTable, FACTS) for name in ("hopper_forward", "hopper_fp8")}
