@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import ConfigDict, Field
 
 from attngen.families.hopper_backward.kinds import WORDS
-from attngen.schema.fields import Choice, Many
+from attngen.schema.fields import Many, OneOf
 from attngen.schema.measured import RowModel, Table, TableModel
 from attngen.schema.models import Model
 
-_Word = Annotated[str, Choice(WORDS)]
+_Word = Annotated[str, OneOf(WORDS)]
 
 #: Labels in kernel names of the products that the softmax overlaps.
 LABELS = {
@@ -25,7 +25,7 @@ class QueriesOfTile(Model):
 
     model_config = ConfigDict(defer_build=True)
 
-    m: Annotated[int, Choice((64, 128))]
+    m: Annotated[int, OneOf((64, 128))]
 
 
 class ChoiceRow(RowModel):
@@ -34,7 +34,7 @@ class ChoiceRow(RowModel):
     work: Many[_Word] = ()
     without: Many[_Word] = ()
     tile: QueriesOfTile
-    overlap: Annotated[str, Choice(tuple(LABELS))]
+    overlap: Annotated[str, OneOf(tuple(LABELS))]
     packed: bool
     q_stages: Annotated[int, Field(ge=2, le=4)]
     rows_ahead: Annotated[int, Field(ge=0, le=4)] = 0

@@ -15,7 +15,7 @@ from attngen.parts.boxes import is_paged, operand_widths
 from attngen.plan.operands import operands_of
 from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema import models
-from attngen.schema.fields import Choice, Many
+from attngen.schema.fields import Many, OneOf
 from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.measured import RowModel, Table, TableModel
 from attngen.schema.models import ChosenStages, Model
@@ -106,7 +106,7 @@ def facts_of(work: Work) -> Callable[[str], bool]:
     return cache(lambda name: FACTS[name](work))
 
 
-_Fact = Annotated[str, Choice(tuple(FACTS))]
+_Fact = Annotated[str, OneOf(tuple(FACTS))]
 
 
 class KeysOfTile(Model):
