@@ -32,7 +32,7 @@ def _check_date(text: str) -> str:
     return text
 
 
-class Measured(Model):
+class MeasuredModel(Model):
     """The measurement that a choice comes from: the card, the day, and how it was made."""
 
     model_config = ConfigDict(defer_build=True)  # models are built when a file is read
@@ -42,7 +42,7 @@ class Measured(Model):
     method: str | None = Field(default=None, description="in words, or the page and heading of docs/ with the figures")
 
 
-class RowModel(Measured):
+class RowModel(MeasuredModel):
     """Choices for all kernels of a schedule whose work has each fact of ``work`` and none of ``without``.
 
     ``columns``: the most that the wider one of Q and V has, padded; with ``beyond``, there are more than those. A row
@@ -65,7 +65,7 @@ class RowModel(Measured):
 
     @property
     def origin(self) -> str:
-        """Where the choice comes from, in words."""
+        """Origin of the choice, in words."""
         if self.gpu is None:
             return "by registers and shared memory, not measured"
         faster = f", {self.speedup:g} times as fast as the next best" if self.speedup else ""
@@ -76,7 +76,7 @@ Row = TypeVar("Row", bound=RowModel)
 
 
 class TableModel(Model):
-    """The file of the choices of a schedule by work. A model of it has the rows, ``choices``, as well."""
+    """File of the choices of a schedule by work. A model of it has the rows, ``choices``, as well."""
 
     model_config = ConfigDict(defer_build=True)
 
@@ -84,7 +84,7 @@ class TableModel(Model):
     schedule: str
 
 
-class Table(Generic[Row]):
+class ChoiceTable(Generic[Row]):
     """The shipped choices of a schedule by work, read at their first use; the first one that suits a kernel is taken.
 
     ``model`` is that of the file. ``facts`` are all that rows may name; the earlier ones are asked for first.

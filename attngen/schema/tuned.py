@@ -21,7 +21,7 @@ from attngen.errors import SpecError
 from attngen.schema.expand import gradients_of, roles_of
 from attngen.schema.fields import Many
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
-from attngen.schema.measured import FORMAT, Measured, checked, read_choices
+from attngen.schema.measured import FORMAT, MeasuredModel, checked, read_choices
 from attngen.schema.models import BackwardModel, ChosenStages, Model, TileModel, WarpsModel
 
 _HEAD = "# Choices measured by `attngen tune`; `attngen build SPEC --tuned FILE` takes them."
@@ -39,7 +39,7 @@ class ChoiceModel(Model):
     backward: BackwardModel | None = None
 
 
-class TunedModel(Measured):
+class TunedModel(MeasuredModel):
     """A whole file of choices for single kernels, which were all measured in the same way."""
 
     tuned: Literal[1]

@@ -15,10 +15,10 @@ from attngen.errors import SpecError
 from attngen.families.hopper_backward.choices import TABLE
 from attngen.families.hopper_forward.choices import TABLES as FORWARD_TABLES
 from attngen.plan import plan
-from attngen.schema.measured import Table
+from attngen.schema.measured import ChoiceTable
 from tests.plan.specs import kernel_spec
 
-TABLES: dict[str, Table[Any]] = {**FORWARD_TABLES, "hopper_backward": TABLE}
+TABLES: dict[str, ChoiceTable[Any]] = {**FORWARD_TABLES, "hopper_backward": TABLE}
 
 #: A spec's fields, a row for its kernels, and the part of their names that the row decides.
 ROWS: dict[str, tuple[dict[str, object], str, tuple[str, str]]] = {

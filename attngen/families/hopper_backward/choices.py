@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 
 from attngen.families.hopper_backward.kinds import WORDS
 from attngen.schema.fields import Many, OneOf
-from attngen.schema.measured import RowModel, Table, TableModel
+from attngen.schema.measured import ChoiceTable, RowModel, TableModel
 from attngen.schema.models import Model
 
 _Word = Annotated[str, OneOf(WORDS)]
@@ -28,7 +28,7 @@ class QueriesOfTile(Model):
     m: Annotated[int, OneOf((64, 128))]
 
 
-class ChoiceRow(RowModel):
+class BackwardChoice(RowModel):
     """A row of the table; see ``HopperBackward`` for the fields."""
 
     work: Many[_Word] = ()
@@ -40,10 +40,10 @@ class ChoiceRow(RowModel):
     rows_ahead: Annotated[int, Field(ge=0, le=4)] = 0
 
 
-class ChoiceTable(TableModel):
+class BackwardChoices(TableModel):
     """A table of tiles and overlaps."""
 
-    choices: Many[ChoiceRow]
+    choices: Many[BackwardChoice]
 
 
-TABLE = Table[ChoiceRow]("hopper_backward", ChoiceTable, WORDS)
+TABLE = ChoiceTable[BackwardChoice]("hopper_backward", BackwardChoices, WORDS)

@@ -11,7 +11,7 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS, DType, dtype
 from attngen.errors import PlanError
-from attngen.families.hopper_backward.choices import LABELS, TABLE, ChoiceRow
+from attngen.families.hopper_backward.choices import LABELS, TABLE, BackwardChoice
 from attngen.families.hopper_backward.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.families.hopper_backward.kinds import (
     BLOCK_HEAD_DIM,
@@ -111,7 +111,7 @@ class Relief:
 class _HopperTile:
     """Tile, stages of dO and roles of a kernel, before its shared memory is known."""
 
-    choice: ChoiceRow
+    choice: BackwardChoice
     stages: int
     roles: HopperBackward
 
@@ -335,7 +335,7 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     yield from (each for each in others if not (each.lean and is_wide(spec)))
 
 
-def _has_own_spans(spec: KernelSpec, choice: ChoiceRow, family: str, iteration: str) -> bool:
+def _has_own_spans(spec: KernelSpec, choice: BackwardChoice, family: str, iteration: str) -> bool:
     """Whether each consumer finds the queries that see its own half of the keys, and skips the others. It pays where
     few queries see a tile of keys, and takes registers, which kernels whose derivative varies do not have."""
     visible = bands_of(spec, "q").visible
@@ -351,7 +351,7 @@ def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
     return not is_wide(spec) and not spec.deterministic and not crowded
 
 
-def _goes_by_chunks(spec: KernelSpec, choice: ChoiceRow, iteration: str) -> bool:
+def _goes_by_chunks(spec: KernelSpec, choice: BackwardChoice, iteration: str) -> bool:
     """Whether all heads of a group visit some query tiles before the next ones: for short steps and equal masks."""
     return choice.tile.m < _KEYS and iteration == "ranges" and not by_head(spec.variant)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.dtypes import QUANTIZED_DTYPES
-from attngen.families.hopper_forward.choices import TABLES, ChoiceRow, Work, facts_of
+from attngen.families.hopper_forward.choices import TABLES, ForwardChoice, ForwardWork, facts_of
 from attngen.families.hopper_forward.registers import FEWER_KEYS
 from attngen.lang.biases import element_bytes, rooms, without_biases
 from attngen.lang.runs import TILE, positions
@@ -60,7 +60,7 @@ class Candidate:
     """A tile that a kernel may have, and what its loader stores so that consumers do not load or compute it per
     pair."""
 
-    choice: ChoiceRow
+    choice: ForwardChoice
     tile_n: int  # of the choice, or fewer
     bias_bytes: int  # of tiles of biases, for each pair
     by_distance: int  # values of each distance of a query from a key
@@ -78,7 +78,7 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
     for tiled, by_distance, table_bytes, per_pair in _brought(spec):
         if iteration == "tile_map":
             per_pair = replace(per_pair, mask=TRUE)
-        work = Work(spec, replace(spec, variant=per_pair), iteration, tiled, by_distance, exponents)
+        work = ForwardWork(spec, replace(spec, variant=per_pair), iteration, tiled, by_distance, exponents)
         choice = _choice(work, form, max(qk, v))
         step = key_step(operands_of(spec), form.transposes, spec.transposed_v and not spec.grouped_v)
         step = max(step, bias_keys(spec, tiled) if tiled else 0)
@@ -104,17 +104,17 @@ def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:
         yield tiled, by_distance, 0, per_pair
 
 
-def _choice(work: Work, form: Form, columns: int) -> ChoiceRow:
+def _choice(work: ForwardWork, form: Form, columns: int) -> ForwardChoice:
     """The first row that suits a kernel, of those ``within`` a prediction only if it holds. Where runs decide what rows
     see, tiles have to end where these do."""
     spec, table = work.asked, TABLES[form.schedule]
-    rows: Iterable[ChoiceRow] = table.suiting(facts_of(work), columns)
+    rows: Iterable[ForwardChoice] = table.suiting(facts_of(work), columns)
     if work.iteration == "ranges" and not form.transposes and first_see_many_more(spec):
         # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
         rows = list(rows)
         rows = [row for row in rows if row.within is None and row.consumers < FEW_TILES] or rows
     by_runs = _sees_ranges_by_runs(spec)
-    predicted: list[ChoiceRow] = []
+    predicted: list[ForwardChoice] = []
     for row in rows:
         if by_runs and TILE % (ROWS * row.consumers):
             continue
@@ -124,7 +124,7 @@ def _choice(work: Work, form: Form, columns: int) -> ChoiceRow:
     raise table.error(columns)
 
 
-def _is_within(spec: KernelSpec, row: ChoiceRow, usual: ChoiceRow, columns: int) -> bool:
+def _is_within(spec: KernelSpec, row: ForwardChoice, usual: ForwardChoice, columns: int) -> bool:
     """Whether rows in the middle of a long sequence should take less than ``within`` times the time of the ``usual``
     choice."""
     time, other = (row_time(spec, each.consumers, each.tile.n, columns) for each in (row, usual))

@@ -17,7 +17,7 @@ from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
 from attngen.schema import models
 from attngen.schema.fields import Many, OneOf
 from attngen.schema.kernel_spec import KernelSpec
-from attngen.schema.measured import RowModel, Table, TableModel
+from attngen.schema.measured import ChoiceTable, RowModel, TableModel
 from attngen.schema.models import ChosenStages, Model
 
 #: Intervals of keys up to which rows see few: more take so many steps that begin with a partial tile that a taller tile
@@ -28,7 +28,7 @@ _FEW_INTERVALS = 2
 _NARROW_V = 128
 
 
-class Work(NamedTuple):
+class ForwardWork(NamedTuple):
     """A kernel whose tile is chosen.
 
     ``spec`` has the variant that consumers load and compute for each pair, without a mask where a tile map brings it as
@@ -50,24 +50,24 @@ def has_rows_of_one_head(spec: KernelSpec) -> bool:
     return spec.layout == "dense" and not (spec.pack_gqa or spec.split_tiles)
 
 
-def _takes_polynomial(work: Work) -> bool:
+def _takes_polynomial(work: ForwardWork) -> bool:
     """Whether a polynomial takes the place of exp2."""
     constant = softmax_of(work.asked, work.exponents)[1]
     columns = sum(each.width for each in operand_widths(work.asked, operands_of(work.asked)))
     return not work.by_distance and bool(terms_of(work.asked, constant, columns))
 
 
-def _bounds(work: Work) -> bool:
+def _bounds(work: ForwardWork) -> bool:
     """Whether the mask is made of comparisons, and nothing else takes registers or time for each pair."""
     return is_light(work.spec.variant) and not work.spec.variant.dropout
 
 
-def _window(work: Work) -> bool:
+def _window(work: ForwardWork) -> bool:
     """Whether what rows see ends on the left."""
     return any(interval.lo is not None for interval in bands_of(work.spec).visible)
 
 
-def _biased(work: Work) -> bool:
+def _biased(work: ForwardWork) -> bool:
     """Whether tiles of biases decide the tile: not those of integers where something is gathered beside them."""
     if not work.bias_bytes:
         return False
@@ -77,7 +77,7 @@ def _biased(work: Work) -> bool:
 
 
 #: Facts that rows name, those that are found out sooner first.
-FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
+FACTS: Mapping[str, Callable[[ForwardWork], bool]] = MappingProxyType({
     "ranges": lambda work: work.iteration == "ranges",
     "tile_map": lambda work: work.iteration == "tile_map",
     "dense": lambda work: work.spec.layout == "dense",
@@ -101,7 +101,7 @@ FACTS: Mapping[str, Callable[[Work], bool]] = MappingProxyType({
 })  # fmt: skip
 
 
-def facts_of(work: Work) -> Callable[[str], bool]:
+def facts_of(work: ForwardWork) -> Callable[[str], bool]:
     """Tells the facts of a kernel, each of which is computed when a row first asks for it."""
     return cache(lambda name: FACTS[name](work))
 
@@ -136,7 +136,7 @@ class Consumers(Model):
     registers: RegistersOfRoles | None = None
 
 
-class ChoiceRow(RowModel):
+class ForwardChoice(RowModel):
     """A row of the table.
 
     ``keeps_turn``: with ping-pong, until the products of a step are done. ``within``: the row is taken only if rows in
@@ -162,17 +162,17 @@ class ChoiceRow(RowModel):
         given = self.warps.registers
         return (given.producer, given.consumer) if given else None
 
-    def resized(self, consumers: int, tile_n: int) -> ChoiceRow:
+    def resized(self, consumers: int, tile_n: int) -> ForwardChoice:
         """The same with a tile of another size."""
         warps = self.warps.model_copy(update={"consumer": consumers})
         return self.model_copy(update={"warps": warps, "tile": KeysOfTile(n=tile_n)})
 
 
-class ChoiceTable(TableModel):
+class ForwardChoices(TableModel):
     """A table of tiles."""
 
-    choices: Many[ChoiceRow]
+    choices: Many[ForwardChoice]
 
 
 #: The tables of the schedules.
-TABLES = {name: Table[ChoiceRow](name, ChoiceTable, FACTS) for name in ("hopper_forward", "hopper_fp8")}
+TABLES = {name: ChoiceTable[ForwardChoice](name, ForwardChoices, FACTS) for name in ("hopper_forward", "hopper_fp8")}

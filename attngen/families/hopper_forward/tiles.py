@@ -21,7 +21,7 @@ from attngen.families.hopper_forward.candidates import (
     candidates,
     key_step,
 )
-from attngen.families.hopper_forward.choices import ChoiceRow
+from attngen.families.hopper_forward.choices import ForwardChoice
 from attngen.families.hopper_forward.kinds import SoftmaxKind, form_of, kind_of
 from attngen.families.hopper_forward.memory import fits, memory_refusal, with_memory
 from attngen.families.hopper_forward.pipes import forward_roles
@@ -345,7 +345,7 @@ def _can_be_end_aligned(spec: KernelSpec, iteration: str) -> bool:
     return len(visible) == 1 and visible[0].lo is not None and visible[0].hi is not None
 
 
-def _consumers(spec: KernelSpec, roles: Roles, choice: ChoiceRow) -> int:
+def _consumers(spec: KernelSpec, roles: Roles, choice: ForwardChoice) -> int:
     """Return the number of consumers, which the rows of the tile and the roles must agree on."""
     if roles.producer not in (None, 1):
         raise refuse(spec, "warps", f"{roles.producer} producers are not allowed; allowed: 1")
