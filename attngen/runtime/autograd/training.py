@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT
-from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, view
+from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, Results, view
 from attngen.runtime.arguments.given import KEPT, OTHERS, TENSORS, Given, keyed_of, of_parts, settings_of
 from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.arguments.lengths import lengths_of
@@ -38,7 +38,7 @@ _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 
 
 def attend(
-    forward: Callable[[Given, list[int]], Any], given: Given, addresses: list[int]
+    forward: Callable[[Given, list[int]], Results], given: Given, addresses: list[int]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run a call such that autograd can differentiate it.
 
@@ -118,7 +118,7 @@ def _differentiable_again(ctx: Any, dout: Tensor | None, dlse: Tensor | None) ->
     return None, *grads[:3], *grads[len(TENSORS) :]
 
 
-def _never(given: Given) -> Any:
+def _never(given: Given) -> Results:
     raise AssertionError("a gradient runs no forward")
 
 

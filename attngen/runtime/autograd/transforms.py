@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from attngen.errors import CallError
 from attngen.lang.ir import Expr, Load, Op, Type, Var
 from attngen.lang.variant import Variant
+from attngen.runtime.arguments.checked import Results
 from attngen.runtime.arguments.given import KEPT, TENSORS, Given, of_parts, settings_of, tensors_of
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
 from attngen.runtime.registry.binding import find
@@ -43,7 +44,7 @@ _Tensors = tuple[Any, ...]  # those of a call in the order of ``TENSORS``, then 
 class Recorded:
     """A call without its tensors, and who runs it and its backward. It is opaque to transforms."""
 
-    run: Callable[[Given], Any]
+    run: Callable[[Given], Results]
     #: Gradients by kernels, from (given, out, lse, dout, dlse, asked); None where the reference runs.
     differentiate: Callable[..., tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] | None
     names: tuple[str, ...]
@@ -51,7 +52,7 @@ class Recorded:
     settings: tuple[Any, ...]
 
     @classmethod
-    def of(cls, given: Given, run: Any, differentiate: Any) -> tuple[Recorded, _Tensors]:
+    def of(cls, given: Given, run: Callable[[Given], Results], differentiate: Any) -> tuple[Recorded, _Tensors]:
         """The call without its tensors, and its tensors."""
         own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in given.arguments.items() if name not in own}
@@ -65,7 +66,7 @@ class Recorded:
         return of_parts(tensors[:count], {**self.numbers, **own}, self.settings)
 
 
-def attend(given: Given, run: Callable[[Given], Any], differentiate: Callable[..., Any] | None) -> Any:
+def attend(given: Given, run: Callable[[Given], Results], differentiate: Callable[..., Any] | None) -> Results:
     """Run a call whose tensors some transform has wrapped, or that carry tangents.
 
     Raises CallError for a call whose keys lie in pages: it has no derivative.
