@@ -88,6 +88,7 @@ class PlanExplanation:
         return {
             "plan": plan.to_dict(),
             "backend_reason": plan.backend_reason,
+            "tile_reason": plan.tile_reason,
             "mask": canonical(plan.variant.mask),
             "score": canonical(plan.variant.score) if plan.variant.score is not None else "s",
             **({"sink": canonical(plan.variant.sink)} if plan.variant.sink is not None else {}),
@@ -181,6 +182,7 @@ class PlanExplanation:
             ("backend", f"{plan.backend}, {plan.backend_reason}"),
             ("head_dim", _head_dims(plan)),
             ("tile", f"{_tile_rows(plan)} x {plan.tile_n} keys, {plan.num_warps} warps ({plan.threads} threads)"),
+            *([("chosen", plan.tile_reason)] if plan.tile_reason else []),
             ("stages", f"{plan.stages} pairs of K and V tiles in flight"),
             ("loads", _loads(plan)),
             *_labelled("roles", of_schedule.get("roles", [])),

@@ -214,6 +214,7 @@ class Plan(KernelFields):
     structure: Structure = Structure()
     refused: tuple[Refused, ...] = ()  # plans that were compiled before and refused
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
+    tile_reason: str = ""  # the same, of tile, stages and warps, where a table has them
 
     def __repr__(self) -> str:
         return f"Plan({self.name} of {self.spec_file})"
@@ -373,7 +374,7 @@ class Plan(KernelFields):
     def to_dict(self) -> dict[str, Any]:
         """Return every choice as JSON; hashed into the cache key and written to the manifest."""
         return {
-            **written(self, leave_out=("spec_file", "backend_reason", "arch_name", "dtype_name")),
+            **written(self, leave_out=("spec_file", "backend_reason", "tile_reason", "arch_name", "dtype_name")),
             "format": MANIFEST_FORMAT,
             "arch": self.arch_name,
             "capability": self.arch.capability,

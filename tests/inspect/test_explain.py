@@ -97,6 +97,23 @@ def test_one_kernel_is_told_in_full() -> None:
         assert text in output, text
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ("backend: cuda, head_dim: 64", "measured on NVIDIA H200, 2026-11-21"),
+        ("backend: cuda, head_dim: 64, tile: {n: 64}", "the spec's own; what it leaves open: "),
+        ("head_dim: 64, passes: backward, backward: {backend: cuda}", "measured on NVIDIA"),
+    ],
+)
+def test_where_a_tile_comes_from_is_said(fields: str, wanted: str, tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(f"schema: 1\narch: sm90a\nkernels:\n  - {{variant: causal, {fields}}}\n")
+    code, output, _ = run(str(path), "--full")
+    assert code == 0
+    (line,) = (line for line in output.splitlines() if line.split()[:1] == ["chosen"])
+    assert wanted in line
+
+
 WINDOW = "schema: 1\narch: sm90a\nkernels:\n  - {variant: sliding_window, head_dim: 128, tile: {m: 192, n: 64}}\n"
 
 

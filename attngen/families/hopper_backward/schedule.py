@@ -205,6 +205,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
         sum_columns=roles.sum_columns,
         ordered=roles.ordered,
         visible=visible_queries(spec) if roles.cuts else (),
+        tile_reason=tile.choice.origin,
     )
     return planned.with_launches(*launches(planned, roles), workspaces=tuple(workspaces(planned, roles)))
 

@@ -106,6 +106,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
         ),
         visible=visible_keys(spec),
         pack_gqa=pack_gqa,
+        tile_reason=tile.reason,
     )
     return forward_launches(
         planned,

@@ -77,6 +77,7 @@ class HopperTile:
     tile_n: int
     stages: int
     roles: HopperForward
+    reason: str  # where the tile comes from
 
 
 def hopper_tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form) -> HopperTile:
@@ -170,8 +171,20 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         )  # fmt: skip
         with_most = _with_most(draft, len(values), memory, arch)
         if fits(with_most, arch):
-            return HopperTile(tile_m, tile_n, stages, with_most)
+            return HopperTile(tile_m, tile_n, stages, with_most, _reason(spec, candidate, consumers))
     return memory_refusal(spec, arch, with_most, stages)
+
+
+def _reason(spec: KernelSpec, candidate: Candidate, consumers: int) -> str:
+    """Where a tile comes from, in words."""
+    row = candidate.choice
+    if spec.fixes_choices:
+        return f"the spec's own; what it leaves open: {row.origin}"
+    if (consumers, candidate.tile_n) != (row.consumers, row.tile.n):
+        return f"fewer rows or keys than those of its row of the table, {ROWS * row.consumers} x {row.tile.n}"
+    if row.within is not None:
+        return f"predicted to take less than {row.within:g} times the time of the next row; {row.origin}"
+    return row.origin
 
 
 def _key_refusal(spec: KernelSpec, form: Form, candidate: Candidate) -> PlanError | None:

@@ -106,6 +106,8 @@ def backward_facts(plan: Plan, schedule: ScheduleExplanation) -> list[tuple[str,
     for launch in plan.launches:
         first, *others = schedule.launch(launch)
         lines += [(launch.name, first), *(("", line) for line in others)]
+    if plan.tile_reason:
+        lines.append(("chosen", plan.tile_reason))
     atomic = [] if plan.ordered else [*plan.summed, *differentiable(plan)]
     lines.append(("same bits", f"on every run, but for {', '.join(atomic)}" if atomic else "on every run"))
     return lines

@@ -10,7 +10,7 @@ import pytest
 
 from attngen.errors import PlanError
 from attngen.families.hopper_forward import registers as forward_registers
-from attngen.families.hopper_forward import schedule as hopper_forward
+from attngen.families.hopper_forward.choices import TABLES
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.parts.boxes import widths
 from attngen.plan import Plan
@@ -406,7 +406,7 @@ def test_no_table_has_more_consumers_than_a_warp_has_lanes_for() -> None:
     assert most == 32 // 8 - 1
     assert set(forward_registers.REGISTERS) == set(forward_registers._SEARCHING_REGISTERS)
     assert max(forward_registers.REGISTERS) == most
-    assert max(row.consumers for row in hopper_forward.TABLE) <= most
+    assert max(row.consumers for table in TABLES.values() for row in table.load()) <= most
     roles = roles_of(on_hopper())
     for consumers in (0, most + 1):
         with pytest.raises(ValueError, match=f"{consumers} consumers, of 1 to {most}"):
