@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from attngen.arch import ARCHES, Arch
@@ -214,7 +214,7 @@ class Plan(KernelFields):
     structure: Structure = Structure()
     refused: tuple[Refused, ...] = ()  # plans that were compiled before and refused
     backend_reason: str = ""  # of the choice, not of the kernel: no part of its JSON form
-    tile_reason: str = ""  # the same, of tile, stages and warps, where a table has them
+    tile_reason: str = field(default="", compare=False)  # the same, of tile, stages and warps, where a table has them
 
     def __repr__(self) -> str:
         return f"Plan({self.name} of {self.spec_file})"

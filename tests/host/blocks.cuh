@@ -14,7 +14,7 @@ inline uint32_t load_acquire(const uint32_t* from) {
 }
 inline void publish(uint32_t* to, uint32_t value) {
   *to = value;
-  ++published;
+  ++publications;
 }
 inline void store_release(uint32_t* to, uint32_t value) { publish(to, value); }
 inline void store_relaxed(uint32_t* to, uint32_t value) { store_release(to, value); }

@@ -96,8 +96,8 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
         } while (moved && !polled);
         for (int lane = 0; lane < 32; ++lane) all_done = all_done && threads[warp + lane]->done;
       }
-      rounds = any_moved || seen != published ? 0 : rounds + 1;
-      seen = published;
+      rounds = any_moved || seen != publications ? 0 : rounds + 1;
+      seen = publications;
       if (all_done || any_moved || (any_polled && rounds < 1000)) continue;
       if (!clock_read || blocks_at_once == grid) fail("all threads wait for others");
       now += 1ll << 32;  // who waits for blocks that have not begun gives up

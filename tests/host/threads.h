@@ -96,7 +96,7 @@ extern int blocks_of_grid;
 extern bool moved;  // something has happened that others may wait for
 // Whether a warp has read again what other blocks write, and how often something has happened that such a warp may wait for.
 inline bool polled = false;
-inline long long published = 0;
+inline long long publications = 0;
 extern jmp_buf scheduler;
 
 #define threadIdx (current->index)

@@ -176,7 +176,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
 
 
 def _reason(spec: KernelSpec, candidate: Candidate, consumers: int) -> str:
-    """Where a tile comes from, in words."""
+    """Origin of a tile, in words."""
     row = candidate.choice
     if spec.fixes_choices:
         return f"the spec's own; what it leaves open: {row.origin}"
