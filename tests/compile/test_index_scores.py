@@ -38,9 +38,11 @@ def compiled(name: str) -> Artifact:
     "name",
     [
         "index_scores_sm90a_fp8_e4m3_d64_causal",
-        *(
-            pytest.param(f"index_scores_sm90a_{rest}", marks=pytest.mark.exhaustive)
-            for rest in ("fp8_e4m3_d128_causal_paged", "bf16_d128_causal", "bf16_d128_causal_paged")
+        "index_scores_sm90a_fp8_e4m3_d128_causal_paged",
+        "index_scores_sm90a_bf16_d128_causal",
+        pytest.param(
+            "index_scores_sm90a_bf16_d128_causal_paged",
+            marks=pytest.mark.xfail(reason="a word of it lies in local memory", strict=True),
         ),
     ],
 )

@@ -70,12 +70,14 @@ def library(symbol: str) -> ctypes.CDLL:
         f"constexpr int kBlock{axis} = {size};\n" for axis, size in (("M", launch.tile_m), ("N", launch.tile_n))
     )
     folder = Path(mkdtemp(prefix="attngen-host-"))
-    helpers = "".join(f'#include "{name}"\n' for name in re.findall(r'#include "(expression\.cuh|search\.cuh)"', text))
+    helpers = "".join(
+        f'#include "{name}"\n' for name in re.findall(r'#include "((?:divisor|division|expression|search)\.cuh)"', text)
+    )
     (folder / "kernel.inc").write_text(
         f'#include "types.cuh"\n{LACKING}#include "tile_map.cuh"\n{helpers}{constants}'
         f"constexpr int kThreads = {32 * launch.num_warps};\n{text[text.index('// Makes the tile map') :]}"
     )
-    for name in ("tile_map.cuh", "expression.cuh", "search.cuh"):
+    for name in ("tile_map.cuh", "divisor.cuh", "division.cuh", "expression.cuh", "search.cuh"):
         (folder / name).write_text(headers()[name])
     made = folder / "kernel.so"
     assert COMPILER is not None
