@@ -136,9 +136,13 @@ def fields_of(kernel: KernelSpec) -> dict[str, Any]:
     return {name: fields for name, fields in choices.items() if fields}
 
 
-def tuned_text(gpu: str, versions: Mapping[str, str], choices: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of a file of choices; ``choices`` have the fields of ``ChoiceModel``."""
-    content = {"tuned": FORMAT, "gpu": gpu, "versions": dict(versions), "choices": [dict(one) for one in choices]}
+def tuned_text(
+    gpu: str, versions: Mapping[str, str], choices: Sequence[Mapping[str, Any]], **measured: str
+) -> str:  # fmt: skip
+    """Return the text of a file of choices; ``choices`` have the fields of ``ChoiceModel``, ``measured`` may have the
+    ``date`` and the ``method``."""
+    head = {"tuned": FORMAT, "gpu": gpu, **measured, "versions": dict(versions)}
+    content = {**head, "choices": [dict(one) for one in choices]}
     return f"{_HEAD}\n" + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,8 @@ def test_the_fastest_of_all_is_chosen_and_built(spec: Path, card: dict[str, Any]
     applied = tuned.applied(kernel)
     assert applied is not None
     assert plan(applied).tile_n == 96
+    head = spec.with_name("card.yaml").read_text().partition("versions")[0]
+    assert f"date: '{date.today().isoformat()}'\nmethod: attngen tune, medians of 5 rounds, 16384 tokens\n" in head
     assert not spec.with_name("card.yaml.journal").exists()
 
 

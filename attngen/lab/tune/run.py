@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,8 @@ def tune(spec: str | Path, out: Path, options: TuneOptions, observer: Observer) 
             observer(journal.rows[identity(subject.spec)], len(journal.rows), len(todo))
             torch.cuda.empty_cache()
     rows = [journal.rows[identity(one.spec)] for one in todo if identity(one.spec) in journal.rows]
-    _write(out, gpu.name, compilers, rows)
+    method = f"attngen tune, medians of {options.rounds} rounds, {options.tokens} tokens"
+    _write(out, tuned_text(gpu.name, compilers, _choices(rows), date=date.today().isoformat(), method=method))
     if not left:
         journal.remove()
     return TuneReport(str(spec), gpu.name, rows, left_out, left, time.monotonic() - start)
@@ -198,16 +200,20 @@ def _compiled(jobs: int | None, kernels: Sequence[Prepared]) -> Mapping[str, Ker
     return {name: read_kernel(store.path(one.key)) for name, one in built.items() if one.name == name}
 
 
-def _write(out: Path, gpu: str, versions: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the file of choices, in place of an earlier one."""
-    choices = [
+def _choices(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The choices of the rows that are faster than the plan's own."""
+    return [
         {"kernel": row["kernel"], "of": row["of"], "speedup": row["speedup"], **row["choice"]}
         for row in rows
         if row["choice"]
     ]
+
+
+def _write(out: Path, text: str) -> None:
+    """Write the file of choices, in place of an earlier one."""
     unfinished = out.with_name(f"{out.name}.tmp")
     try:
-        unfinished.write_text(tuned_text(gpu, versions, choices), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(out)
     except OSError as error:
         raise CallError(f"{out} cannot be written: {cause(error)}") from error
