@@ -155,8 +155,8 @@ class PlanExplanation:
             texts["a step"] = f"{floor.block} clocks, bound by {' and '.join(floor.binding)}"
         derived = (label for label, _ in self.facts() if label.startswith("by "))
         shown = (
-            "variant", "score", *derived, "sink", "weights", "dropout", "takes", "target", "gradients", "tile", "loop",
-            "a step", "expected",
+            "variant", "score", *derived, "sink", "weights", "dropout", "takes", "target", "gradients", "tile",
+            "chosen", "loop", "a step", "expected",
         )  # fmt: skip
         usual = {("score", "s"), ("takes", "nothing of its own")}
         return [(label, texts[label]) for label in shown if label in texts and (label, texts[label]) not in usual]

@@ -76,7 +76,7 @@ def test_results_of_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: tune._write(path, "a GPU", {}, []),
+        lambda path: tune._write(path, "tuned: 1"),
         lambda path: Journal.opened(path, {}, restart=True),
     ],
 )  # fmt: skip

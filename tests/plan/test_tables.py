@@ -12,8 +12,11 @@ import pytest
 
 from attngen import resources
 from attngen.errors import SpecError
-from attngen.families.hopper_backward.choices import TABLE
+from attngen.families.hopper_backward.choices import TABLE, BackwardChoice
+from attngen.families.hopper_backward.kinds import WORDS
+from attngen.families.hopper_forward.choices import FACTS, ForwardChoice
 from attngen.families.hopper_forward.choices import TABLES as FORWARD_TABLES
+from attngen.inspect.of_spec import explain_spec
 from attngen.plan import plan
 from attngen.schema.measured import ChoiceTable
 from tests.plan.specs import kernel_spec
@@ -140,3 +143,46 @@ def test_a_table_without_a_row_for_a_kernel_is_refused(tables: Path) -> None:
         forget()
         with pytest.raises(SpecError, match="no choice for the work of this kernel, at 64 columns; a last row"):
             plan(kernel_spec(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", TABLES)
+def test_explain_says_where_a_tile_comes_from(tables: Path, schedule: str) -> None:
+    """A row's card and date; nothing of it is in manifests."""
+    fields, row, _ = ROWS[schedule]
+    spec = kernel_spec(**fields)  # type: ignore[arg-type]
+    measured = re.sub("}$", ", gpu: NVIDIA H20, date: 2027-01-02, method: by hand, speedup: 1.5}", row)
+    put(tables / f"{schedule}.yaml", measured)
+    forget()
+    planned = plan(spec)
+    assert planned.tile_reason == "measured on NVIDIA H20, 2027-01-02, 1.5 times as fast as the next best (by hand)"
+    assert "tile_reason" not in planned.to_dict()
+
+
+def test_explain_shows_where_tiles_come_from(tmp_path: Path) -> None:
+    spec = tmp_path / "mine.yaml"
+    entry = "{variant: causal, head_dim: 64, passes: [forward, backward]}"
+    spec.write_text(f"schema: 1\npackage: mine\narch: [sm90a]\nkernels: [{entry}]\n")
+    for explained in explain_spec(spec):
+        reason = dict(explained.facts())["chosen"]
+        assert reason.startswith("measured on NVIDIA H200, 2026-11-2")
+        assert ("chosen", reason) in explained.summary()
+        assert explained.to_dict()["tile_reason"] == reason
+
+
+def test_a_prediction_says_so() -> None:
+    reason = plan(kernel_spec("sliding_window", head_dim=128, backend="cuda")).tile_reason
+    assert reason.startswith(
+        "predicted to take less than 1.045 times the time of the next row; measured on NVIDIA H200"
+    )
+    fixed = plan(kernel_spec("causal", head_dim=128, backend="cuda", tile="{n: 96}")).tile_reason
+    assert fixed.startswith("the spec's own; what it leaves open: measured on")
+
+
+def test_the_docs_explain_each_fact_and_field() -> None:
+    text = (resources.root() / "docs/tuning.md").read_text().partition("## Tables")[2]
+    forward, _, backward = text.partition("A backward's kernel has one of")
+    named = [set(re.findall(r"`(\w+)`", part)) for part in (forward, backward)]
+    assert FACTS.keys() <= named[0]
+    assert {*WORDS} <= named[1]
+    for row in (ForwardChoice, BackwardChoice):
+        assert row.model_fields.keys() <= named[0]
