@@ -138,6 +138,8 @@ class TileMapAxes:
     heads: bool
     slots: bool = False  # each tile has a slot, which says where the bits of its visible pairs are
     bits: Count = 0  # 32-bit words of these bits that a lane reads of a partial tile; 0: the launch reads none
+    rows: Count = 0  # queries or keys of a row of the map, where a row is of one consumer; 0: those of a tile
+    columns: Count = 0  # keys or queries of a bit of the map, where a tile has several blocks; 0: those of a tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +192,10 @@ class LaunchFields:
     other.
 
     ``grid`` says what a block is: some ``rows`` of a head, a tile of ``queries`` or of ``keys``, or one word of the
-    tile map of either (``query_words``, ``key_words``); or a range of the keys of a tile of queries (``key_shares``),
-    which the blocks of a cluster, at most ``cluster``, divide among themselves. Launches that take turns over chunks of
-    query rows have tiles of these rows, or of keys (``chunk_rows``, ``chunk_keys``), and come once for each chunk.
+    tile map of either (``query_words``, ``key_words``), or a row of it (``query_map_rows``, ``key_map_rows``); or a
+    range of the keys of a tile of queries (``key_shares``), which the blocks of a cluster, at most ``cluster``, divide
+    among themselves. Launches that take turns over chunks of query rows have tiles of these rows, or of keys
+    (``chunk_rows``, ``chunk_keys``), and come once for each chunk.
     """
 
     name: Name

@@ -18,7 +18,8 @@ from attngen.runtime.reference.eager import lengths, names_of
 
 VARIANTS = (
     "ids", "ids_of_64_bits", "apart", "other_heads", "shifted", "nested", "windows", "images", "unlike", "later",
-    "not_earlier", "halves", "pairs", "pairs_and_ids", "squares",
+    "not_earlier", "halves", "pairs", "pairs_and_ids", "squares", "blocks", "causal_blocks", "small_blocks",
+    "blocks_of_rows", "shifted_blocks",
 )  # fmt: skip
 
 
@@ -70,6 +71,16 @@ def _values(name: str, batch: int, heads: int, queries: int, keys: int, seed: in
             times = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.0, 3.0e38]
             kept = times if seed % 2 else times[1:]
             return {"time": in_runs(kept, generator, torch.float32, n)}
+        case "blocks" | "causal_blocks":
+            return {"sel": torch.rand(heads, -(-queries // 64), -(-keys // 64), generator=generator) < 0.4}
+        case "small_blocks":
+            sel = torch.rand(-(-queries // 16), -(-keys // 32), generator=generator) < 0.7
+            return {"sel": sel, "id": in_runs(ids, generator, torch.int32, batch, keys)}
+        case "blocks_of_rows":
+            return {"sel": torch.rand(queries, -(-keys // 128), generator=generator) < 0.4}
+        case "shifted_blocks":
+            kind = torch.randint(3, (n // 64 + 2,), generator=generator, dtype=torch.int32)
+            return {"kind": kind, "sees": torch.rand(3, 3, generator=generator) < 0.5}
         case "halves":
             return {"time": in_runs([math.nan, math.inf, -1.0, 0.25, 0.5, 0.75], generator, torch.bfloat16, n)}
     if name in ("pairs", "pairs_and_ids"):
@@ -112,8 +123,18 @@ def bits_of(words: Tensor) -> Tensor:
     return (words[..., None] >> places & 1).bool().flatten(-2)
 
 
+def tiles_of(launch: Any) -> tuple[int, int]:
+    """Queries and keys of a bit of the map of a launch."""
+    axes = launch.tile_map
+    queries, keys = (
+        (axes.columns, axes.rows) if launch.grid in ("keys", "key_words", "key_map_rows") else (axes.rows, axes.columns)
+    )
+    return queries or launch.tile_m, keys or launch.tile_n
+
+
 def check_map(words: Tensor, shape: Any, tiles: tuple[int, int], call: Call, *, by_keys: bool) -> None:
     """Compare a map, with visible pairs if it has them, with the mask."""
+    words = words.flatten()
     rows = words[: shape.row_words].reshape(shape.batch, shape.heads, shape.rows, 2, shape.words)
     slots = words[shape.map_words :][: 16 * shape.row_words].reshape(shape.batch, shape.heads, shape.rows, -1)
     stored = words[shape.map_words + shape.slots :]

@@ -96,6 +96,9 @@ def visits(
     ``arguments`` are scalars as a call passes them, and tensors, or what is read like them (``assumed.Assumed``). A
     kernel that packs the heads of a group is assumed to have groups of one head: with more, tiles hold fewer queries.
     """
+    if plan.structure.map_rows:  # each consumer visits its own blocks, as if it had a tile of them alone
+        alone = replace(plan.structure, consumers=1)
+        plan = replace(plan, tile_m=alone.map_rows, tile_n=alone.block_keys, structure=alone)
     tiles = -(-seqlen // plan.tile_m)
     some = _sample(tiles, plan.tile_m * seqlen * _cost(plan.variant.mask) * of)
     first = some * plan.tile_m

@@ -25,6 +25,8 @@ _SIDES: Mapping[Literal["q", "kv"], frozenset[str]] = {
     "q": frozenset({"q", "q_pos", "q_global"}),
     "kv": frozenset({"kv", "kv_global"}),
 }
+#: The first query and key of a block of pairs (``blocks.at_corner``), which differ from block to block.
+_CORNERS = frozenset({"q_lo", "kv_lo"})
 _LABELS = {"q": "of_queries", "kv": "of_keys"}
 
 #: Most statistics of one mask: each takes a pass over the queries or the keys of every tile.
@@ -167,8 +169,10 @@ class _StatisticsSearch:
 
 
 def _side(node: Expr) -> Literal["q", "kv"] | None:
-    """The one side that an expression depends on; None if it depends on both or on neither."""
+    """The one side that an expression depends on; None if it depends on both, on neither, or on a block."""
     read = names(node)
+    if read & _CORNERS:
+        return None
     sides = [side for side, positions in _SIDES.items() if read & positions]
     return sides[0] if len(sides) == 1 else None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from attngen.dtypes import DType
 from attngen.manifest import TileMapAxes
 from attngen.plan import arguments, naming
-from attngen.plan.draft import CLASSIFIER_WARPS, axes_of
+from attngen.plan.draft import axes_of, classifier_warps
 from attngen.plan.model import Argument, Launch, Plan
 from attngen.plan.own_gradients import differentiable_of, stored_gradients
 from attngen.plan.symbols import cleared_name, gradient_pointer, stored_name
@@ -34,8 +34,8 @@ def leading_launches(plan: Plan, preprocess_arguments: tuple[Argument, ...], *, 
     if plan.iteration == "tile_map":
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
         yield launch_of(
-            plan, "classify_dqkv", "key_words", CLASSIFIER_WARPS, iteration="tile_map", tile_map=tile_map_axes(plan),
-            arguments=own,
+            plan, "classify_dqkv", "key_words", classifier_warps(plan), iteration="tile_map",
+            tile_map=tile_map_axes(plan), arguments=own,
         )  # fmt: skip
 
 

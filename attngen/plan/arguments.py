@@ -51,7 +51,7 @@ def signature(
         *sizes(plan, tiles, max_seqlen_k=max_seqlen_k),
         *(size(name) for name in more_sizes),
         *([size("words")] if mapped else []),
-        *([map_words()] if plan.mask_words else []),
+        *([map_words()] if plan.map_bits else []),
         scale(),
         *scalar_arguments(plan),
         *presence(plan, present),
@@ -60,7 +60,7 @@ def signature(
 
 def classifier_signature(plan: Plan, tiles: str, *, max_seqlen_k: bool = False) -> tuple[Argument, ...]:
     """Arguments of the launch that computes the tile map of a launch whose blocks are ``tiles``."""
-    with_slots = plan.backend == "cuda"
+    with_slots = plan.backend == "cuda" and not plan.structure.map_rows
     return (
         tile_map(),
         *((tile_hashes(), tile_list()) if with_slots else ()),

@@ -9,11 +9,21 @@ from attngen.plan import naming
 from attngen.plan.choices import map_axes
 from attngen.plan.model import Argument, Launch, Plan, TileMapAxes, Workspace
 from attngen.plan.operands import operands_of
+from attngen.plan.traits import mask_block
 from attngen.schema.kernel_spec import KernelSpec
 
 #: Warps of a classifier block, which makes one word (32 tiles) of a tile map. Each warp takes whole tiles, so that 16
 #: warps keep a multiprocessor busy even if the map has few words.
 CLASSIFIER_WARPS = 16
+
+#: The same where a mask is constant on blocks, which decide nearly all tiles: many blocks find room.
+_FEW_CLASSIFIER_WARPS = 4
+
+
+def classifier_warps(planned: Plan) -> int:
+    """Warps of a classifier block of a CUDA kernel."""
+    blocks = mask_block(planned.variant, (planned.tile_m, planned.tile_n))
+    return _FEW_CLASSIFIER_WARPS if planned.structure.map_rows or blocks else CLASSIFIER_WARPS
 
 
 def drafted(
@@ -80,7 +90,9 @@ def row_workspaces() -> Iterator[Workspace]:
 def axes_of(planned: Plan, owner: str) -> TileMapAxes:
     """Return the tile map that the launch ``owner`` reads."""
     batch, heads = map_axes(planned.variant, ragged=planned.ragged_queries)
-    return TileMapAxes(owner, batch, heads, slots=planned.backend == "cuda", bits=planned.mask_words)
+    rows, columns = planned.structure.map_rows, planned.structure.block_keys
+    slots = planned.backend == "cuda" and not rows
+    return TileMapAxes(owner, batch, heads, slots=slots, bits=planned.map_bits, rows=rows, columns=columns)
 
 
 def forward_launches(
@@ -98,8 +110,10 @@ def forward_launches(
     )  # fmt: skip
     if axes is None:
         return planned.with_launches(own, workspaces=workspaces)
+    grid = "query_map_rows" if axes.rows else "query_words"
+    tile = axes.rows or planned.tile_m, axes.columns or planned.tile_n
     classifier = Launch(
-        "classify", naming.classifier_name(planned.name), "query_words", planned.tile_m, planned.tile_n, 1,
-        CLASSIFIER_WARPS if planned.backend == "cuda" else 4, "tile_map", classify(), tile_map=axes,
+        "classify", naming.classifier_name(planned.name), grid, *tile, 1,
+        classifier_warps(planned) if planned.backend == "cuda" else 4, "tile_map", classify(), tile_map=axes,
     )  # fmt: skip
     return planned.with_launches(classifier, own, workspaces=workspaces)

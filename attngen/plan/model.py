@@ -127,6 +127,8 @@ class Structure(StructureFields):
     hides_by_entries: bool = False  # entries of a small table that lanes hold are −inf where the mask hides pairs
     table_bytes: int = 0  # of small tables that the score reads at computed indices, of which each consumer has a copy
     relative: bool = False  # a term of the score subtracts the row max, so that logits are relative to it
+    map_rows: int = 0  # queries, or keys, of a row of the tile map, where each consumer has its own; 0: those of a tile
+    block_keys: int = 0  # keys of a bit of that map, of which a step has one block or two
     lane_sum_log2: int = 0  # log2 of the most that a lane may sum in a step after a new row max; 0: no limit
 
     def registers_of(self, role: str) -> int:
@@ -252,6 +254,16 @@ class Plan(KernelFields):
             return 0
         columns = self.tile_n if self.direction == "forward" else self.tile_m
         return -(-columns // COLUMNS_OF_WORD)
+
+    @property
+    def map_bits(self) -> int:
+        """The same where a tile map may hold them; 0 where consumers evaluate the mask of each partial tile."""
+        return 0 if self.structure.map_rows else self.mask_words
+
+    @property
+    def has_pairs_of_blocks(self) -> bool:
+        """Whether a step of a forward has two blocks of keys, which need not be neighbours."""
+        return 0 < self.structure.block_keys < self.tile_n
 
     @property
     def descaled(self) -> bool:

@@ -64,12 +64,15 @@ class Ring:
     empty: Signal | None = None
     stored: tuple[tuple[str, int], ...] = ()
     alternates: bool = False  # double-buffered by design: its stages are not a choice of the plan
+    count: int = 1  # of such rings, one for each reader, one after the other
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
         """Its barriers: ``NAME_full`` and ``NAME_empty``."""
         sides = (("full", self.full), ("empty", self.empty))
-        return tuple(Barrier(f"{self.name}_{side}", self.stages, signal) for side, signal in sides if signal)
+        return tuple(
+            Barrier(f"{self.name}_{side}", self.count * self.stages, signal) for side, signal in sides if signal
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,9 @@ class Pipes:
     @property
     def regions(self) -> tuple[Region, ...]:
         """The map of shared memory."""
-        stored = {name: ring.stages * size for ring in self.rings for name, size in ring.stored} | dict(self.others)
+        stored = {name: ring.count * ring.stages * size for ring in self.rings for name, size in ring.stored} | dict(
+            self.others
+        )
         sizes = {name: [(name, size)] for name, size in stored.items()}
         sizes["barriers"] = [(barrier.name, barrier.bytes) for barrier in self.barriers]
         offset, regions = 0, []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from attngen.lang.bands import Axis, Bands, Heads, bands, has_short_bounds
+from attngen.lang.blocks import Block, block_of
 from attngen.lang.distances import distance_values
 from attngen.lang.divisors import prepared, wide_names
 from attngen.lang.facts import Facts
@@ -29,6 +30,13 @@ def bands_of(spec: KernelSpec, over: Axis = "kv") -> Bands:
 @lru_cache(maxsize=256)  # the kernels of a spec share a few variants
 def _bands(variant: Variant, over: Axis, heads: Heads) -> Bands:
     return bands(variant.mask, Facts.of(variant), over=over, heads=heads)
+
+
+@lru_cache(maxsize=256)
+def mask_block(variant: Variant, tile: Block) -> Block | None:
+    """The largest block that divides a tile of queries and keys, and on which a mask reads tensors at one element;
+    None if there is none."""
+    return block_of(variant.mask, tile)
 
 
 def reads_data(variant: Variant) -> bool:

@@ -6,18 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from attngen.lang.blocks import Block, at_corner
 from attngen.lang.emit import Binding
 from attngen.lang.facts import index
 from attngen.lang.ir import Const, Load, Type, Var, names, rewrite, spelled, walk
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Code, Statement, declared, depending, joined, leaf, reads, written
-from attngen.lang.statistics import Statistic, one_sided, separated
+from attngen.lang.statistics import Separated, Statistic, one_sided, separated
 from attngen.plan.model import Launch, Plan
-from attngen.render.cuda_masking import row_values
+from attngen.plan.traits import mask_block
+from attngen.render.cuda_masking import map_block, row_values
 from attngen.render.cuda_math import element_bindings
 from attngen.render.cuda_statements import int_constant, number_queries
 from attngen.render.cuda_tiles import TileBounds
-from attngen.render.expressions import CUDA, Along, emit_for, facts_of, is_wide, tensor_bindings
+from attngen.render.expressions import CUDA, KEYS, Along, emit_for, facts_of, is_wide, tensor_bindings
 
 #: Most nodes in a bound of a tile, which is computed once for each tile of a map.
 _NODES = 3000
@@ -71,12 +73,29 @@ class PairsView:
 
 
 @dataclass(frozen=True, slots=True)
+class BlocksView:
+    """Conditions on a block of pairs for all of which the mask reads tensors at one element: whether some pair may be
+    visible, and whether all must be. The block begins at ``q_lo`` and ``kv_lo``; its size is (queries, keys)."""
+
+    size: Block
+    lines: tuple[Statement, ...]
+    may: Code
+    must: Code
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names that the code reads."""
+        return reads([*self.lines, self.may, self.must])
+
+
+@dataclass(frozen=True, slots=True)
 class ClassifierView:
-    """The kernel that makes a tile map. ``bounds`` classify 32 tiles as far as bounds can; ``own`` holds the statistics
-    of a map row's own tile, ``listed`` those of the tiles that the row lists.
+    """The kernel that makes a tile map, of the template ``file``. ``bounds`` classify 32 tiles as far as bounds can;
+    ``own`` holds the statistics of a map row's own tile, ``listed`` those of the tiles that the row lists.
 
     The mask of a pair is in parts: statements before all loops (``hoisted``), of a query, of a key, and of the pair."""
 
+    file: str
     symbol: str
     threads: int
     argument_lines: tuple[str, ...]
@@ -87,6 +106,7 @@ class ClassifierView:
     own: SideView
     listed: SideView
     pairs: PairsView | None
+    blocks: BlocksView | None  # in place of bounds and pairs
     bounds: tuple[Statement, ...]
     hoisted: tuple[Statement, ...]
     query_values: tuple[tuple[str, str], ...]  # of a query, which pairs use: the type and the name of each
@@ -100,13 +120,19 @@ def classifier_view(
     plan: Plan, own: Launch, argument_lines: tuple[str, ...], along: Along, word: Word
 ) -> ClassifierView:
     """Build the view of the launch ``own``, for a map whose rows list tiles ``along`` an axis."""
-    parts = separated(plan.variant.mask, facts_of(plan))
+    mask, facts = plan.variant.mask, facts_of(plan)
+    of_consumer, of_tile = map_block(plan), mask_block(plan.variant, (plan.tile_m, plan.tile_n))
+    block = of_consumer or of_tile
+    if block:
+        mask = at_corner(mask, block)
+    parts = Separated(mask) if of_consumer else separated(mask, facts)
     bindings: dict[str, Binding] = {}
     for each in parts.statistics:
         bindings |= _bindings(plan, each)
     by = TileBounds(parts.mask, _NODES, parts.statistics, bindings)
-    bounds, pairs = word(plan, by), _pairs(plan, by, word)
-    used = reads(bounds) | (pairs.reads if pairs is not None else frozenset())
+    blocks = _blocks(plan, by, block) if block and not of_consumer else None
+    bounds, pairs = () if blocks else word(plan, by), None if block else _pairs(plan, by, word)
+    used = reads(bounds) | frozenset[str]().union(*(each.reads for each in (blocks, pairs) if each is not None))
     queries, keys = (
         _side(plan, [each for each in parts.statistics if each.axis == axis and spelled(each.name.name) in used])
         for axis in ("q", "kv")
@@ -120,6 +146,7 @@ def classifier_view(
     query_lines = (*_named(row), *row)
     read = reads([*hoisted, *query_lines, *key, *pair, visible]) | used | queries.reads | keys.reads
     return ClassifierView(
+        file=f"cuda/shared/{'_row_classifier' if of_consumer else '_classifier'}.cu.j2",
         symbol=own.symbol,
         threads=32 * own.num_warps,
         argument_lines=argument_lines,
@@ -130,6 +157,7 @@ def classifier_view(
         own=queries if along.axis == "kv" else keys,
         listed=keys if along.axis == "kv" else queries,
         pairs=pairs,
+        blocks=blocks,
         bounds=bounds,
         hoisted=hoisted,
         query_values=query_values,
@@ -167,6 +195,23 @@ def _pairs(plan: Plan, by: TileBounds, word: Word) -> PairsView | None:
         if_none=bits(FALSE),
         if_every=bits(TRUE),
     )
+
+
+def _blocks(plan: Plan, by: TileBounds, size: Block) -> BlocksView:
+    """The conditions on a block of pairs."""
+    names = ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi", "kv_lo", "kv_hi")
+    by = replace(by, bindings={**by.bindings, **{name: Binding(name) for name in names}})
+    code, *_ = by.emitted(plan, KEYS)
+    may, must = code.results
+    asked = reads([*code.hoisted, *code.body, may, must])
+    ends = {
+        "q_hi": f"min({{q_lo}} + {size[0]}, {{seqlen_q}}) - 1",
+        "kv_hi": f"min({{kv_lo}} + {size[1]}, {{seqlen_k}}) - 1",
+        "q_pos_lo": "{q_lo} + ({seqlen_k} - {seqlen_q})", "q_pos_hi": "{q_hi} + ({seqlen_k} - {seqlen_q})",
+    }  # fmt: skip
+    asked |= {"q_hi"} if "q_pos_hi" in asked else set()
+    lines = [int_constant(name, end) for name, end in ends.items() if name in asked]
+    return BlocksView(size, (*lines, *code.hoisted, *code.body), may, must)
 
 
 def _is_of_pairs(plan: Plan, load: Load) -> bool:

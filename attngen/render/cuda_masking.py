@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from attngen.lang.blocks import Block, at_corner
 from attngen.lang.emit import Binding
 from attngen.lang.folding import KV_FIRST
 from attngen.lang.intervals import bounds
@@ -21,6 +22,7 @@ from attngen.render.expressions import CUDA, KEYS, SEQLEN_K, Along, emit_for, fa
 #: Number of an element of a lane, by the two loops over these, and what it is in its word of bits.
 ELEMENT = "4 * ({i} % 16 / 2) + 2 * {row} + {i} % 2"
 HIDE_BY_BITS = statement(f"if (!({{visible}}[{{i}} / 16] >> {ELEMENT} & 1)) {{x}} = kMasked;")
+HIDE_BY_BITS_OF_BLOCK = statement(f"if (!({{visible}}[{{half}}] >> {ELEMENT} & 1)) {{x}} = kMasked;")
 
 
 def row_values(row: Sequence[Statement], element: Sequence[Statement]) -> tuple[tuple[str, str], ...]:
@@ -67,7 +69,10 @@ def masking(
     Ends are counted from the first key of a lane, so that an element compares them with constants: ``key`` is its
     distance from that.
     """
-    intervals, rest = asked(plan.variant, facts_of(plan), along.axis)
+    variant = plan.variant
+    if block := map_block(plan):
+        variant = replace(variant, mask=at_corner(variant.mask, block))
+    intervals, rest = asked(variant, facts_of(plan), along.axis)
     ends: dict[str, Expr] = {}
     seen: list[Code] = []
     hidden: list[Code] = []
@@ -123,6 +128,20 @@ def of_rows(ends: Sequence[tuple[str, str]], row_values: Sequence[tuple[str, str
     of_row = {name for _, name in row_values}
     same = [f"{name} {rest}" for name, rest in ends if name not in of_row]
     return " && ".join(same + [f"rows[{row}].{name} {rest}" for row in (0, 1) for name, rest in ends if name in of_row])
+
+
+def map_block(plan: Plan) -> Block | None:
+    """Queries and keys of a bit of the tile map, where a mask is constant on blocks and each consumer has a row of its
+    own; else None."""
+    rows, columns = plan.structure.map_rows, plan.structure.block_keys
+    if not rows:
+        return None
+    return (rows, columns or plan.tile_n) if plan.direction == "forward" else (columns or plan.tile_m, rows)
+
+
+def corners_of_block(plan: Plan) -> dict[str, Binding]:
+    """Bindings of the first query and key of a bit of the tile map, which masks of blocks read."""
+    return {name: Binding(name) for name in ("q_lo", "kv_lo")} if plan.structure.map_rows else {}
 
 
 def costly_values_of(plan: Plan, along: Along) -> tuple[Expr, ...]:

@@ -33,7 +33,18 @@ from attngen.plan.traits import (
     query_values_of_score,
 )
 from attngen.render.biases import LANE, Lookup, bias_bindings, lookup_bindings, with_biases, with_lookups
-from attngen.render.cuda_masking import ELEMENT, HIDE_BY_BITS, Case, bit_of, hide, masking, of_rows, row_values
+from attngen.render.cuda_masking import (
+    ELEMENT,
+    HIDE_BY_BITS,
+    HIDE_BY_BITS_OF_BLOCK,
+    Case,
+    bit_of,
+    corners_of_block,
+    hide,
+    masking,
+    of_rows,
+    row_values,
+)
 from attngen.render.cuda_statements import (
     SCALE,
     constant,
@@ -162,7 +173,7 @@ def logits(plan: Plan) -> Logits:
         elif variant.score is not None:
             body.append(statement("{x} = {};", scored.results[0]))
         if partial and plan.mask_words:
-            body.append(HIDE_BY_BITS)
+            body.append(HIDE_BY_BITS_OF_BLOCK if plan.has_pairs_of_blocks else HIDE_BY_BITS)
         elif partial:
             mask = masking(plan, bound, declared([*hoisted, *body]))
             hoisted += [each for each in (*mask.hoisted, *mask.ends) if each not in hoisted]
@@ -208,7 +219,7 @@ def planned_key_values(plan: Plan) -> LoadedKeyValues:
     """Return the values of a key that a plan has room for."""
     if not plan.structure.key_values:
         return NO_KEY_VALUES
-    bits = plan.iteration == "tile_map"
+    bits = plan.mask_words > 0
     tabled = plan.structure.table_bytes > 0
     values = key_values(plan.variant, plan.box_heads, fast_math=plan.fast_math, bits=bits, tabled=tabled)
     return values.first(plan.structure.key_values)
@@ -219,7 +230,7 @@ def score_values(plan: Plan) -> tuple[ScoreValue, ...]:
     if plan.structure.key_values:
         exprs, symbol, role = planned_key_values(plan).score, value_of_key, "value_of_key"
     elif plan.structure.query_values:
-        bits = plan.iteration == "tile_map"
+        bits = plan.mask_words > 0
         exprs = query_values_of_score(
             plan.variant, fast_math=plan.fast_math, bits=bits, by_distance=plan.structure.distance_values > 0
         )
@@ -274,7 +285,7 @@ def score_lines(
 
 def _visible(plan: Plan) -> Steps:
     """Return the steps that evaluate the mask of a partial tile, from what a work tile has, into ``bits``."""
-    mask = masking(plan, element_bindings(plan, ragged=True), ())
+    mask = masking(plan, element_bindings(plan, ragged=True) | corners_of_block(plan), ())
     row, tile, work = _split(plan, [*mask.hoisted, *mask.ends])
     return _steps(plan, (*work, *tile), row, [*mask.body, bit_of(mask.hidden, ELEMENT)])
 

@@ -160,23 +160,27 @@ def with_corners(
 def word(plan: Plan) -> Word:
     """Return the statements that make the bits of 32 tiles: from the tile map, or by classifying them in the kernel."""
     if plan.iteration == "tile_map":
-        return Word(words_of_map("{q_start} / kBlockM * {stride_tile_map_q}"))
+        rows = plan.structure.map_rows
+        row = f"({{q_start}} / {rows} + {{consumer}})" if rows else "{q_start} / kBlockM"
+        return Word(words_of_map(f"{row} * {{stride_tile_map_q}}"))
     return Word(classified_word(plan))
 
 
 def classified_word(plan: Plan, by: TileBounds | None = None) -> tuple[Statement, ...]:
     """Return the statements that make the bits of 32 tiles by their bounds."""
-    code, may, must = (by or TileBounds(plan.variant.mask)).emitted(plan, KEYS)
+    along = replace(KEYS, keys="kBlockKeys") if plan.structure.block_keys else KEYS
+    keys = along.keys or "kBlockN"
+    code, may, must = (by or TileBounds(plan.variant.mask)).emitted(plan, along)
     lines = [int_constant("candidate", "32 * {word} + {lane}")]
     if {"kv_lo", "kv_hi"} & (names(may) | names(must)):
-        last = "{kv_lo} + (kBlockN - 1)"
+        last = f"{{kv_lo}} + ({keys} - 1)"
         if tensors(may) | tensors(must):  # what they hold after the last key says nothing about it
-            last = "min({kv_lo} + kBlockN, {seqlen_k}) - 1"
-        lines.append(int_constants({"kv_lo": "{candidate} * kBlockN", "kv_hi": last}))
+            last = f"min({{kv_lo}} + {keys}, {{seqlen_k}}) - 1"
+        lines.append(int_constants({"kv_lo": f"{{candidate}} * {keys}", "kv_hi": last}))
     listed = written("{candidate} >= {visible_lo} && {candidate} < {visible_hi}")
     seen = listed if may == TRUE else written("{} && ({})", listed, code.results[0])
     # the mask's code runs in the ragged last tile too, since keys end in it
-    inside = "({}) && ({candidate} + 1) * kBlockN <= {seqlen_k}"
+    inside = f"({{}}) && ({{candidate}} + 1) * {keys} <= {{seqlen_k}}"
     whole = Code("false") if must == FALSE else written(inside, code.results[1])
     return with_corners([*lines, *code.hoisted, *words_of_votes(seen, whole)])
 

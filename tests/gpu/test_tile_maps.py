@@ -19,7 +19,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.launch.map_cache import kept_maps, same_words
 from attngen.schema import load_spec
 from tests.gpu.family import for_this_gpu, only_known, package_of_spec
-from tests.map_oracle import VARIANTS, check_map, values
+from tests.map_oracle import VARIANTS, check_map, tiles_of, values
 
 SPEC = Path(__file__).with_name("maps.yaml")
 DEVICE = "cuda"
@@ -40,11 +40,11 @@ def kernels() -> Iterator[None]:
 
 @cache
 def tiles() -> dict[tuple[str, int, str, str], tuple[int, int]]:
-    """The tile of the launch that reads the map, by variant, head dim, layout and direction."""
+    """Queries and keys of a bit of a map, by variant, head dim, layout and direction."""
     read = {}
     for one in (for_this_gpu(kernel).plan for kernel in to_build()):
         launch = one.launch("forward" if one.direction == "forward" else "dqkv")
-        read[one.variant.name, one.head_dim_qk, one.layout, one.direction] = launch.tile_m, launch.tile_n
+        read[one.variant.name, one.head_dim_qk, one.layout, one.direction] = tiles_of(launch)
     return read
 
 
@@ -65,7 +65,7 @@ def check_kept(call: Call, name: str, head_dim: int, layout: str, before: set[An
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int], head_dim: int) -> None:
-    if head_dim == 256 and name not in ("ids_of_64_bits", "later"):
+    if head_dim == 256 and name not in ("ids_of_64_bits", "later", "blocks", "causal_blocks"):
         pytest.skip("the spec has no such kernel")
     batch, heads, queries, keys = shape
     for seed in range(2):
@@ -108,3 +108,71 @@ def test_an_uncounted_write_is_an_error_in_debug_mode() -> None:
         given["id"].data[:200] = torch.arange(200, device=DEVICE)
         with pytest.raises(CallError, match="without torch counting it"):
             attngen.attention(q, k, v, variant="ids_of_64_bits", **given)
+
+
+#: Batch, query and KV heads, queries, keys, and the share of blocks that are seen.
+BLOCKS = (
+    (2, 4, 2, 1000, 1500, 0.3),
+    (1, 8, 8, 4100, 4100, 0.1),
+    (1, 2, 1, 64, 64, 1.0),
+    (1, 2, 2, 130, 5000, 0.5),
+    (2, 2, 1, 700, 700, 0.0),
+)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("size", BLOCKS, ids=str)
+@pytest.mark.parametrize("name", ["blocks", "causal_blocks"])
+def test_consumers_visit_their_own_blocks(
+    name: str, size: tuple[int, int, int, int, int, float], head_dim: int
+) -> None:
+    batch, heads, kv_heads, queries, keys, share = size
+    for seed in range(3):
+        torch.manual_seed(seed)
+        sel = torch.rand(heads, -(-queries // 64), -(-keys // 64), device=DEVICE) < share
+        sel[0, 0] &= share == 1.0  # a row without keys
+        if seed == 1:  # one consumer sees much more than the other
+            sel[:, ::2] &= torch.rand(heads, 1, 1, device=DEVICE) < 0.5
+        shapes = [(batch, queries, heads, head_dim), *[(batch, keys, kv_heads, head_dim)] * 2]
+        inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+        dout = torch.randn(shapes[0], device=DEVICE, dtype=torch.bfloat16)
+        results = []
+        for backend in ("cuda", "reference"):
+            leaves = inputs if backend == "cuda" else [one.detach().double().requires_grad_() for one in inputs]
+            out, lse = attngen.attention(*leaves, variant=name, sel=sel, backend=backend, return_lse=True)
+            results.append((out, lse, *torch.autograd.grad(out, leaves, dout.to(out.dtype))))
+        for actual, wanted in zip(*results, strict=True):
+            assert not actual.isnan().any()
+            torch.testing.assert_close(actual.double(), wanted.double(), atol=0.03, rtol=0.03)
+
+
+def test_blocks_of_packed_sequences() -> None:
+    sizes = (300, 1, 129, 511, 0)
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, *sizes], device=DEVICE).cumsum(0).int()
+    inputs = [torch.randn(sum(sizes), 2, 64, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv"]
+    sel = torch.rand(2, 8, 8, device=DEVICE) < 0.5
+    packing = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 511, "max_seqlen_k": 511}
+    out = attngen.attention_varlen(*inputs, **packing, variant="causal_blocks", sel=sel)
+    wanted = attngen.attention_varlen(
+        *(one.double() for one in inputs), **packing, variant="causal_blocks", sel=sel, backend="reference"
+    )
+    torch.testing.assert_close(out.double(), wanted, atol=0.03, rtol=0.03)
+
+
+def test_a_map_of_blocks_is_made_in_each_replay_of_a_graph() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 700, 2, 64, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv")
+    sel = torch.rand(2, 11, 11, device=DEVICE) < 0.5
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        attngen.attention(q, k, v, variant="blocks", sel=sel)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = attngen.attention(q, k, v, variant="blocks", sel=sel)
+    for _ in range(3):
+        sel.copy_(torch.rand(2, 11, 11, device=DEVICE) < 0.5)
+        graph.replay()
+        wanted = attngen.attention(*(one.double() for one in (q, k, v)), variant="blocks", sel=sel, backend="reference")
+        torch.testing.assert_close(out.double(), wanted, atol=0.03, rtol=0.03)

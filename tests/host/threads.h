@@ -210,6 +210,18 @@ inline int __reduce_add_sync(unsigned, int own) {
   for (int lane = 0; lane < 32; ++lane) sum += static_cast<int>(all[lane]);
   return sum;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned own) {
+  const uint64_t(&all)[32] = exchange(own);
+  unsigned any = 0;
+  for (int lane = 0; lane < 32; ++lane) any |= static_cast<unsigned>(all[lane]);
+  return any;
+}
+inline unsigned __reduce_and_sync(unsigned, unsigned own) {
+  const uint64_t(&all)[32] = exchange(own);
+  unsigned every = ~0u;
+  for (int lane = 0; lane < 32; ++lane) every &= static_cast<unsigned>(all[lane]);
+  return every;
+}
 inline bool __any_sync(unsigned, bool own) { return __ballot_sync(~0u, own) != 0; }
 inline bool __all_sync(unsigned, bool own) { return __ballot_sync(~0u, own) == ~0u; }
 

@@ -47,6 +47,8 @@ PTX = {
     r'asm volatile\("ld\.shared\.v2\.u32 .*?\);': (
         "const uint2 both = *reinterpret_cast<uint2*>(place_of_address(from)); first = both.x, second = both.y;"
     ),
+    # Hides a value from the compiler alone.
+    r'asm(?: volatile)?\("" : "[^"]*"\([^()]*\)(?:, "[^"]*"\([^()]*\))*\);': "",
     r'asm volatile\(\s*"atom\.acquire\.gpu\.global\.cas\.b32 .*?\);': (
         "now = *state; if (now == kUntouched) publish(state, kTaken);"
     ),

@@ -37,7 +37,7 @@ COMMAND = "python -m tests.render.generated"
 #: Specs of the rendered sources, by the names of their folders.
 SPECS = {name: specs_dir() / f"{name}.yaml" for name in GOLDEN} | {"others": Path(__file__).with_name("others.yaml")}
 
-#: Committed sources; more only where one more schedule or kind of softmax would else be missing.
+#: Committed sources; more only where one more schedule, kind of softmax or way to visit tiles would else be missing.
 KEPT = 100
 
 #: Variants and head dims of the kernels of ``hopper.yaml`` that most calls take. The rungs of ``ladder.yaml`` are
@@ -45,7 +45,7 @@ KEPT = 100
 _MOST_USED = ("full", "causal", "sliding_window")
 _HEAD_DIMS = (64, 128)
 
-_SOFTMAX = re.compile(r"[\w/]+/softmax/\w+\.cu\.j2")
+_PARTS = re.compile(r"[\w/]+/(?:softmax|visits)/\w+\.cu\.j2")
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Rendered:
 
 
 def facts_of(spec: str, kernel: KernelSpec, plan: Plan) -> frozenset[tuple[str, str]]:
-    """Facts that a kernel is an example of, by kind; its softmax is the template that its view names."""
+    """Facts that a kernel is an example of, by kind; the templates that its view names are parts."""
     schedule = named(plan.schedule)
     view = resolve_name(schedule.view)(plan, schedule.template)
     facts = {
         ("schedule", plan.schedule), ("layout", plan.layout), ("pass", plan.direction), ("backend", plan.backend),
-        ("arch", plan.arch.name), *(("softmax", template) for template in _SOFTMAX.findall(repr(view))),
+        ("arch", plan.arch.name), *(("part", template) for template in _PARTS.findall(repr(view))),
     }  # fmt: skip
     of_tiles = kernel.fixes_choices or kernel.pack_gqa or kernel.split_tiles
     most_used = kernel.variant.name in _MOST_USED and kernel.head_dim_qk in _HEAD_DIMS and kernel.dtype == "bf16"

@@ -28,7 +28,7 @@ from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.launch.prepared_backward import PreparedBackward
 from attngen.runtime.registry.binding import bind_call
 from attngen.schema import load_spec
-from tests.map_oracle import VARIANTS, check_map, values
+from tests.map_oracle import VARIANTS, check_map, tiles_of, values
 from tests.render.headers import headers
 from tests.runtime.host_kernels import COMPILER, HOST, HostDriver, as_kernels
 
@@ -69,6 +69,7 @@ def library(symbol: str) -> ctypes.CDLL:
     constants = "".join(
         f"constexpr int kBlock{axis} = {size};\n" for axis, size in (("M", launch.tile_m), ("N", launch.tile_n))
     )
+    constants += "".join(f"{line}\n" for line in re.findall(r"constexpr int k(?:MapRows|BlockKeys) = .*", text))
     folder = Path(mkdtemp(prefix="attngen-host-"))
     helpers = "".join(
         f'#include "{name}"\n' for name in re.findall(r'#include "((?:divisor|division|expression|search)\.cuh)"', text)
@@ -132,11 +133,11 @@ def check(name: str, head_dim: int, layout: str, given: Given) -> None:
         maps, shape = made(plan, given, call)
         assert len(maps[1]) >= len(maps[0])
         for words in maps:
-            check_map(words, shape, (launch.tile_m, launch.tile_n), call, by_keys=direction == "backward")
+            check_map(words, shape, tiles_of(launch), call, by_keys=direction == "backward")
 
 
 #: Shapes at which a variant always runs.
-ALWAYS = {"windows": SHAPES[2]}
+ALWAYS = {"windows": SHAPES[2], "causal_blocks": SHAPES[1], "small_blocks": SHAPES[2]}
 
 
 @pytest.mark.parametrize(

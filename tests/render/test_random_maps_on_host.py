@@ -11,7 +11,7 @@ from attngen.inspect.values import arguments_of
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.registry.binding import bind_call
 from tests.fuzz.language import drawn, fill
-from tests.map_oracle import check_map
+from tests.map_oracle import check_map, tiles_of
 from tests.render.test_maps_on_host import OTHERS, made
 from tests.runtime.host_kernels import COMPILER
 
@@ -43,5 +43,5 @@ def test_random_maps(seed: int) -> None:
                 call, _ = bind_call(given)
                 maps, shape = made(plan, given, call)
                 for words in maps:
-                    tiles = (launch.tile_m, launch.tile_n)
+                    tiles = tiles_of(launch)
                     check_map(words, shape, tiles, call, by_keys=plan.direction == "backward")

@@ -120,23 +120,43 @@ class HopperExplanation(ScheduleExplanation):
             first = "the tile of keys nearest to the rows, then the others"
         elif structure.whole_first:
             first = "the last tile of keys that all rows see, then the others"
+        elif structure.map_rows:
+            blocks = "two blocks" if self.plan.has_pairs_of_blocks else "a block"
+            first = (
+                f"a step has {blocks} of {structure.block_keys} keys, which all consumers see, or some: words of them"
+            )
         else:
             first = "tiles of keys"
         yield "order", f"{first} from the last that is seen{end_aligned} to the first"
         kind = kind_of_plan(self.plan)
         yield "first tile", f"{turn}QK(0){passed}, wait; {kind.first_tile} P(0)"
-        if structure.overlap:
+        if structure.map_rows:
+            yield (
+                "step j",
+                "QK(j), PV(j-1) if all consumers see both, wait for S(j), logits, wait for O, softmax, else PV(j)",
+            )
+        elif structure.overlap:
             yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
         else:
             yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
         yield "softmax", kind.explain(structure)
         yield "masks", _masks(self.plan)
-        if structure.skips:
+        if structure.map_rows:
+            yield (
+                "skips",
+                "a consumer visits the blocks that its own rows see; the loader gives back the stages of others",
+            )
+        elif structure.skips:
             held = f"up to {self.plan.stages - 1} while it holds V of the last that it saw"
             yield "skips", f"a consumer skips tiles that only other consumers see, {held}"
         else:
             yield "skips", "none: every consumer multiplies every tile of the block"
-        if structure.persistent:
+        if structure.persistent and structure.map_rows:
+            yield (
+                "boundary",
+                "O is stored after PV(last), while the other consumers work; then comes QK(0) of the next work tile",
+            )
+        elif structure.persistent:
             yield "boundary", "PV(last) and QK(0) of the next work tile are issued together; O is stored under QK"
         elif structure.shares:
             yield "boundary", "after PV(last) the blocks of a cluster wait for each other, and add up their results"
@@ -277,5 +297,6 @@ def _holds(plan: Plan, structure: HopperForward, region: str) -> str:
         "work": "records of two work tiles: place, and ranges of KV tiles",
         "more_partials": "what partial results take in the end, beside the place of Q, K and V",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
+        "own_steps": "blocks of the next steps of each consumer, and the stage where they lie",
         "taken": "number of the pair of work tiles that comes next",
     }.get(region, "barriers, 8 B each")

@@ -39,21 +39,41 @@ def parts_of(plan: Plan, forward: HopperForward) -> Parts:
     )
     kind = kind_of_plan(plan)
     return Parts(
-        keys=_file(f"keys/{plan.key_access}"),
-        visits=_file("visits/ranges" if plan.iteration == "ranges" else "visits/words"),
+        keys=_file(f"keys/{'blocks' if forward.block_keys else plan.key_access}"),
+        visits=_file(f"visits/{_visits(plan)}"),
         scheduler=_file("_scheduler_shared" if forward.shares else "_scheduler"),
         records=_file("scheduler/records_counted" if forward.transposes else "scheduler/records"),
         loader=_file("_loader_pages_k" if forward.value_loader else "_loader"),
         values=_file(f"loader/{values}"),
-        consumer=_file("_consumer_shared" if forward.shares else "_consumer"),
+        consumer=_file(f"_consumer{'_shared' if forward.shares else '_own' if forward.map_rows else ''}"),
         turns=_file("consumer/turns_pingpong" if forward.pingpong else "consumer/turns_cooperative"),
-        tiles=_file("consumer/tiles_skipped" if forward.skips else "consumer/tiles_all"),
+        tiles=_file(f"consumer/{_tiles(forward)}"),
         work=_file(f"consumer/{work}"),
-        step=_file("consumer/step_overlapped" if forward.overlap else "consumer/step_in_order"),
+        step=_file(f"consumer/{_step(forward)}"),
         logits=_file(f"logits/{kind.logits}"),
         softmax=_file(f"softmax/{kind.file}"),
         store=_file("consumer/store_staged" if forward.staged else "consumer/store_direct"),
     )
+
+
+def _visits(plan: Plan) -> str:
+    if plan.iteration == "ranges":
+        return "ranges"
+    if not plan.structure.map_rows:
+        return "words"
+    return "pairs_of_blocks" if plan.structure.block_keys < plan.tile_n else "blocks"
+
+
+def _step(forward: HopperForward) -> str:
+    if forward.map_rows:
+        return "step_own"
+    return "step_overlapped" if forward.overlap else "step_in_order"
+
+
+def _tiles(forward: HopperForward) -> str:
+    if forward.map_rows:
+        return "tiles_own"
+    return "tiles_skipped" if forward.skips else "tiles_all"
 
 
 def _file(name: str) -> str:

@@ -11,6 +11,8 @@ _SLOTS = 2  # work tiles that are known ahead
 #: Bytes of the record of a work tile: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES, _SLOT_BYTES = 4, 4
+#: Bytes of what a consumer reads of a step of its own: its blocks, and the stage and the phase where they lie.
+_OWN_STEP_BYTES = 16
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
 #: Bytes of a value of a key or a distance, and the tiles of them that a stage has room for: a consumer reads them after
 #: it has given the stage back, and is done with them when it gives back the next one.
@@ -19,8 +21,8 @@ _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
-    "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "barriers", "tile_scales", "key_values",
-    "distance_values", "tables", "tile_info",
+    "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "own_steps", "barriers", "tile_scales",
+    "key_values", "distance_values", "tables", "tile_info",
 )  # fmt: skip
 
 
@@ -39,6 +41,7 @@ def forward_pipes(
         by_k, by_v = "the loader of K", "the loader of V"
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     info_bytes = _TILE_INFO_BYTES + (_SLOT_BYTES if iteration == "tile_map" else 0)
+    info = () if roles.map_rows else (("tile_info", info_bytes),)
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
     value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * tile_n * roles.key_values
@@ -57,12 +60,19 @@ def forward_pipes(
         empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time"),
         stored=(("q", tile_m * qk * operands.q.bytes),),
     )  # fmt: skip
+    own_steps = Ring(
+        "own_steps", stages, by_k, each, count=consumers,
+        guards="what a consumer reads of its next step stays until S is complete, when it gives back the stage of K",
+        full=Signal(1, by_k, "the blocks of a consumer's next step, and their stage, are written"),
+        stored=(("own_steps", _OWN_STEP_BYTES),),
+    )  # fmt: skip
+    releases = f"{each}, or {by_k} for one that does not see it" if roles.map_rows else each
     k = Ring(
         "k", stages, by_k, each,
         guards="a tile of K, and the word that says what each consumer does with it, stay until S is complete",
         full=Signal(1, by_k, "a tile of K has landed, and what each consumer does with it is written", bytes=True),
-        empty=Signal(consumers, each, f"{done} K"),
-        stored=(("k", tile_n * qk * operands.k.bytes), ("tile_info", info_bytes), *scales, *values),
+        empty=Signal(consumers, releases, f"{done} K"),
+        stored=(("k", tile_n * qk * operands.k.bytes), *info, *scales, *values),
     )  # fmt: skip
     v_bytes, v_rows = tile_n * v * operands.v.bytes, []
     landed = Signal(1, by_v, "a tile of V has landed", bytes=True)
@@ -81,7 +91,7 @@ def forward_pipes(
         "v", stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step after K",
         full=landed,
-        empty=Signal(consumers, each, f"{done} V"),
+        empty=Signal(consumers, releases, f"{done} V"),
         stored=(("v", v_bytes),),
     )  # fmt: skip
     of_biases = Ring(
@@ -112,6 +122,7 @@ def forward_pipes(
     return Pipes(
         (
             q,
+            *([own_steps] if roles.map_rows else []),
             k,
             *v_rows,
             of_v,

@@ -148,7 +148,8 @@ def _arguments(plan: Plan, roles: HopperForward, kind: SoftmaxKind) -> tuple[Arg
     """Return the arguments of the kernel."""
     boxes = partial(arguments.tensor_map, plan, box_bytes=roles.box_bytes)
     staged = [boxes("out", ROWS, packed=plan.pack_gqa)] if roles.boxes_out else []
-    v_map = boxes("v", plan.tile_n, window=plan.tile_n)
+    keys = roles.block_keys or plan.tile_n
+    v_map = boxes("v", keys, window=keys)
     if plan.grouped_v:
         v_map = arguments.grouped_map(plan, plan.tile_n)
     elif plan.transposed_v:
@@ -160,7 +161,7 @@ def _arguments(plan: Plan, roles: HopperForward, kind: SoftmaxKind) -> tuple[Arg
         for tensor in plan.variant.tensors if tensor.name in read
     ]  # fmt: skip
     operands = (
-        boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", plan.tile_n), v_map, *staged, *of_biases,
+        boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", keys), v_map, *staged, *of_biases,
         arguments.pointer(plan, "out"),
         *([arguments.row_pointer("lse")] if kind.has_lse else []), *arguments.descales(plan),
         *(arguments.partial_pointers() if roles.cuts else ()),
@@ -181,9 +182,12 @@ def _products(planned: Plan, roles: HopperForward) -> int:
     """Number of wgmma instructions: Q K^T for the first tile of a block, for that of a work tile, and in
     the loop; P V in the loop and after it. Where consumers skip tiles, a work tile may begin in two ways, one of
     which needs a Q K^T of its own. Where blocks share keys, there is one work tile: Q K^T for its first step and in
-    the loop."""
+    the loop. Where consumers have steps of their own, work tiles begin alike, and O += P V stands in a
+    step and behind it."""
     qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
     if roles.shares:
+        return 2 * qk + 2 * pv
+    if roles.map_rows:
         return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 

@@ -36,7 +36,14 @@ from attngen.plan.choices import refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.operands import operands_of
 from attngen.plan.times import first_see_many_more, first_see_most, last_see_most
-from attngen.plan.traits import NO_KEY_VALUES, bands_of, computes_distance_values, key_values, may_see_all_keys
+from attngen.plan.traits import (
+    NO_KEY_VALUES,
+    bands_of,
+    computes_distance_values,
+    key_values,
+    mask_block,
+    may_see_all_keys,
+)
 from attngen.schema.kernel_spec import KernelSpec, Roles
 
 #: Alignment, in keys, of the first key of a tile that ends with the last visible key.
@@ -104,10 +111,12 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = ROWS * consumers
+    block_keys = _block_keys(spec, form, iteration, candidate, tile_m)
+    map_rows = ROWS if block_keys else 0
     if refused := _key_refusal(spec, form, candidate):
         return refused
     form.check(spec, roles, iteration)
-    schedule = roles.schedule or (choice.warps.schedule if consumers > 1 else "cooperative")
+    schedule = roles.schedule or (choice.warps.schedule if consumers > 1 and not map_rows else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         return refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile.n)
@@ -123,9 +132,9 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     staged = spec.epilogue != "direct" and not spec.split_tiles
     values = key_values(
         spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math,
-        bits=iteration == "tile_map", tabled=candidate.table_bytes > 0,
+        bits=iteration == "tile_map" and not map_rows, tabled=candidate.table_bytes > 0,
     )  # fmt: skip
-    if is_paged(spec):
+    if is_paged(spec) or block_keys:
         values = NO_KEY_VALUES
     kind, softmax = _softmax(spec, iteration, form, candidate, widest=max(qk, v), columns=qk + v)
     fragments = 4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3
@@ -136,7 +145,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         keeps_turn=schedule == "pingpong" and choice.keeps_turn,
         keeps_masked_turn=schedule == "pingpong"
         and iteration == "tile_map"
-        and not form.transposes
+        and not (form.transposes or map_rows)
         and (consumers, tile_n) == _SQUARE
         and max(qk, v) <= _MASKED_TURN_COLUMNS,
         overlap=roles.overlap is not False,
@@ -157,11 +166,15 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         sharing=_MOST_BLOCKS if spec.split_tiles else 1,
         biases=len(biases(spec.variant, candidate.bias_bytes)),
         bias_bytes=candidate.bias_bytes,
-        hides_by_entries=iteration == "tile_map" and hiding_entries(spec.variant, candidate.bias_bytes) is not None,
+        hides_by_entries=iteration == "tile_map"
+        and not map_rows
+        and hiding_entries(spec.variant, candidate.bias_bytes) is not None,
+        map_rows=map_rows,
+        block_keys=block_keys,
         table_bytes=candidate.table_bytes,
         bias_stages=BIAS_STAGES[-1] if candidate.bias_bytes else 0,
         **softmax,
-        **_order(spec, iteration, form, candidate, consumers, kind=kind, widest=max(qk, v)),
+        **_order(spec, iteration, form, candidate, consumers, map_rows=map_rows, kind=kind, widest=max(qk, v)),
     )
 
     for stages in (spec.stages,) if spec.stages else usual:
@@ -257,6 +270,7 @@ def _order(
     candidate: Candidate,
     consumers: int,
     *,
+    map_rows: int,
     kind: SoftmaxKind,
     widest: int,
 ) -> dict[str, Any]:
@@ -271,7 +285,8 @@ def _order(
     from_first = ranges and spec.order != "natural" and first_see_most(spec)
     short_early = iteration == "ranges" and consumers >= FEW_TILES and _takes_short_early(spec)
     if iteration == "tile_map":
-        longest = may_see_all_keys(spec.variant) and spec.variant.score is None  # with some scores, parts would spill
+        # with some scores, parts would spill; and they go by the order of a map with bits
+        longest = may_see_all_keys(spec.variant) and spec.variant.score is None and not map_rows
     else:
         longest = from_first and not skips and not short_early and first_see_many_more(spec)
     # in 8 bits, work tiles that take equally long are cut if they end unevenly
@@ -294,6 +309,24 @@ def _order(
         "end_alignment": END_ALIGNMENT if end_aligned else 0,
         "cuts": kind.cuts and (alike if form.transposes else longest) and _can_be_cut(spec, widest),
     }
+
+
+def _block_keys(spec: KernelSpec, form: Form, iteration: str, candidate: Candidate, tile_m: int) -> int:
+    """Keys of a block, if the tile map has a row for the rows of each consumer, and a bit for a block of keys, of which
+    a step has one or two; else 0.
+
+    A mask is constant on blocks of a consumer's rows, and not on those of all. What comes with a tile of K is for
+    neighbouring keys, so that a step has one block; and consumers that go their own ways take no turns.
+    """
+    roles = spec.roles or Roles()
+    if iteration != "tile_map" or form.transposes or is_paged(spec) or spec.split_tiles or roles.schedule == "pingpong":
+        return 0
+    tile_n = candidate.tile_n
+    if mask_block(spec.variant, (tile_m, tile_n)) == (tile_m, tile_n):
+        return 0
+    alone = not (candidate.bias_bytes or candidate.by_distance or spec.variant.dropout)
+    sizes = (tile_n, tile_n // 2) if tile_m == 2 * ROWS and alone else (tile_n,)
+    return next((keys for keys in sizes if mask_block(spec.variant, (ROWS, keys)) == (ROWS, keys)), 0)
 
 
 def _with_most(

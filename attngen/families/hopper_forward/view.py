@@ -37,6 +37,7 @@ _REGION_TEXTS = {
     "key_values": "values of the keys of two tiles in each stage of K, which {who}",
     "distance_values": "values of the distances of two tiles in each stage of K, which the score reads",
     "biases": "tiles of biases that belong to a tile of K",
+    "own_steps": "blocks of the next steps of each consumer, and their stage",
     "tables": "tables that the score reads, a copy for each consumer",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "more_partials": "what partial results take beyond Q, K and V",
@@ -139,7 +140,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         region_bytes={region.name: region.bytes for region in structure.shared},
         pipes=pipes_view(forward_pipes_of(plan)),
         partials_room=_room(structure),
-        place_bits=place_bits(structure.end_alignment or plan.tile_n),
+        place_bits=place_bits(structure.end_alignment or structure.block_keys or plan.tile_n),
         argument_lines=argument_lines(plan, plan.arguments),
         uses_hk_in_spans="hk" in spans and not plan.pack_gqa,
         uses_kv_tiles="kv_tiles" in spans,
@@ -252,6 +253,8 @@ def _loader_reads(plan: Plan, listed: Sequence[Statement | Code]) -> tuple[str, 
         read |= {"q_start", "seqlen_q"}
     if plan.iteration != "ranges":
         read |= {"visible_hi"}
+    if plan.structure.map_rows:
+        read |= {"q_start", "seqlen_q"}
     if plan.pack_gqa:
         read |= {"hk"}
     assert isinstance(plan.structure, HopperForward)

@@ -33,14 +33,16 @@ class MapShape:
         per_batch = axes.batch or call.ragged or call.seqused_k is not None
         self.batch = call.batch if per_batch else 1
         self.heads = call.heads if axes.heads else 1
-        q_tiles, kv_tiles = -(-call.seqlen_q // launch.tile_m), -(-call.seqlen_k // launch.tile_n)
-        self.rows, listed = (kv_tiles, q_tiles) if launch.by_keys else (q_tiles, kv_tiles)
+        by_keys = launch.by_keys
+        sizes = ((call.seqlen_k, launch.tile_n), (call.seqlen_q, launch.tile_m))
+        (own, of_own), (other, of_other) = sizes if by_keys else sizes[::-1]
+        self.rows, listed = -(-own // (axes.rows or of_own)), -(-other // (axes.columns or of_other))
         self.words = -(-listed // 32)
         self.tiles = self.batch * self.heads * self.rows * listed
-        self.by_keys = launch.by_keys
+        self.by_keys = by_keys
         self.order = self.rows * self.batch + 1 if axes.slots else 0
         self.slots = SLOTS_OF_WORD * self.map_words if axes.slots else 0
-        consumers = (launch.tile_n if launch.by_keys else launch.tile_m) // 64
+        consumers = of_own // 64
         self.tile_words = 128 * consumers * axes.bits
         self.heads_of_block, self.cut_rows, self.few = 0.0, 0, False
         self.work = self.rows * call.batch * (call.kv_heads if launch.by_keys else call.heads)
@@ -54,9 +56,14 @@ class MapShape:
         return self.tile_words > 0 and self.rows > 1
 
     @property
+    def all_rows(self) -> int:
+        """Rows of all batch entries and heads."""
+        return self.rows * self.heads * self.batch
+
+    @property
     def row_words(self) -> int:
         """Words of all rows: the bits of full tiles, then those of partial tiles."""
-        return 2 * self.words * self.rows * self.heads * self.batch
+        return 2 * self.words * self.all_rows
 
     @property
     def map_words(self) -> int:

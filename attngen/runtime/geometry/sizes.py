@@ -365,6 +365,8 @@ _TILES: Mapping[str, Callable[[Geometry], int]] = {
     SHARES: lambda g: g.sizes["q_tiles"] * g.units * g.capacity.shares,
     "query_words": lambda g: _of_map(g).row_words // 2,
     "key_words": lambda g: _of_map(g).row_words // 2,
+    "query_map_rows": lambda g: _of_map(g).all_rows,
+    "key_map_rows": lambda g: _of_map(g).all_rows,
 }
 
 

@@ -116,12 +116,12 @@ class KernelLaunch(LaunchFields):
     @property
     def by_keys(self) -> bool:
         """Whether a block keeps a tile of keys and goes along the queries."""
-        return self.grid in ("keys", "key_words")
+        return self.grid in ("keys", "key_words", "key_map_rows")
 
     @property
     def classifies(self) -> bool:
         """Whether it computes a tile map, which a call may bring instead."""
-        return self.grid.endswith("_words")
+        return self.grid.endswith(("_words", "_map_rows"))
 
     @property
     def needs_tile_map(self) -> bool:
