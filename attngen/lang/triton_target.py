@@ -311,15 +311,23 @@ class TritonDialect(Dialect):
         low = scope.bounds(base)[0]
         size = x if low > 0 else _call("tl.abs", x)
         logarithm = scope.temporary(node, "logarithm", _call("tl.log2", size))
-        one = written("({} == 0.0) | ({} == 0.0)", y, logarithm)  # 0 * inf would be NaN
+
+        def condition(form: str, value: Code, arg: Expr) -> Code:
+            """Write a condition of one argument so that it can be combined with one of the other."""
+            code = written(form, x=value, strength=_COMPARE)
+            return (self.lifted(code) if scope.axes(node) and not scope.axes(arg) else code).within(_SHIFT)
+
+        ends = condition("{x} == 0.0", y, exponent), condition("{x} == 0.0", logarithm, base)
+        one = written("{} | {}", *ends)  # 0 * inf would be NaN
         power = written("tl.where({}, 1.0, tl.exp2({} * {}))", one, y, logarithm, strength=_ATOM)
         if has_no_sign(base, low):
             return power
         power = scope.temporary(node, "power", power)
-        odd = written("{y} - 2.0 * tl.floor(0.5 * {y}) == 1.0", y=y)
+        below = condition("{x}.to(tl.int32, bitcast=True) < 0", x, base)
+        odd = condition("{x} - 2.0 * tl.floor(0.5 * {x}) == 1.0", y, exponent)
         negative = self._negative(node, power, scope)
-        signed = written("tl.where(({}.to(tl.int32, bitcast=True) < 0) & ({}), {}, {p})", x, odd, negative, p=power)
-        fraction = written("({} < 0.0) & (tl.floor({y}) != {y})", x, y=y)
+        signed = written("tl.where({} & {}, {}, {p})", below, odd, negative, p=power)
+        fraction = written("{} & {}", condition("{x} < 0.0", x, base), condition("tl.floor({x}) != {x}", y, exponent))
         return written('tl.where({}, float("nan"), {})', fraction, signed, strength=_ATOM)
 
     def _tanh(self, node: Op, x: Code, scope: EmissionScope) -> Code:

@@ -522,6 +522,9 @@ def special() -> list[Expr]:
         "(s - 0.5) ** 7 + 2 ** 3 + floor(-0.5) + log2(8) + (tanh(1) if True else s)",
         "float(-kv // 3) + float(-kv % 3) + float(-kv // -4) + float(kv % -4)",
         "float((kv - 9) // 4) + float((kv - 9) % 4) + float((kv - 9) // window) + float((kv - 9) % window)",
+        # of base and exponent, one is a value of a head, which is a scalar of a tile
+        "clamp(half[h], 0.25, 3.0) ** clamp(s, -3, 3)",
+        "clamp(s, -3, 3) ** round(clamp(half[h], 0, 3)) + clamp(half[h], -3.0, 3.0) ** round(clamp(s, 0, 3))",
     ]  # fmt: skip
     return [declared_score(text) for text in texts]
 

@@ -151,7 +151,6 @@ def test_eager_agrees_with_plain_python_on_many() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.long
-@pytest.mark.xfail(reason="Triton's interpreter finds no common type for one of these", strict=True)
 def test_triton_agrees_with_plain_python_on_many(tmp_path: Path) -> None:
     for first in range(30_000, 33_000, 100):
         agree_with_triton(range(first, first + 100), 30, tmp_path)
