@@ -82,7 +82,8 @@ __device__ __forceinline__ void score_keys(
   wait_dependencies();  // nothing in global memory is read or written before
 
   // Blocks that run at the same time have the same chunk of keys.
-  const int b = blockIdx.x / (query_tiles * chunks), place = blockIdx.x - b * query_tiles * chunks;
+  // The shuffle puts b into a uniform register: consumers of 32 heads have no other left.
+  const int b = __shfl_sync(~0u, blockIdx.x / (query_tiles * chunks), 0), place = blockIdx.x - b * query_tiles * chunks;
   const int chunk_number = place / query_tiles, q_start = (place - chunk_number * query_tiles) * kQueries * kGroups;
   const int chunk_begin = chunk_number * chunk, chunk_end = min(chunk_begin + chunk, max_seqlen_k);
   const int seqlen_k = seqused_k_ptr == nullptr ? max_seqlen_k : max(0, min(seqused_k_ptr[b], max_seqlen_k));

@@ -40,10 +40,7 @@ def compiled(name: str) -> Artifact:
         "index_scores_sm90a_fp8_e4m3_d64_causal",
         "index_scores_sm90a_fp8_e4m3_d128_causal_paged",
         "index_scores_sm90a_bf16_d128_causal",
-        pytest.param(
-            "index_scores_sm90a_bf16_d128_causal_paged",
-            marks=pytest.mark.xfail(reason="a word of it lies in local memory", strict=True),
-        ),
+        "index_scores_sm90a_bf16_d128_causal_paged",
     ],
 )
 def test_heads_of_a_query_stay_in_registers(name: str) -> None:
