@@ -38,7 +38,7 @@ class Divisor:
         """The expression as manifests spell it."""
         return canonical(self.expr)
 
-    def value(self, scalars: Mapping[str, int]) -> int:
+    def value(self, scalars: Mapping[str, float]) -> int:
         """The value of the symbol in a call."""
 
         def rule(node: Expr) -> Expr | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -88,8 +88,9 @@ def _scores_call(kernel: Kernel, device: torch.device, case: Case, seed: int) ->
 
 
 def _in_double(given: IndexScores) -> IndexScores:
-    q, k, weights, k_scale, *rest = given
-    return IndexScores(q.double(), k.double(), weights.double(), k_scale.double(), *rest)
+    floats: Sequence[Tensor] = given[:4]
+    q, k, weights, k_scale = (tensor.double() for tensor in floats)
+    return given._replace(q=q, k=k, weights=weights, k_scale=k_scale)
 
 
 def try_topk(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:

@@ -9,52 +9,57 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attngen.lang.variant import Variant
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 #: ``return_lse`` of what keeps the log-sum-exp for a backward, or returns both whatever the caller asks for: of weights
 #: that have none it takes any tensor of its shape.
 KEPT = "kept"
 
 #: Those of a call whose variant takes none.
-NO_ARGUMENTS: Mapping[str, Any] = MappingProxyType({})
+NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 
 
 class Given(NamedTuple):
-    """A call before any check. A field that its form does not have, or that the caller left out, is None.
+    """A call before any check. A field that its form does not have, or that the caller left out, is None; types are
+    those of a call that is right.
 
     The order counts: first the tensors of the call itself (``TENSORS``), which stand in the same places in a list of
     addresses; then the variant's own; then what holds no tensor (``settings_of``), at whose end stands what a prepared
     call depends on (``keyed_of``).
     """
 
-    q: Any
-    k: Any  # of a paged call the pages of keys, and those of values
-    v: Any
-    q_descale: Any = None
-    k_descale: Any = None
-    v_descale: Any = None
-    seqused_k: Any = None
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    page_table: Any = None
-    out: Any = None  # where the output goes
-    arguments: Mapping[str, Any] = NO_ARGUMENTS  # the variant's own scalars and tensors
-    tile_map: Any = None
+    q: Tensor
+    k: Tensor  # of a paged call the pages of keys, and those of values
+    v: Tensor
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    seqused_k: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    page_table: Tensor | None = None
+    out: Tensor | None = None  # where the output goes
+    arguments: Mapping[str, object] = NO_ARGUMENTS  # the variant's own scalars and tensors
+    tile_map: object = None  # a ``TileMap``
     variant: str | Variant = "full"
-    softmax_scale: Any = None
-    max_seqlen_q: Any = None
-    max_seqlen_k: Any = None
+    softmax_scale: float | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
     return_lse: bool | str = False  # or KEPT
     deterministic: bool = False
     form: str = "dense"  # dense | varlen | paged
     layout: str = "bshd"  # bshd | bhsd, varlen, or of a paged call NHD | HND
     backend: str | None = None
     package: str | None = None
-    num_splits: Any = None
-    split_size: Any = None
-    out_dtype: Any = None  # of the output, where q is quantized
+    num_splits: int | None = None
+    split_size: int | None = None
+    out_dtype: torch.dtype | None = None  # of the output, where q is quantized
     sm_margin: int = 0  # multiprocessors that a split-KV launch leaves to another launch
     #: Queries of the sequences that a paged call attends for, at least and at most, if they are not 0.
     least_queries: int = 0
@@ -64,27 +69,27 @@ class Given(NamedTuple):
 _PLACES = {name: place for place, name in enumerate(Given._fields)}
 
 #: The tensors of a call itself, by name, and how many of them a call of each form may have: the first ones.
-TENSORS = Given._fields[: _PLACES["arguments"]]
+TENSORS: tuple[str, ...] = Given._fields[: _PLACES["arguments"]]
 _COUNTS = {"dense": _PLACES["seqused_k"] + 1, "varlen": _PLACES["cu_seqlens_k"] + 1, "paged": len(TENSORS)}
 
 #: By the form of a call: the places of those beside q, k and v, with the output's, and a function that returns those
 #: that are read.
 PLACES = {form: tuple(sorted({*range(3, count), _PLACES["out"]})) for form, count in _COUNTS.items()}
-OTHERS: dict[str, Callable[[Given], tuple[Any, ...]]] = {
+OTHERS: dict[str, Callable[[Given], tuple[Tensor | None, ...]]] = {
     form: itemgetter(slice(3, count)) for form, count in _COUNTS.items()
 }
 
 #: Return the tensors of a call itself.
-tensors_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(len(TENSORS)))
+tensors_of: Callable[[Given], tuple[Tensor | None, ...]] = itemgetter(slice(len(TENSORS)))
 #: Return what of a call holds no tensor, and what of that a prepared call depends on whatever it computes.
-settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["variant"], None))
-keyed_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["max_seqlen_q"], None))
+settings_of: Callable[[Given], tuple[object, ...]] = itemgetter(slice(_PLACES["variant"], None))
+keyed_of: Callable[[Given], tuple[object, ...]] = itemgetter(slice(_PLACES["max_seqlen_q"], None))
 
 #: The settings of a call that all calls of its kind have in common: all fields without a tensor, lengths aside.
-kind_settings_of: Callable[[Given], tuple[Any, ...]] = itemgetter(slice(_PLACES["return_lse"], None))
+kind_settings_of: Callable[[Given], tuple[object, ...]] = itemgetter(slice(_PLACES["return_lse"], None))
 
 #: Makes a call of its fields in their order.
-_make: Callable[[type[Given], tuple[Any, ...]], Given] = tuple.__new__
+_make: Callable[[type[Given], tuple[object, ...]], Given] = tuple.__new__
 
 
 def maker(names: str, **constants: str) -> Callable[..., Given]:
@@ -111,6 +116,6 @@ def _function(names: str, others: Mapping[str, str], first: str) -> Callable[...
     return function
 
 
-def of_parts(tensors: Sequence[Any], arguments: Mapping[str, Any], settings: Sequence[Any]) -> Given:
+def of_parts(tensors: Sequence[Tensor | None], arguments: Mapping[str, object], settings: Sequence[object]) -> Given:
     """The call of which these are ``tensors_of``, ``arguments`` and ``settings_of``, without a tile map."""
     return _make(Given, (*tensors, arguments, None, *settings))

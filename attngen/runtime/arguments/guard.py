@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import compiler
+from torch import Tensor, compiler
 from torch.autograd import forward_ad
 
 from attngen.runtime.arguments import debug
@@ -15,7 +13,7 @@ from attngen.runtime.arguments.torch_state import is_tracing, transforms_active,
 _is_dynamo_compiling = compiler.is_dynamo_compiling
 
 
-def may_repeat(tensor: Any) -> bool:
+def may_repeat(tensor: Tensor) -> bool:
     """Whether a call with a tensor may run as an earlier one did.
 
     Not if the call is traced, if a transform or forward-mode differentiation may want more of it than a launch, if a

@@ -153,18 +153,22 @@ def kind_of(
 
 def sizes_of(given: Given) -> tuple[object, ...]:
     """All that calls of a kind differ in beside addresses, as a key of numbers."""
-    q, used, starts, table = given.q, given.seqused_k, given.cu_seqlens_q, given.page_table
+    q, table = given.q, given.page_table
     sizes: tuple[object, ...]
     if table is not None:
-        out = given.out
+        used: Tensor = given.seqused_k
+        starts, out = given.cu_seqlens_q, given.out
         sizes = (
             given.max_seqlen_q, q.shape[0], *table.shape, table.stride(0), used.shape[0],
             -1 if starts is None else starts.shape[0], -1 if out is None else out.shape[0],
         )  # fmt: skip
     else:
+        cu_q: Tensor = given.cu_seqlens_q
+        cu_k: Tensor = given.cu_seqlens_k
+        lengths = given.seqused_k
         sizes = (
-            given.max_seqlen_q, given.max_seqlen_k, q.shape[0], given.k.shape[0], given.v.shape[0], starts.shape[0],
-            given.cu_seqlens_k.shape[0], -1 if used is None else used.shape[0],
+            given.max_seqlen_q, given.max_seqlen_k, q.shape[0], given.k.shape[0], given.v.shape[0], cu_q.shape[0],
+            cu_k.shape[0], -1 if lengths is None else lengths.shape[0],
         )  # fmt: skip
     k_scale, q_scale, v_scale = given.k_descale, given.q_descale, given.v_descale
     if k_scale is not None or q_scale is not None or v_scale is not None:
@@ -212,10 +216,12 @@ def resize(call: Call, given: Given) -> bool:
         elif type(max_q) is not int or cu_q.shape[0] != batch + 1:
             return False
     else:
-        batch, seqlen_k, total_k = cu_q.shape[0] - 1, given.max_seqlen_k, given.k.shape[0]
+        starts: Tensor = cu_q
+        cu_k: Tensor = given.cu_seqlens_k
+        batch, seqlen_k, total_k = starts.shape[0] - 1, given.max_seqlen_k, given.k.shape[0]
         if type(max_q) is not int or type(seqlen_k) is not int or given.v.shape[0] != total_k:
             return False
-        if given.cu_seqlens_k.shape[0] != batch + 1:
+        if cu_k.shape[0] != batch + 1:
             return False
     if (used is not None and used.shape[0] != batch) or (out is not None and out.shape[0] != rows):
         return False

@@ -7,12 +7,12 @@ torch.func are given here depends on no values: it composes with any of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attngen.errors import CallError
+from attngen.runtime.arguments.checked import Results
 from attngen.runtime.arguments.given import TENSORS, Given, tensors_of
 from attngen.runtime.arguments.torch_state import recordable, recording
 from attngen.runtime.reference.eager import (
@@ -30,15 +30,17 @@ _LEADING = ("q", "k", "v")
 
 
 def reference_gradients(
-    run: Callable[[Given], Any], given: Given, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[str]
+    run: Callable[[Given], Results], given: Given, dout: Tensor | None, dlse: Tensor | None, asked: Sequence[str]
 ) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and of the variant's tensors ``asked`` by autograd of the reference.
 
     ``run`` gives (out, lse); ``dout`` and ``dlse`` are their gradients, None for none.
     """
     with recording():
-        own = {name: recordable(value) for name, value in given.arguments.items()}
-        others = {name: recordable(tensor) for name, tensor in zip(TENSORS, tensors_of(given), strict=True)}
+        own: dict[str, Tensor] = {name: recordable(value) for name, value in given.arguments.items()}
+        others: dict[str, Tensor] = {
+            name: recordable(tensor) for name, tensor in zip(TENSORS, tensors_of(given), strict=True)
+        }
         q, k, v = inputs = [others[name].detach().requires_grad_() for name in _LEADING]
         learned = {name: own[name].detach().requires_grad_() for name in asked}
         inputs += learned.values()
@@ -170,10 +172,10 @@ class Plain:
 
 def _moved(
     function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], directions: Sequence[Tensor]
-) -> tuple[Any, ...]:
+) -> tuple[Tensor, ...]:
     """Return the tangents of a function's results, by reverse mode twice: torch nests no forward mode in one that is
     entered by ``forward_ad.dual_level``."""
     results, pull = torch.func.vjp(function, *inputs)
     _, push = torch.func.vjp(lambda *above: pull(above), *(torch.zeros_like(result) for result in results))
-    tangents: tuple[Any, ...] = push(tuple(directions))
+    tangents: tuple[Tensor, ...] = push(tuple(directions))
     return tangents

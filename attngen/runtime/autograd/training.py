@@ -7,8 +7,8 @@ later ones find that in a cache.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,6 +33,21 @@ from attngen.runtime.registry.binding import bind_call, find
 from attngen.runtime.registry.lookup import Resolved, registry
 from attngen.runtime.registry.no_kernel import no_kernel
 from attngen.runtime.registry.select import Request, first_that_fits
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from attngen.runtime.autograd.context import Context
+
+    class _TrainingContext(Context, Protocol):
+        given: _WithoutTensors
+
+
+#: A call without its tensors: numbers of its variant, names of the variant's tensors, and settings.
+_WithoutTensors = tuple[Mapping[str, object], tuple[str, ...], tuple[object, ...]]
+
+#: What runs a call, the call, its addresses, and the call without its tensors.
+_Recorded = tuple[Callable[[Given, list[int]], Results], Given, list[int], _WithoutTensors]
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 
@@ -61,7 +76,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, recorded: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *own: Tensor
+        ctx: _TrainingContext, recorded: _Recorded, q: Tensor, k: Tensor, v: Tensor, *own: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
         """``recorded`` is what ``attend`` makes of a call; autograd sees the tensors that follow it."""
         forward, given, addresses, ctx.given = recorded  # the last holds no tensors: autograd keeps those
@@ -71,7 +86,7 @@ class _Attention(torch.autograd.Function):
         return (out, lse) if given.return_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _TrainingContext, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
         return (_differentiable_again if torch.is_grad_enabled() else _backward)(ctx, dout, dlse)
 
 
@@ -80,7 +95,7 @@ class _Attention(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: _TrainingContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of what ``_Attention.forward`` took."""
     wanted = ctx.needs_input_grad
     if dout is None and dlse is None:
@@ -105,7 +120,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
     )
 
 
-def _differentiable_again(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiable_again(ctx: _TrainingContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the same gradients, of which plain torch gives derivatives."""
     numbers, names, settings = ctx.given
     out, lse, *tensors = ctx.saved_tensors
@@ -144,7 +159,7 @@ def differentiate(
     lengths = lengths_of(given.cu_seqlens_k)
     # The cache's key: everything that checks, selection and the packed templates depend on. The forward saw to it that
     # all tensors are on one device, and q, k and v of one dtype; the shape of out and dout follows from theirs.
-    key: list[Any] = [
+    key: list[object] = [
         variant if isinstance(variant, str) else id(variant), registry.generation, dlse is None, determinism, asked,
         *keyed_of(given), q.dtype, q.get_device(),
         q.shape, q.stride(), addresses[0] & 15,
@@ -185,7 +200,7 @@ def asks_for_determinism() -> int:
     return 1 if torch.is_deterministic_algorithms_warn_only_enabled() else 2
 
 
-def carries_tangent(*tensors: Any) -> bool:
+def carries_tangent(*tensors: object) -> bool:
     """Whether one of these has a tangent of forward-mode differentiation, which no kernel computes with."""
     return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,30 @@ class BatchAxis:
 SEQUENCES = BatchAxis({"b": "b"}, frozenset({"q_global", "kv_global", "total_q", "total_k"}))
 HEADS = BatchAxis({"h": "h", "hk": "hk"}, frozenset({"heads", "kv_heads"}))
 
-_Tensors = tuple[Any, ...]  # those of a call in the order of ``TENSORS``, then the variant's own; None for none
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from attngen.runtime.autograd.context import Context, VmapInfo
+
+    class _TransformContext(Context, Protocol):
+        recorded: Recorded
+
+    class _GradientContext(_TransformContext, Protocol):
+        asked: tuple[str, ...]
+        absent: tuple[bool, bool]
+
+
+#: Gradients by kernels: dq, dk, dv and those of the variant's tensors, from (given, out, lse, dout, dlse, asked).
+_Differentiate = Callable[
+    [Given, Tensor, Tensor, Tensor | None, Tensor | None, tuple[str, ...]],
+    tuple[Tensor, Tensor, Tensor, dict[str, Tensor]],
+]
+
+#: The axis of each input that ``vmap`` maps over, None for none.
+Dims = Sequence[int | None]
+
+#: Tensors of a call in the order of ``TENSORS``, then the variant's own; None for none.
+_Tensors = tuple[Tensor | None, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +68,16 @@ class Recorded:
     """A call without its tensors, and who runs it and its backward. It is opaque to transforms."""
 
     run: Callable[[Given], Results]
-    #: Gradients by kernels, from (given, out, lse, dout, dlse, asked); None where the reference runs.
-    differentiate: Callable[..., tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]] | None
+    #: None where the reference runs.
+    differentiate: _Differentiate | None
     names: tuple[str, ...]
-    numbers: dict[str, Any]
-    settings: tuple[Any, ...]
+    numbers: Mapping[str, object]
+    settings: tuple[object, ...]
 
     @classmethod
-    def of(cls, given: Given, run: Callable[[Given], Results], differentiate: Any) -> tuple[Recorded, _Tensors]:
+    def of(
+        cls, given: Given, run: Callable[[Given], Results], differentiate: _Differentiate | None
+    ) -> tuple[Recorded, _Tensors]:
         """The call without its tensors, and its tensors."""
         own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
         numbers = {name: value for name, value in given.arguments.items() if name not in own}
@@ -66,7 +91,7 @@ class Recorded:
         return of_parts(tensors[:count], {**self.numbers, **own}, self.settings)
 
 
-def attend(given: Given, run: Callable[[Given], Results], differentiate: Callable[..., Any] | None) -> Results:
+def attend(given: Given, run: Callable[[Given], Results], differentiate: _Differentiate | None) -> Results:
     """Run a call whose tensors some transform has wrapped, or that carry tangents.
 
     Raises CallError for a call whose keys lie in pages: it has no derivative.
@@ -86,7 +111,7 @@ def attend(given: Given, run: Callable[[Given], Results], differentiate: Callabl
     return (out, lse) if given.return_lse else out
 
 
-def refuse(name: str, tensors: Iterable[Any]) -> None:
+def refuse(name: str, tensors: Iterable[object]) -> None:
     """Raise CallError if a transform has wrapped one of the tensors of a call that has no rule for it, or one carries a
     tangent."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -101,24 +126,24 @@ class Attention(torch.autograd.Function):
     """Attention, with a rule for each transform."""
 
     @staticmethod
-    def forward(recorded: Recorded, *tensors: Any) -> tuple[Tensor, Tensor]:
+    def forward(recorded: Recorded, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         out, lse = recorded.run(recorded.given(tensors))
         return out, lse
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: _TransformContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.recorded, *tensors = inputs
         ctx.save_for_backward(*output, *tensors)
         ctx.save_for_forward(*output, *tensors)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: _TransformContext, dout: Tensor | None, dlse: Tensor | None) -> _Tensors:
         out, lse, *tensors = ctx.saved_tensors
         return None, *gradients(ctx.recorded, ctx.needs_input_grad[1:], out, lse, dout, dlse, tensors)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *directions: Tensor | None) -> tuple[Tensor, Tensor]:
+    def jvp(ctx: _TransformContext, _: None, *directions: Tensor | None) -> tuple[Tensor, Tensor]:
         with forward_ad._set_fwd_grad_enabled(True):
             _out, _lse, *tensors = _without_tangents(ctx.saved_tensors)
             places = [place for place in _differentiable(tensors) if place < 3 or directions[place] is not None]
@@ -126,7 +151,9 @@ class Attention(torch.autograd.Function):
             return plain.tangents([tensors[place] for place in places], [directions[place] for place in places])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], recorded: Recorded, *tensors: Any) -> tuple[Any, Any]:
+    def vmap(
+        info: VmapInfo, in_dims: Dims, recorded: Recorded, *tensors: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Dims]:
         dims, size = in_dims[1:], _size_of(info)
         axes = batch_axes(recorded, tensors, dims)
         if axes is None:
@@ -137,19 +164,21 @@ class Attention(torch.autograd.Function):
 
 
 def gradients(
-    recorded: Recorded, needed: Sequence[bool], out: Tensor, lse: Tensor, dout: Any, dlse: Any, tensors: Sequence[Any]
-) -> tuple[Any, ...]:
+    recorded: Recorded, needed: Sequence[bool], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
+    tensors: Sequence[Tensor | None],
+) -> _Tensors:  # fmt: skip
     """Return the gradient of each of a call's tensors, or None; they can be differentiated again."""
     if dout is None and dlse is None:
         return (None,) * len(tensors)
-    if any(tensor.element_size() == 1 for tensor in tensors[:3]):
+    leading: Sequence[Tensor] = tensors[:3]
+    if any(tensor.element_size() == 1 for tensor in leading):
         raise CallError("attention in 8 bits has no derivative; differentiate a call in bf16, fp16 or float32")
     count = len(TENSORS)
     asked = tuple(name for name, wanted in zip(recorded.names, needed[count:], strict=True) if wanted)
     grads = Gradients.apply(recorded, asked, out, lse, dout, dlse, *tensors)
     by_name = dict(zip(asked, grads[3:], strict=True))
-    leading = [gradient if wanted else None for gradient, wanted in zip(grads[:3], needed, strict=False)]
-    return (*leading, *(None,) * (count - 3), *(by_name.get(name) for name in recorded.names))
+    first = [gradient if wanted else None for gradient, wanted in zip(grads[:3], needed, strict=False)]
+    return (*first, *(None,) * (count - 3), *(by_name.get(name) for name in recorded.names))
 
 
 class Gradients(torch.autograd.Function):
@@ -157,8 +186,9 @@ class Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        recorded: Recorded, asked: tuple[str, ...], out: Tensor, lse: Tensor, dout: Any, dlse: Any, *tensors: Any
-    ) -> tuple[Tensor, ...]:
+        recorded: Recorded, asked: tuple[str, ...], out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         given = recorded.given(tensors)
         if recorded.differentiate is None:
             return reference_gradients(recorded.run, given, dout, dlse, asked)
@@ -166,7 +196,7 @@ class Gradients(torch.autograd.Function):
         return dq, dk, dv, *(own[name] for name in asked)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(ctx: _GradientContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.recorded, ctx.asked, out, lse, dout, dlse, *tensors = inputs
         ctx.absent = dout is None, dlse is None
         dout, dlse = (like if given is None else given for given, like in ((dout, out), (dlse, lse)))
@@ -174,7 +204,7 @@ class Gradients(torch.autograd.Function):
         ctx.save_for_forward(dout, dlse, *tensors)
 
     @staticmethod
-    def _inputs(ctx: Any, saved: Sequence[Any]) -> tuple[Plain, list[int], list[Tensor], list[Tensor]]:
+    def _inputs(ctx: _GradientContext, saved: Sequence[Tensor]) -> tuple[Plain, list[int], list[Tensor], list[Tensor]]:
         """Return the call in plain torch, the places of what it is differentiated by, that, and what is above."""
         dout, dlse, *tensors = saved
         above = [torch.zeros_like(t) if absent else t for t, absent in zip((dout, dlse), ctx.absent, strict=True)]
@@ -184,24 +214,26 @@ class Gradients(torch.autograd.Function):
         return plain, places, [tensors[place] for place in places], above
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: _GradientContext, *cotangents: Tensor | None) -> _Tensors:
         plain, places, inputs, above = Gradients._inputs(ctx, ctx.saved_tensors)
         dout, dlse, *grads = plain.second(inputs, above, cotangents)
-        own: list[Any] = [None] * (len(ctx.saved_tensors) - 2)
+        own: list[Tensor | None] = [None] * (len(ctx.saved_tensors) - 2)
         for place, gradient in zip(places, grads, strict=True):
             own[place] = gradient
         first = [None if absent else t for t, absent in zip((dout, dlse), ctx.absent, strict=True)]
         return None, None, None, None, *first, *own
 
     @staticmethod
-    def jvp(ctx: Any, *directions: Any) -> tuple[Tensor, ...]:
+    def jvp(ctx: _GradientContext, *directions: Tensor | None) -> tuple[Tensor, ...]:
         with forward_ad._set_fwd_grad_enabled(True):
             plain, places, inputs, above = Gradients._inputs(ctx, _without_tangents(ctx.saved_tensors))
             moved, own = directions[4:6], directions[6:]
             return plain.moved_gradients(inputs, above, [*moved, *(own[place] for place in places)])
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], recorded: Recorded, asked: Any, *tensors: Any) -> tuple[Any, Any]:
+    def vmap(
+        info: VmapInfo, in_dims: Dims, recorded: Recorded, asked: tuple[str, ...], *tensors: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Dims]:
         dims, size = in_dims[2:], _size_of(info)
         axes = batch_axes(recorded, tensors[4:], dims[4:])
         if axes is not None:
@@ -212,29 +244,30 @@ class Gradients(torch.autograd.Function):
             return tuple(torch.stack(each) for each in zip(*grads, strict=True)), (0,) * (3 + len(asked))
         every = [0, 0, 0, 0, *axes]
         grads = Gradients.apply(recorded, asked, *_folded(tensors, dims, every, size))
-        places = [0, 0, 0, *(axes[len(TENSORS) + recorded.names.index(name)] for name in asked)]
+        own = (axes[len(TENSORS) + recorded.names.index(name)] for name in asked)
+        places = [0, 0, 0, *(axis for axis in own if axis is not None)]
         return tuple(_unfolded(t, axis, size) for t, axis in zip(grads, places, strict=True)), tuple(places)
 
 
-def _size_of(info: Any) -> int:
+def _size_of(info: VmapInfo) -> int:
     """Return over how many calls ``vmap`` goes. Raises CallError for none, whose results nothing tells the shape of."""
     if not info.batch_size:
         raise CallError("vmap maps over an axis of size 0; allowed: at least 1")
     return int(info.batch_size)
 
 
-def _unfolded(tensor: Tensor, axis: Any, size: int) -> Tensor:
+def _unfolded(tensor: Tensor, axis: int, size: int) -> Tensor:
     """Return a tensor whose ``axis`` is an axis of ``vmap`` and one of the call again, which may be empty."""
     return tensor.unflatten(axis, (size, tensor.shape[axis] // size))
 
 
-def _without_tangents(tensors: Sequence[Any]) -> list[Any]:
+def _without_tangents(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     """Return tensors without the tangents that a rule is asked about. Those of jvps around it stay, which torch's own
     switch, off inside a rule, would lose without a word."""
     return [t if t is None else forward_ad.unpack_dual(t).primal for t in tensors]
 
 
-def _differentiable(tensors: Sequence[Any]) -> list[int]:
+def _differentiable(tensors: Sequence[Tensor]) -> list[int]:
     """Return the places of what a call may be differentiated by: q, k, v, and the variant's own floats."""
     own = range(len(TENSORS), len(tensors))
     return [0, 1, 2, *(place for place in own if tensors[place] is not None and tensors[place].is_floating_point())]
@@ -247,7 +280,7 @@ def _names(recorded: Recorded, places: Sequence[int]) -> list[str]:
 # --- vmap ---------------------------------------------------------------------------------------------------
 
 
-def batch_axes(recorded: Recorded, tensors: _Tensors, dims: Sequence[Any]) -> list[int | None] | None:
+def batch_axes(recorded: Recorded, tensors: _Tensors, dims: Dims) -> list[int | None] | None:
     """Return along which axis of each tensor its sequences lie, None for none: what is mapped over joins that one.
 
     Returns None where a call for all elements would compute something else than one for each: packed sequences, scales,
@@ -289,12 +322,12 @@ def stand_alone(variant: Variant, them: BatchAxis) -> bool:
     return not bounds & them.counts and all(alone(each) for each in expressions)
 
 
-def _element(tensors: Sequence[Any], dims: Sequence[Any], i: int) -> list[Any]:
+def _element(tensors: Sequence[Tensor | None], dims: Dims, i: int) -> list[Tensor | None]:
     """Return the tensors of one element of what is mapped over."""
-    return [t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)]
+    return [t if t is None or dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)]
 
 
-def _folded(tensors: Sequence[Any], dims: Sequence[Any], axes: Sequence[int | None], size: int) -> list[Any]:
+def _folded(tensors: Sequence[Tensor | None], dims: Dims, axes: Sequence[int | None], size: int) -> list[Tensor | None]:
     """Return the tensors of all elements together: each with its sequences one element after the other."""
     results = []
     for tensor, dim, axis in zip(tensors, dims, axes, strict=True):

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.errors import REMEDY, LoadError
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device.interface import Driver, Launch
+
+if TYPE_CHECKING:
+    from cuda.bindings.driver import CUfunction, CUkernel, CUlaunchConfig, CUlibrary, CUresult
 
 #: Launch configurations that are kept, in effect of each kernel and stream; and forms of descriptors.
 _MAX_CONFIGS = 1024
@@ -34,7 +37,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.ready = False
-        self.configs: RecentCache[Any] = RecentCache(_MAX_CONFIGS)
+        self.configs: RecentCache[CUlaunchConfig] = RecentCache(_MAX_CONFIGS)
 
 
 class CudaDriver:
@@ -58,29 +61,29 @@ class CudaDriver:
         self._current_device = torch._C._cuda_getDevice
         self._launch, self._launch_with = cu.cuLaunchKernel, cu.cuLaunchKernelEx
         self._bound = _Thread()
-        self._configs: RecentCache[Any] = RecentCache(_MAX_CONFIGS)
-        self._libraries: dict[tuple[int, int], tuple[bytes, Any]] = {}
+        self._configs: RecentCache[CUlaunchConfig] = RecentCache(_MAX_CONFIGS)
+        self._libraries: dict[tuple[int, int], tuple[bytes, CUlibrary]] = {}
         self._lock = threading.Lock()
         self._shared: dict[int, int] = {}
         self._multiprocessors: dict[int, int] = {}
         self._capabilities: dict[int, int] = {}
         self._bandwidths: dict[int, float] = {}
         #: Arguments of TMA descriptors other than addresses and extents: it takes time to make these objects.
-        self._tensor_map_forms: RecentCache[tuple[Any, ...]] = RecentCache(_MAX_CONFIGS)
+        self._tensor_map_forms: RecentCache[tuple[object, ...]] = RecentCache(_MAX_CONFIGS)
         self._extents_at: dict[tuple[int, int], int | None] = {}
         try:
             self._version = int(self._call(cu.cuDriverGetVersion))
         except RuntimeError as error:  # what cuda-bindings raises where libcuda is absent
             raise LoadError(f"no CUDA driver on this machine: {error}") from error
 
-    def _call(self, function: Any, *arguments: Any, what: str = "") -> Any:
+    def _call(self, function: Callable[..., tuple[Any, ...]], *arguments: object, what: str = "") -> Any:
         """Call the driver and return its one result; LoadError with the driver's own words if it fails."""
         status, *results = function(*arguments)
         if status:
             raise LoadError(f"{what or function.__name__}: {self._describe(status)}")
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _describe(self, status: Any) -> str:
+    def _describe(self, status: CUresult) -> str:
         _, text = self._cu.cuGetErrorString(status)
         return f"{status.name} ({text.decode() if text else 'unknown error'})"
 
@@ -168,7 +171,9 @@ class CudaDriver:
                 self._call(cu.cuStreamDestroy, own)
         return address
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
+    def load(
+        self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1
+    ) -> CUfunction:
         """See ``Driver.load``."""
         cu = self._cu
         attribute = cu.CUfunction_attribute
@@ -188,7 +193,7 @@ class CudaDriver:
                 self._call(cu.cuFuncSetAttribute, function, name, value, what=f"'{symbol}', {name} = {value}")
             return function
 
-    def _library(self, image: bytes, symbol: str, cluster: int) -> Any:
+    def _library(self, image: bytes, symbol: str, cluster: int) -> CUlibrary:
         """Load an image once per process for each size of clusters, which is a property of a loaded kernel; a library
         serves every context. The bytes are kept as long as it is."""
         key = id(image), cluster
@@ -211,7 +216,7 @@ class CudaDriver:
         finally:
             self._call(cu.cuThreadExchangeStreamCaptureMode, previous)
 
-    def _check_parameters(self, kernel: Any, symbol: str, sizes: Sequence[int]) -> None:
+    def _check_parameters(self, kernel: CUkernel, symbol: str, sizes: Sequence[int]) -> None:
         """Compare the manifest's parameter list with the cubin's: a shifted list would pass garbage, silently."""
         query = getattr(self._cu, "cuKernelGetParamInfo", None)
         if query is None or self._version < 12040:
@@ -228,7 +233,7 @@ class CudaDriver:
                 f"{actual} B; {REMEDY}"
             )
 
-    def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
+    def clusters(self, function: CUfunction, size: int, threads: int, shared: int, device: int) -> int:
         """See ``Driver.clusters``."""
         cu = self._cu
         config, attribute = cu.CUlaunchConfig(), cu.CUlaunchAttribute()
@@ -294,7 +299,7 @@ class CudaDriver:
         """See ``Driver.waiter``."""
         return self._checked(self._cu.cuStreamWaitEvent, self._cu.CUstream(stream), self._cu.CUevent(event), 0)
 
-    def _checked(self, function: Any, *arguments: Any) -> Callable[[], None]:
+    def _checked(self, function: Callable[..., tuple[CUresult]], *arguments: object) -> Callable[[], None]:
         def checked() -> None:
             (status,) = function(*arguments)
             if status:
@@ -311,14 +316,14 @@ class CudaDriver:
             self._bound.ready = True
         return True
 
-    def _failure(self, kernel: Launch, status: Any) -> LoadError:
+    def _failure(self, kernel: Launch, status: CUresult) -> LoadError:
         _, grid, threads, shared, *_ = kernel
         return LoadError(
             f"launch of {grid} blocks of {threads} threads with {shared} B of shared memory failed: "
             f"{self._describe(status)}; an error of earlier work on the device surfaces here too"
         )
 
-    def _config(self, grid: int, threads: int, shared: int, stream: int, how: int, parameters: int) -> Any:
+    def _config(self, grid: int, threads: int, shared: int, stream: int, how: int, parameters: int) -> CUlaunchConfig:
         """Attributes of cuLaunchKernelEx for launches with parameters in one place, which one thread at a time makes.
 
         Those for other sizes differ in the number of blocks, which is entered before each launch: to make attributes
@@ -331,7 +336,7 @@ class CudaDriver:
             self._configs.put(key, config)
         return config
 
-    def _new_config(self, grid: int, threads: int, shared: int, stream: int, how: int) -> Any:
+    def _new_config(self, grid: int, threads: int, shared: int, stream: int, how: int) -> CUlaunchConfig:
         cu = self._cu
         config, attributes = cu.CUlaunchConfig(), []
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1

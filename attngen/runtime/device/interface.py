@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 #: Most bytes of a kernel's parameters. CUDA C++ Programming Guide, "Function parameters" (sm70 and later).
 MAX_PARAMETER_BYTES = 32764
@@ -35,7 +35,7 @@ class Frame:
         self.int8 = raw.cast("b")
         self.float32 = raw.cast("f")
         self.address = ctypes.addressof(self._buffer) + start
-        self._arrays: list[Any] = []
+        self._arrays: list[ctypes.Array[ctypes.c_void_p]] = []
 
     def pointers(self, offsets: Sequence[int]) -> int:
         """Return the address of an array of pointers to what lies at these offsets; it lives as long as the frame."""
@@ -44,9 +44,12 @@ class Frame:
         return ctypes.addressof(array)
 
 
+#: Handle of a loaded kernel, which only its driver can read.
+Handle = object
+
 #: A kernel to launch: its handle, blocks, threads of a block, bytes of dynamic shared memory, how it is launched, and
 #: the address of an array of pointers, one to each parameter.
-Launch = tuple[Any, int, int, int, int, int]
+Launch = tuple[Handle, int, int, int, int, int]
 
 
 class Driver(Protocol):
@@ -82,14 +85,16 @@ class Driver(Protocol):
         allocates goes to the graph's pool, and nothing in there may outlive the call.
         """
 
-    def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
+    def load(
+        self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1
+    ) -> Handle:
         """Load a cubin and return one of its kernels, ready to launch with ``shared`` bytes of dynamic memory, and in
         clusters of ``cluster`` blocks unless that is fixed in the cubin.
 
         ``sizes`` lists the bytes of each parameter; LoadError if the cubin's own list differs.
         """
 
-    def clusters(self, function: Any, size: int, threads: int, shared: int, device: int) -> int:
+    def clusters(self, function: Handle, size: int, threads: int, shared: int, device: int) -> int:
         """Number of clusters of ``size`` blocks of a loaded kernel that run at once: a few blocks less than there are
         multiprocessors, since a cluster lies in one part of the chip; 0 where none fits."""
 

@@ -18,7 +18,7 @@ from attngen.lang.variant import Variant
 from attngen.manifest import SHARES, Argument, KernelFields, LaunchEntry, LaunchFields, WorkLimits, parse_manifest
 from attngen.records import shared
 from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN
-from attngen.runtime.device.interface import Driver
+from attngen.runtime.device.interface import Driver, Handle
 from attngen.runtime.kernels.folder import read_manifest
 from attngen.runtime.kernels.packing import Packer, ParameterLayout, lay_out
 
@@ -44,7 +44,7 @@ class Entry:
         self.how = how
         self._arguments = arguments
         self._image = image
-        self._functions: dict[tuple[int, int], Any] = {}
+        self._functions: dict[tuple[int, int], Handle] = {}
         self._clusters: dict[tuple[int, int], int] = {}
 
     @cached_property
@@ -57,11 +57,13 @@ class Entry:
         """Packer of the numbers of the parameter block."""
         return Packer(self.layout)
 
-    def launch_on(self, driver: Driver, device: int, blocks: int, cluster: int = 1) -> tuple[Any, int, int, int, int]:
+    def launch_on(
+        self, driver: Driver, device: int, blocks: int, cluster: int = 1
+    ) -> tuple[Handle, int, int, int, int]:
         """A launch as the driver takes it, without its parameters. Raises LoadError for a bad cubin."""
         return self.function(driver, device, cluster), blocks, self.threads, self.shared_memory, self.how
 
-    def function(self, driver: Driver, device: int, cluster: int = 1) -> Any:
+    def function(self, driver: Driver, device: int, cluster: int = 1) -> Handle:
         """Return the handle on a device, for clusters of a size that the cubin leaves open; the cubin is read and
         loaded at the first use there."""
         function = self._functions.get((device, cluster))

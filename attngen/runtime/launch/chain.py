@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from operator import itemgetter
 from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attngen.runtime.arguments.checked import FOLLOWS, Call
 from attngen.runtime.cache import RecentCache
-from attngen.runtime.device.interface import Driver, Frame, Launch
+from attngen.runtime.device.interface import Driver, Frame, Handle, Launch
 from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.geometry.sizes import Geometry
 from attngen.runtime.kernels.packing import DESCRIPTOR_ALIGNMENT, DESCRIPTOR_BYTES
@@ -49,7 +49,7 @@ class Sized:
         self.lane = int(call.beside == FOLLOWS)
         #: Of the kernels in their order: what the driver takes of a launch before the parameters, and the numbers that
         #: follow from sizes.
-        self.functions: Sequence[tuple[Any, int, int, int, int]] = ()
+        self.functions: Sequence[tuple[Handle, int, int, int, int]] = ()
         self.numbers = b""
         #: Rows of the tensor of each descriptor; 0: as many as it was made for.
         self.rows: tuple[int, ...] = ()

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,10 +59,9 @@ class Last(NamedTuple):
         if given.seqused_k is not None or given.cu_seqlens_q is not None or given.cu_seqlens_k is not None:
             return False
         for name, (tensor, version, address) in zip(names, self.tensors, strict=True):
+            own: Tensor = given.arguments[name]
             one = tensor()
-            if one is None or one is not given.arguments[name]:
-                return False
-            if one._version != version or one.data_ptr() != address:
+            if one is None or one is not own or one._version != version or one.data_ptr() != address:
                 return False
         return True
 
@@ -153,7 +152,7 @@ class _KeptMaps:
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[tuple[Any, ...], MapEntry] = OrderedDict()
+        self._entries: OrderedDict[tuple[object, ...], MapEntry] = OrderedDict()
         self.changes = 0  # of the maps that are kept
 
     def last(self, words: Tensor, stream: int, numbers: list[Number], decide: Sequence[Tensor]) -> Last | None:
@@ -253,7 +252,7 @@ class _KeptMaps:
 KEPT = _KeptMaps()
 
 
-def kept_maps() -> Mapping[tuple[Any, ...], MapEntry]:
+def kept_maps() -> Mapping[tuple[object, ...], MapEntry]:
     """Maps that are kept, for tests and for reports of memory."""
     return KEPT._entries
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attngen.errors import LoadError
 from attngen.lang.divisors import division, divisors
 from attngen.manifest import Argument
 from attngen.runtime.arguments.checked import Call
-from attngen.runtime.device.interface import Driver
+from attngen.runtime.device.interface import Driver, Handle
 from attngen.runtime.device.tensormap import TensorMap, of_own_tensor
 from attngen.runtime.geometry.heads_in_l2 import group_of
 from attngen.runtime.geometry.sizes import Geometry
 from attngen.runtime.kernels.module import Entry
 from attngen.runtime.kernels.packing import Packer, lay_out
+
+if TYPE_CHECKING:
+    from attngen.runtime.arguments.scalars import Number
 
 #: Manifest type → the view of a frame that writes it, and the bytes of one element.
 _WRITERS = {"i1": ("int8", 1), "i8": ("int8", 1), "i32": ("int32", 4), "i64": ("int64", 8), "fp32": ("float32", 4)}
@@ -42,7 +45,7 @@ class ScalarDivision:
         self._divisor = known[parameter.of]
         self._names = [rule.name for rule in call.rules]
 
-    def __call__(self, scalars: Sequence[Any]) -> tuple[int, int, int]:
+    def __call__(self, scalars: Sequence[Number]) -> tuple[int, int, int]:
         return division(self._divisor.value(dict(zip(self._names, scalars, strict=True))))
 
 
@@ -102,7 +105,7 @@ class PackedKernel:
         self.size_of_numbers = self._pack.size
         self.function(geometry, driver, device)
 
-    def function(self, geometry: Geometry, driver: Driver, device: int) -> tuple[Any, int, int, int, int]:
+    def function(self, geometry: Geometry, driver: Driver, device: int) -> tuple[Handle, int, int, int, int]:
         """Driver arguments of a launch, up to its parameters."""
         return self._entry.launch_on(driver, device, geometry.blocks(driver, device), geometry.cluster)
 

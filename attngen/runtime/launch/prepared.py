@@ -21,7 +21,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.chain import Sized
 from attngen.runtime.launch.launches import Launches
 from attngen.runtime.launch.repeatable import Repeatable
-from attngen.runtime.launch.tile_map import MapMaker
+from attngen.runtime.launch.tile_map import MapMaker, TileMap
 
 #: Repeatable launches of a call, one for each part; None for a part that cannot be repeated.
 Repeats = list[Repeatable | None]
@@ -165,9 +165,7 @@ class PreparedCall:
         scale = self._scale if given.softmax_scale is None else softmax_scale_of(given.softmax_scale)
         return self.repeatable(addresses, scale, self.scalars(given.arguments), self._first if sized is None else sized)
 
-    def repeatable(
-        self, addresses: list[int], scale: float, scalars: Sequence[Number], sized: Sized
-    ) -> Repeatable | None:
+    def repeatable(self, addresses: list[int], scale: float, scalars: Sequence[Number], sized: Sized) -> Repeatable:
         """The launches of a call that can be repeated, on the current stream of a device that is ready."""
         launch = self._launch
         assert launch is not None
@@ -183,6 +181,7 @@ class PreparedCall:
         assert self._maps is not None
         assert self._launch is not None
         if given.tile_map is not None:
+            assert isinstance(given.tile_map, TileMap), "``require_map`` has seen to it"
             words = given.tile_map.check(self.kernel, self._call, self._maps.shape)
             self._maps.enter(words, addresses)
             return [words]

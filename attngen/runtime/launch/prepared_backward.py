@@ -6,7 +6,7 @@ maps are kept from call to call. The results are tensors of their own, since aut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -102,6 +102,7 @@ class PreparedBackward:
         """
         q, k, v, arguments, scale = given.q, given.k, given.v, given.arguments, given.softmax_scale
         scale = self._scale if scale is None else softmax_scale_of(scale)
+        graded: Mapping[str, Tensor] = arguments  # by the names of those that have gradients
         numbers = self._scalars(arguments)
         if self._contiguous_dout:
             dout = dout.clone(memory_format=torch.contiguous_format)
@@ -121,7 +122,7 @@ class PreparedBackward:
         start = workspace.data_ptr()
         sums = {}
         for name, dtype, make in self._gradients:
-            own = arguments[name]
+            own = graded[name]
             sums[name] = make(own.shape, dtype=dtype or own.dtype, device=self._device)
             addresses.append(sums[name].data_ptr())
         addresses += [start + offset for offset in self._shared]
@@ -133,7 +134,7 @@ class PreparedBackward:
             tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
             call = self._call.with_tensors(tensors, named, given.cu_seqlens_q)
             add_gradients(call, lse, workspace[self._rows].view(lse.shape), sums)
-        gradients = {name: total.to(arguments[name].dtype) for name, total in sums.items()} if sums else sums
+        gradients = {name: total.to(graded[name].dtype) for name, total in sums.items()} if sums else sums
         return dq, dk, dv, gradients
 
     def _empty(self, index: int, like: Tensor) -> Tensor:

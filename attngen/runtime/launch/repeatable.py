@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attngen.runtime.arguments.addresses import OUT
 from attngen.runtime.arguments.given import TENSORS
@@ -30,8 +30,8 @@ class Repeatable:
         """The arguments of a launch, and memory of its workspaces that is to be ``kept``. ``given``: addresses of a
         call's tensors, its scale and scalars."""
         self.chain, self.stream, self.kept, self.given = chain, stream, kept, given
-        #: Prepared launches for calls of the kind with other sizes.
-        self.calls: Any = None
+        #: Prepared launches for calls of the kind with other sizes: ``RaggedCalls``.
+        self.calls: object = None
         self._block = block = chain.take(sized)
         chain.place(block, addresses, sized)
         block.enter(scale, scalars)

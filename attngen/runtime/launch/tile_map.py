@@ -263,7 +263,7 @@ def _decisive(given: Given, own: Sequence[str]) -> list[Tensor] | None:
     """
     if given.form == "paged":
         return None
-    decide = [given.arguments[name] for name in own]
+    decide: list[Tensor] = [given.arguments[name] for name in own]
     decide += [one for one in (given.seqused_k, given.cu_seqlens_q, given.cu_seqlens_k) if one is not None]
     return None if any(one.is_inference() for one in decide) else decide
 
@@ -290,7 +290,13 @@ def kept_map(kernel: Kernel, call: Call, given: Given) -> KeptMap | None:
     numbers = tuple(call.scalars[rule.name] for rule in call.rules if rule.name in read)
     versions, places = tuple(one._version for one in decide), _places(decide)
     for key, entry in reversed(list(kept_maps().items())):
-        same = key[0][2:] == numbers and key[2:] == places and entry.of == _served(kernel, call)
+        first = key[0]
+        same = (
+            isinstance(first, tuple)
+            and first[2:] == numbers
+            and key[2:] == places
+            and entry.of == _served(kernel, call)
+        )
         if same and entry.is_of(decide, versions):
             return entry.summary()
     return None

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
 
 class _Constant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, result: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, result: Tensor, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs)
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ def sinks(call: Call, compute: torch.dtype, *, checked: bool = True) -> Tensor:
     return _of_heads(call.variant.sink, call, tensors, call.scalars, compute, checked=checked)
 
 
-def sinks_of_kernels(call: Call, tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> Tensor:
+def sinks_of_kernels(call: Call, tensors: Mapping[str, Tensor], scalars: Mapping[str, object]) -> Tensor:
     """The sinks as kernels see them, (batch, heads) in float32: nothing is checked, nothing waits for a GPU.
 
     ``tensors`` and ``scalars`` are the variant's own, which a prepared call does not keep.
@@ -116,7 +115,7 @@ def _of_heads(
     expr: Expr,
     call: Call,
     tensors: Mapping[str, Tensor],
-    scalars: Mapping[str, Any],
+    scalars: Mapping[str, object],
     compute: torch.dtype,
     *,
     checked: bool,

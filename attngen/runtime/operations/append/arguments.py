@@ -32,8 +32,8 @@ class Append(NamedTuple):
 
     k: TensorArgument
     v: TensorArgument
-    k_cache: Annotated[Any, "Tensor(a!)"]
-    v_cache: Annotated[Any, "Tensor(b!)"]
+    k_cache: Annotated[Tensor, "Tensor(a!)"]
+    v_cache: Annotated[Tensor, "Tensor(b!)"]
     cache_seqlens: OptionalTensor
     page_table: OptionalTensor
     slots: OptionalTensor
@@ -41,7 +41,7 @@ class Append(NamedTuple):
     cu_seqlens: OptionalTensor
     page_layout: Text
     q: OptionalTensor
-    q_out: Annotated[Any, "Tensor(c!)?"]
+    q_out: Annotated[Tensor | None, "Tensor(c!)?"]
     rotary_cos: OptionalTensor
     rotary_sin: OptionalTensor
     rotary_interleaved: Flag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +43,9 @@ def append(call: Append, sizes: AppendSizes) -> Tensor | None:
         place, positions = _place(call, tokens, sizes), _positions(call, tokens)
         new_k = k.reshape(-1, *k.shape[-2:])
         if positions is not None:
-            row = positions.clamp(0, max(call.rotary_cos.shape[0] - 1, 0))
-            cos, sin = (table.index_select(0, row) for table in (call.rotary_cos, call.rotary_sin))
+            tables: Sequence[Tensor] = (call.rotary_cos, call.rotary_sin)
+            row = positions.clamp(0, max(tables[0].shape[0] - 1, 0))
+            cos, sin = (table.index_select(0, row) for table in tables)
             new_k = rotated(new_k, cos, sin, call.rotary_interleaved)
             if q is not None:
                 new_q = rotated(q.reshape(-1, *q.shape[-2:]), cos, sin, call.rotary_interleaved).view(q.shape)
@@ -97,7 +99,7 @@ def _positions(call: Append, tokens: Tokens) -> Tensor | None:
     """Position of each token in the tables of the rotation; None without a rotation."""
     if call.rotary_cos is None:
         return None
-    start = call.cache_seqlens if call.rotary_offsets is None else call.rotary_offsets
+    start: Tensor = call.cache_seqlens if call.rotary_offsets is None else call.rotary_offsets
     positions: Tensor = start[tokens.sequence].long() + tokens.index
     return positions
 
@@ -111,7 +113,8 @@ def _place(call: Append, tokens: Tokens, sizes: AppendSizes) -> Place:
         entry, row = slot // rows, slot % rows
         known = slot < sizes.entries * sizes.rows
     else:
-        position = call.cache_seqlens[tokens.sequence].long() + tokens.index
+        before: Tensor = call.cache_seqlens
+        position = before[tokens.sequence].long() + tokens.index
         known = position >= 0
         if table is not None:
             page, row = position // rows, position % rows
@@ -186,7 +189,8 @@ def check_contents(call: Append, sizes: AppendSizes) -> None:
             f"{sizes.rows} rows{width}"
         )
     if positions is not None:
-        known = call.rotary_cos.shape[0]
+        cos: Tensor = call.rotary_cos
+        known = cos.shape[0]
         outside = (tokens.belongs & ((positions < 0) | (positions >= known))).nonzero()
         if outside.numel():
             token = int(outside[0])

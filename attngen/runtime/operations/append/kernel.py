@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +104,9 @@ def _against_table(page_table: Tensor | None) -> str | None:
     return None
 
 
-def _strides(call: Append, sizes: AppendSizes, rows: Mapping[str, Tensor | None]) -> dict[tuple[str, Any], int]:
+def _strides(
+    call: Append, sizes: AppendSizes, rows: Mapping[str, Tensor | None]
+) -> dict[tuple[str, str | int | None], int]:
     """Strides in elements by tensor and axis; 0 for tensors that a call does not have."""
     strides = rotary_strides(call.rotary_cos, call.rotary_sin)
     for name, axes in _ROWS.items():

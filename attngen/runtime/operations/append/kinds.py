@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from attngen.runtime.arguments.keys import note
 from attngen.runtime.arguments.kinds import (
     UnlikeError,
@@ -65,7 +63,7 @@ def seen_tensors(call: Append) -> SeenTensors | None:
 _NOT_OF_PAGES = False, False
 
 
-def seen_key(call: Append) -> tuple[Any, ...] | None:
+def seen_key(call: Append) -> tuple[object, ...] | None:
     """Key of the tensors by which calls of this call's kind are recognized."""
     k, interleaved = call.k, call.rotary_interleaved
     try:
@@ -79,10 +77,10 @@ def seen_key(call: Append) -> tuple[Any, ...] | None:
     return registry.generation, one, call.page_layout, interleaved, type(interleaved), of_pages
 
 
-def sizes_of(call: Append, axis: int) -> tuple[Any, ...]:
+def sizes_of(call: Append, axis: int) -> tuple[object, ...]:
     """All that calls of a kind differ in beside addresses, as a key of numbers; ``axis`` counts tokens."""
     k, v, _, _, lengths, table, slots, index, starts, _, q, q_out, _, _, _, turned, k_scale, v_scale = call
-    sizes: tuple[Any, ...] = (
+    sizes: tuple[object, ...] = (
         k.shape[axis], v.shape[axis], -1 if lengths is None else lengths.shape[0],
         -1 if slots is None else slots.shape[axis], -1 if starts is None else starts.shape[0],
     )  # fmt: skip
@@ -105,7 +103,7 @@ def kind_of(call: Append) -> Kind | None:
     try:
         device = k.get_device()
         axis = _token_axis(call)
-        key: list[Any] = [
+        key: list[object] = [
             registry.generation, device, axis, page_layout, interleaved, type(interleaved), lengths is None,
             table is None, slots is None, index is None, starts is None, q is None, q_out is None, cos is None,
             sin is None, turned is None, k_descale is None, v_descale is None,

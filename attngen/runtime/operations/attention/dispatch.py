@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -46,17 +46,18 @@ def run_plain(given: Given, repeats: Repeats | None = None) -> Results:
     lookup = seen_key(given)  # None from where on the call is not to be remembered
     if lookup is not None:
         try:
-            alike: Any = SEEN[lookup[0]]
+            alike = SEEN[lookup[0]]
         except TypeError:  # something that cannot be hashed stands where a name belongs: binding refuses it
             alike = None
-        addresses = alike[0].addresses(given, lookup[1]) if alike else None
-        if addresses is not None:
-            _, prepared, calls = alike
-            sized = None
-            if calls is not None:
-                prepared, sized = calls.ready(given) or (None, None)
-            if prepared is not None:
-                return of_its_kind(calls, prepared(given, addresses, sized, repeats), repeats)
+        if alike:
+            tensors, prepared, calls = alike
+            addresses = tensors.addresses(given, lookup[1])
+            if addresses is not None:
+                sized = None
+                if calls is not None:
+                    prepared, sized = calls.ready(given) or (None, None)
+                if prepared is not None:
+                    return of_its_kind(calls, prepared(given, addresses, sized, repeats), repeats)
     return _run_unlike(given, lookup, repeats)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def attention(
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     quantize: str | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention: softmax(score(softmax_scale · q kᵀ) where the mask allows) · v.
 
@@ -147,7 +147,7 @@ def attention_varlen(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for sequences packed one after the other.
 
@@ -194,7 +194,7 @@ def _by_state(given: Given) -> Results:
     return operators.call(given)
 
 
-def _run_tensors(given: Given) -> Any:
+def _run_tensors(given: Given) -> Results:
     """Run a call whose tensors stand for arrays."""
     return later.mixed.attend_ragged(run_plain, given) if may_repeat(given.q) else _by_state(given)
 
@@ -243,7 +243,7 @@ def attention_paged(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """As ``attention``, for keys and values in the pages of a cache. There is no backward.
 

@@ -51,6 +51,7 @@ def _pairs(given: Given) -> int:
     queries = q.shape[1] if given.cu_seqlens_q is None else given.cu_seqlens_q.diff()
     lengths: Tensor = given.seqused_k if given.cu_seqlens_k is None else given.cu_seqlens_k.diff()
     if lengths.is_meta:
-        most = given.max_seqlen_k or given.page_table.shape[1] * k.shape[1 if given.layout == "NHD" else 2]
+        table: Tensor = given.page_table
+        most = given.max_seqlen_k or table.shape[1] * k.shape[1 if given.layout == "NHD" else 2]
         return int(heads * len(lengths) * (given.max_seqlen_q or q.shape[1]) * most)
     return int(heads * (queries * lengths.long()).sum())

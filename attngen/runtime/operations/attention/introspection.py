@@ -54,7 +54,7 @@ def tile_map(
     layout: str = "bshd",
     backend: str | None = None,
     package: str | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> TileMap:
     """Compute the tile map of a call once, to pass it to any number of calls (``tile_map=``).
 
@@ -151,7 +151,8 @@ def _addresses(given: Given) -> list[int]:
     """Return the addresses of a call's tensors, as ``run`` lists them."""
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors_of(given)]
     addresses += [0] * (len(FORWARD) - len(addresses))
-    return addresses + [given.arguments[name].data_ptr() for name in tensor_names(given.arguments)]
+    own: list[Tensor] = [given.arguments[name] for name in tensor_names(given.arguments)]
+    return addresses + [tensor.data_ptr() for tensor in own]
 
 
 def explain(
@@ -181,7 +182,7 @@ def explain(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> Explanation:
     """Explain a call: the kernel that it would run, and the reason against each other one. Launches nothing.
 

@@ -7,7 +7,7 @@ shapes, strides, dtypes and devices find that in a cache, check the scalars, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ from attngen.runtime.registry.select import reason_against
 #: Prepared calls by the key of their kind (packed and paged calls), or by the key of everything, sizes included. False
 #: for a kind: its calls are prepared one by one, under the latter.
 PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
+_BY_KIND = cast("RecentCache[RaggedCalls | bool]", PREPARED)
+_BY_SIZES = cast("RecentCache[PreparedCall | WidenedCall | ExpandedCall]", PREPARED)
+
+_Entry = TypeVar("_Entry")
 
 
 def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again: Callable[[Given], Results]) -> Results:
@@ -78,10 +82,10 @@ def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again:
             strides, addresses[0] = q.stride(), q.data_ptr()
     name = variant if isinstance(variant, str) else id(variant)
     kind: tuple[object, ...] | None = None
-    calls: Any = None
+    calls: RaggedCalls | bool | None = None
     if given.form != "dense" and not learns:
         kind = kind_of(given, addresses, shape, strides, (name, with_lse, registry.generation))
-        calls = None if kind is None else _known(PREPARED, kind)
+        calls = None if kind is None else _known(_BY_KIND, kind)
         if isinstance(calls, RaggedCalls):
             ready = calls.ready(given)
             if ready is not None:
@@ -99,7 +103,7 @@ def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again:
     ]  # fmt: skip
     note_others(key, addresses, given)
     identity = tuple(key)
-    prepared = _known(PREPARED, identity)
+    prepared = _known(_BY_SIZES, identity)
     if prepared is None:
         call, resolved = bind_call(given)
         for name in call.descales:
@@ -112,9 +116,9 @@ def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again:
         of_kind: RaggedCalls | bool = False
         if kind is not None and resize(call.without_tensors(), given):
             of_kind = _of_kind(call, addresses, given, prepared)
-            PREPARED.put(kind, of_kind)
+            _BY_KIND.put(kind, of_kind)
         if of_kind is False:
-            PREPARED.put(identity, prepared)
+            _BY_SIZES.put(identity, prepared)
         if isinstance(calls, RaggedCalls) and isinstance(prepared, PreparedCall | WidenedCall):
             other = prepared.of_kind(given) if isinstance(prepared, WidenedCall) else prepared.kernel
             if other is not None:
@@ -131,7 +135,7 @@ def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again:
     return prepared(given, addresses, None, repeats)
 
 
-def _known(cache: RecentCache[Any], key: tuple[object, ...]) -> Any:
+def _known(cache: RecentCache[_Entry], key: tuple[object, ...]) -> _Entry | None:
     """Entry of a key, or None."""
     try:
         return cache[key]

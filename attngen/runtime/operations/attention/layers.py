@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,11 +27,13 @@ from attngen.runtime.arguments.seen import NONE_FREE, Free, check_of
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.counters import in_graph
-from attngen.runtime.launch.chain import Chain, Moves
-from attngen.runtime.launch.prepared import Repeats
+from attngen.runtime.launch.chain import Chain, Moves, Sized
+from attngen.runtime.launch.prepared import PreparedCall, Repeats
+from attngen.runtime.launch.ragged import RaggedCalls
 from attngen.runtime.launch.repeatable import Repeatable
 from attngen.runtime.operations.append.arguments import FIELDS, Append
 from attngen.runtime.operations.append.call import append
+from attngen.runtime.operations.append.kernel import PreparedAppend
 from attngen.runtime.operations.append.path import APPEND
 from attngen.runtime.operations.attention import mixed
 from attngen.runtime.operations.attention.beside import (
@@ -43,6 +45,9 @@ from attngen.runtime.operations.attention.beside import (
 )
 from attngen.runtime.operations.attention.entry import run_or_trace
 from attngen.runtime.registry.lookup import registry
+
+if TYPE_CHECKING:
+    from attngen.runtime.operations.shared.launches import Resized
 
 _Q, _K, _V, _K_DESCALE, _V_DESCALE, _USED, _STARTS, _TABLE, _OUT = map(
     FORWARD.index, ("q", "k", "v", "k_descale", "v_descale", "seqused_k", "cu_seqlens_q", "page_table", "out")
@@ -308,7 +313,7 @@ class _Renewal:
             (rows, rows, ((0, 1), (0,)), first, first),
         )
         self._generation, self._driver, self._device = registry.generation, drivers.current(), given.q.get_device()
-        self._parts = [(part.calls, *part.given) for part in parts]
+        self._parts = [(part.calls, *part.given) for part in parts if isinstance(part.calls, RaggedCalls)]
         #: Pages of a cache whose scales have a row for each request, all at one address; else 0. With as many requests
         #: as pages, they would be taken for scales of pages.
         scales = [one for one in (given.k_descale, given.v_descale) if one is not None and one.dim() == 2]
@@ -350,10 +355,10 @@ class _Renewal:
             order = (1, 0) if sides.prompts_lead else order
             roles = (FOLLOWS, LEADS) if sides.prompts_lead else (LEADS, FOLLOWS)
             ready = self._ready(sequences, tokens, table, roles, sides[1:])
-            paired = None in ready or all(one.runs_beside for one, _ in ready)
+            paired = ready is None or all(one.runs_beside for one, _ in ready)
         if not paired:
             ready = self._ready(sequences, tokens, table)
-        if None in ready:
+        if ready is None:
             return None
         row, made = _INDEX_BYTES * table.stride(0), []
 
@@ -388,13 +393,16 @@ class _Renewal:
     def _ready(
         self, sequences: Sequence[tuple[int, int, int]], tokens: int, table: Tensor, roles: Sequence[int] = (0, 0),
         blocks: Sequence[int] = (0, 0),
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[tuple[PreparedCall, Sized]] | None:  # fmt: skip
         """The prepared call and the numbers of each part: how many sequences are before it, its own, and their most
-        queries."""
-        return [
-            calls.ready_batch(count, tokens, most, table, role, size)
-            for (calls, *_), (_, count, most), role, size in zip(self._parts, sequences, roles, blocks)  # noqa: B905
-        ]
+        queries; None if those of a part need a look."""
+        ready = []
+        for (calls, *_), (_, count, most), role, size in zip(self._parts, sequences, roles, blocks):  # noqa: B905
+            known = calls.ready_batch(count, tokens, most, table, role, size)
+            if known is None:
+                return None
+            ready.append(known)
+        return ready
 
 
 #: Bytes of a number of index vectors.
@@ -426,11 +434,12 @@ class _Writes:
 
     __slots__ = ("_addresses", "_check", "_prepared", "_resized", "_rows")
 
-    def __init__(self, call: Append, prepared: Any, addresses: list[int], resized: Any) -> None:
+    def __init__(self, call: Append, prepared: PreparedAppend, addresses: list[int], resized: Resized) -> None:
         """Store the result of ``APPEND.repeatable``. Raises TypeError where tensors cannot be recognized."""
         self._prepared, self._addresses, self._resized = prepared, addresses, resized
-        self._rows = call.slots.shape[0]
-        self._check = check_of((call.k, call.v, call.slots), (_ROWS, _ROWS, NONE_FREE))
+        slots: Tensor = call.slots
+        self._rows = slots.shape[0]
+        self._check = check_of((call.k, call.v, slots), (_ROWS, _ROWS, NONE_FREE))
 
     def __call__(self, k: Tensor, v: Tensor, slots: Tensor, places: Places) -> bool:
         """Launch with these tensors, and what a layer has in ``places``; False, and no launch, if a tensor or the state
@@ -457,10 +466,13 @@ def _writes(call: Append) -> _Writes | bool:
     ready = APPEND.repeatable(call)
     if ready is None:
         return False
-    if (call.k.data_ptr() | call.v.data_ptr() | call.slots.data_ptr()) % CHUNK_BYTES:
+    prepared, addresses, resized = ready
+    assert isinstance(prepared, PreparedAppend)
+    slots: Tensor = call.slots
+    if (call.k.data_ptr() | call.v.data_ptr() | slots.data_ptr()) % CHUNK_BYTES:
         return True
     try:
-        return _Writes(call, *ready)
+        return _Writes(call, prepared, addresses, resized)
     except TypeError:
         return False
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,7 +105,8 @@ def _attend_apart(run: Callable[[Given], Results], count: int, last: bool, given
 def few_queries(given: Given) -> int:
     """Most queries of a sequence that decodes in a launch of its own, beside the other sequences of a batch; 0 where a
     single launch probably is as fast, or kernels cannot leave out sequences."""
-    q, k, table, longest = given.q, given.k, given.page_table, given.max_seqlen_q
+    q, k, longest = given.q, given.k, given.max_seqlen_q
+    table: Tensor = given.page_table
     if given.cu_seqlens_q is None or type(longest) is not int or longest <= FEW_ROWS:
         return 0
     for tensor in (q, k, given.v, table, given.seqused_k, given.cu_seqlens_q):
@@ -138,8 +139,9 @@ def attend_ragged(run: Callable[[Given], Results], given: Given) -> Results:
 def _are_unlike(given: Given) -> bool:
     """``are_unlike`` for the sequences of a call; not where something that is wrong with it is refused later."""
     longest = given.max_seqlen_q
+    table: Tensor = given.page_table
     try:
-        return type(longest) is int and are_unlike(given.page_table.shape[0], given.q.shape[0], longest)
+        return type(longest) is int and are_unlike(table.shape[0], given.q.shape[0], longest)
     except (AttributeError, IndexError):  # no tensor
         return False
 
@@ -150,7 +152,8 @@ def _attend_unlike(run: Callable[[Given], Results], given: Given, otherwise: Cal
     known = pairs.recognized(given)
     if known is not None:
         pair, addresses = known
-        ready = pair.ready(given, given.page_table.shape[0], given.q.shape[0], given.max_seqlen_q)
+        table: Tensor = given.page_table
+        ready = pair.ready(given, table.shape[0], given.q.shape[0], given.max_seqlen_q)
         if ready is not None:
             return pair.attend(given, addresses, ready)
     few = few_queries(given)
@@ -159,11 +162,14 @@ def _attend_unlike(run: Callable[[Given], Results], given: Given, otherwise: Cal
 
 def attend_by_length(run: Callable[[Given], Results], few: int, given: Given) -> Results:
     """Result of a paged call in which sequences of at most ``few`` queries decode in a launch of their own."""
-    q, batch = given.q, given.page_table.shape[0]
+    q, longest = given.q, given.max_seqlen_q
+    table: Tensor = given.page_table
+    batch = table.shape[0]
+    assert longest is not None, "``few_queries`` is 0 then"
     try:
         if torch.cuda.is_current_stream_capturing():
             return run(_of_many(given, run(_of_few(given, few, given.sm_margin, few)), few + 1))
-        count = batch - prompts_of(q.shape[0], batch, given.max_seqlen_q)
+        count = batch - prompts_of(q.shape[0], batch, longest)
         decodes = _of_few(given, few, left_to_prompts(q, q.shape[0], given.k, given.layout, count), few)
         with SideStream(q.get_device()) if q.is_cuda else nullcontext() as side:
             prompts = _of_many(given, run(decodes), few + 1)
@@ -180,8 +186,8 @@ def attend_by_length(run: Callable[[Given], Results], few: int, given: Given) ->
 def _leave_out(given: Given) -> bool:
     """Whether a batch may be divided, and kernels for both parts can leave out sequences by their queries."""
     q, k, v = given.q, given.k, given.v
-    variant: Any = given.variant
-    package: Any = given.package
+    variant: object = given.variant
+    package: object = given.package
     if not (isinstance(variant, str | Variant) and isinstance(package, str | None)):
         return False
     key = _kind(given)
@@ -212,7 +218,9 @@ def _kind(given: Given) -> tuple[object, ...]:
 
 def _divided(count: int, last: bool, given: Given) -> tuple[Vectors, Vectors]:
     """The index vectors of the sequences that decode, and of the others."""
-    table, used, starts = given.page_table, given.seqused_k, given.cu_seqlens_q
+    table: Tensor = given.page_table
+    used: Tensor = given.seqused_k
+    starts: Tensor = given.cu_seqlens_q
     key = (
         count, last, table.shape, table.stride(), used.stride(), starts.stride(), table.data_ptr(), used.data_ptr(),
         starts.data_ptr(), table.dtype, used.dtype, starts.dtype, table.get_device(),
@@ -232,7 +240,8 @@ def _divided(count: int, last: bool, given: Given) -> tuple[Vectors, Vectors]:
 
 def _part(given: Given, vectors: Vectors, longest: object, margin: int) -> Given:
     """The call of a part of a batch; rows of q and of the output stay where they are."""
-    batch, (table, used, starts, part) = given.page_table.shape[0], vectors
+    all_pages: Tensor = given.page_table
+    batch, (table, used, starts, part) = all_pages.shape[0], vectors
     scales = [_scales_of(scale, batch, part) for scale in (given.q_descale, given.k_descale, given.v_descale)]
     return _of_sequences(given, *scales, used, starts, table, longest, margin)
 
@@ -240,7 +249,10 @@ def _part(given: Given, vectors: Vectors, longest: object, margin: int) -> Given
 def _apart(count: int, last: bool, given: Given) -> bool:
     """Whether to make two calls. If not, the single call reports all errors of its arguments but those of
     ``num_decodes``, which raise here."""
-    q, table, used, starts = given.q, given.page_table, given.seqused_k, given.cu_seqlens_q
+    q = given.q
+    table: Tensor = given.page_table
+    used: Tensor = given.seqused_k
+    starts: Tensor = given.cu_seqlens_q
     for tensor in (q, given.k, given.v, table, used, starts):
         if not isinstance(tensor, Tensor):
             return False
@@ -268,7 +280,7 @@ def _check(count: int, last: bool, starts: Tensor) -> None:
             raise CallError(f"num_decodes is {-count if last else count}, but sequence {b} has {rows[b]} queries")
 
 
-def _divisible(variant: Any, package: Any) -> bool:
+def _divisible(variant: str | Variant, package: str | None) -> bool:
     """Whether a part of a batch gives the same results by itself: the variant reads nothing by batch entry, and has no
     dropout, whose random numbers depend on it."""
     named = isinstance(variant, str)

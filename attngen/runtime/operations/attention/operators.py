@@ -40,7 +40,15 @@ from attngen.runtime.registry.binding import bind_call
 from attngen.runtime.registry.lookup import NO_PACKAGE, SHARED_NAMESPACE, Resolved, registry
 
 if TYPE_CHECKING:
+    from typing import Protocol
+
     from attngen.runtime.arguments.scalars import Number
+    from attngen.runtime.autograd.context import Context
+
+    class _OperatorContext(Context, Protocol):
+        tensor_places: list[int]
+        others: list[object]
+
 
 #: Suffixes of the names of operators, by the form of their calls.
 _SUFFIXES = {"dense": "", "varlen": "__varlen", "paged": paged_operators.SUFFIX}
@@ -141,14 +149,14 @@ class _Calls:
             lse_shape = (q.shape[0], q.shape[2], q.shape[1])
         return out, q.new_empty(lse_shape, dtype=lse_dtype_of(q.dtype))
 
-    def setup_context(self, ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(self, ctx: _OperatorContext, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         """Keep what the backward needs: the inputs, the output and its log-sum-exp."""
         self._refuse_undeclared(ctx, inputs)
         ctx.tensor_places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.save_for_backward(*output, *(inputs[i] for i in ctx.tensor_places))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
 
-    def _refuse_undeclared(self, ctx: Any, inputs: tuple[object, ...]) -> None:
+    def _refuse_undeclared(self, ctx: _OperatorContext, inputs: tuple[object, ...]) -> None:
         own = self.signature.tensors
         for i, name in enumerate(own, first_own(self.form)):
             if ctx.needs_input_grad[i] and name not in self.signature.differentiable:
@@ -167,13 +175,13 @@ class _Calls:
         dq, dk, dv, gradients = training.differentiate(given, out, lse, dout, dlse, asked)
         return dq, dk, dv, *(gradients[name] for name in asked)
 
-    def keep_for_second(self, ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
+    def keep_for_second(self, ctx: _OperatorContext, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         """Keep what a second derivative needs: the gradients of the results, and the inputs of the forward."""
         ctx.tensor_places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.save_for_backward(*(inputs[i] for i in ctx.tensor_places))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
 
-    def second(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+    def second(self, ctx: _OperatorContext, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the backward's arguments, in plain torch; out and lse are taken for functions of the rest."""
         everything = list(ctx.others)
         for place, tensor in zip(ctx.tensor_places, ctx.saved_tensors, strict=True):
@@ -213,7 +221,7 @@ class _Differentiation:
         self._calls = calls
         self._operator = operator
 
-    def backward(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(self, ctx: _OperatorContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return one gradient or None for each argument of the forward operator."""
         arguments = list(ctx.others)
         out, lse, *inputs = ctx.saved_tensors

@@ -6,7 +6,7 @@ returns lse. Neither has a derivative.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from attngen.runtime.operations.attention import at_trace, dispatch, flops
 from attngen.runtime.operations.attention.signature import Signature, parameters_of
 from attngen.runtime.operations.shared.sharding import Sharded, register
 from attngen.runtime.operations.shared.tags import TAGS
+
+if TYPE_CHECKING:
+    from attngen.runtime.autograd.context import Context
 
 #: Suffixes of both names: of the operator that allocates its output, and of the other.
 SUFFIX = "__paged"
@@ -93,9 +96,9 @@ class _PagedCalls:
             return q.new_empty((q.shape[1], q.shape[0]), dtype=lse_dtype_of(q.dtype))
         return q.new_empty((q.shape[2], q.shape[0], q.shape[1]), dtype=lse_dtype_of(q.dtype)).transpose(0, 1)
 
-    def setup_context(self, ctx: Any, inputs: tuple[object, ...], output: object) -> None:
+    def setup_context(self, ctx: Context, inputs: tuple[object, ...], output: object) -> None:
         """Keep nothing: there is no backward."""
 
-    def refuse(self, ctx: Any, *gradients: Tensor | None) -> NoReturn:
+    def refuse(self, ctx: Context, *gradients: Tensor | None) -> NoReturn:
         """Refuse a derivative."""
         raise CallError(f"{self.full_name}: attention over pages has no backward; call it under torch.no_grad()")

@@ -41,14 +41,17 @@ class Pair:
         self._division = Division(given.q, given.k, given.layout)
         self._kept: RecentCache[_Ready] = RecentCache(KEPT_SIZES)
 
-    def ready(self, given: Given, batch: int, rows: int, longest: int) -> _Ready | None:
+    def ready(self, given: Given, batch: int, rows: int, longest: int | None) -> _Ready | None:
         """The launches of a batch whose tensors are like those of an earlier one, but for their extents; None where
         its sizes need a look."""
-        table, out = given.page_table, given.out
-        width, used, starts = table.shape[1], given.seqused_k.shape[0], given.cu_seqlens_q.shape[0]
+        table: Tensor = given.page_table
+        lengths: Tensor = given.seqused_k
+        cu_q: Tensor = given.cu_seqlens_q
+        out, width, used, starts = given.out, table.shape[1], lengths.shape[0], cu_q.shape[0]
         sizes = batch, rows, longest, width, table.stride(0), used, starts, rows if out is None else out.shape[0]
         known = self._kept[sizes]
         if known is None and used == batch == starts - 1 and sizes[-1] == rows and batch != self._pages:
+            assert longest is not None, "such a batch names its most queries"
             known = self._resized(table, batch, rows, longest)
             if known is not None:
                 self._kept.put(sizes, known)

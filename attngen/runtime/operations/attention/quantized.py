@@ -10,9 +10,9 @@ Source: Zhang et al., SageAttention, arXiv 2410.02367, section 4.2 (smoothing K)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -37,9 +37,9 @@ _SIXTEEN = (torch.bfloat16, torch.float16)
 
 
 def attend(
-    call: Callable[..., Any], form: str, q: Tensor, k: Tensor, v: Tensor, *, variant: str | Variant,
+    call: Callable[..., Results], form: str, q: Tensor, k: Tensor, v: Tensor, *, variant: str | Variant,
     package: str | None, layout: str, softmax_scale: float | None, seqused_k: Tensor | None, return_lse: bool,
-    **rest: Any,
+    **rest: object,
 ) -> Results:  # fmt: skip
     """Result of a call whose tensors are quantized first; the output has their dtype. Raises CallError."""
     if arrays.is_array(q):
@@ -67,7 +67,8 @@ def attend(
         softmax_scale=softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5, seqused_k=seqused_k,
         return_lse=return_lse, **eight.descales, **rest,
     )  # fmt: skip
-    out, *lse = result if return_lse else (result,)
+    results: Sequence[Tensor] = result if return_lse else (result,)
+    out, *lse = results
     out = out if out.dtype == dtype else out.to(dtype)
     if not lse:
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -52,14 +52,15 @@ def seen_key(given: Given) -> Lookup | None:
             else:
                 return None
     try:
-        lengths: tuple[Any, ...] = ()
+        lengths: tuple[object, ...] = ()
         if of_one_size(given):
             shapes = [tensor.shape for tensor in own]
             lengths = q.shape, given.k.shape, given.max_seqlen_q, given.max_seqlen_k, *shapes
         elif given.page_table is not None:  # layers may have caches of several sizes
-            lengths, q_scale, k_scale, v_scale = given.k.shape, given.q_descale, given.k_descale, given.v_descale
+            shape, q_scale, k_scale, v_scale = given.k.shape, given.q_descale, given.k_descale, given.v_descale
+            lengths = shape
             if k_scale is not None or q_scale is not None or v_scale is not None:
-                lengths = lengths, by_page((q_scale, k_scale, v_scale), lengths[0])
+                lengths = shape, by_page((q_scale, k_scale, v_scale), shape[0])
     except (AttributeError, RuntimeError):  # a nested tensor, or none at all
         return None
     chosen = variant if isinstance(variant, str) else id(variant)

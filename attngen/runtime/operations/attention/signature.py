@@ -77,13 +77,15 @@ class Signature:
             differentiable=tuple(t.name for t in variant.tensors if t.grad),
         )
 
-    def given(self, variant: str, form: str, arguments: Sequence[Any]) -> Given:
+    def given(self, variant: str, form: str, arguments: Sequence[object]) -> Given:
         """Return the call that the arguments of an operator make; torch leaves out those that have their default."""
         names = (*self.tensors, *self.scalars)
         start = first_own(form)
         end = start + len(names)
         own = dict(zip(names, arguments[start:end], strict=True))
-        fields = dict(zip(_BEFORE[form] + _AFTER[form], (*arguments[:start], *arguments[end:]), strict=False))
+        fields: dict[str, Any] = dict(
+            zip(_BEFORE[form] + _AFTER[form], (*arguments[:start], *arguments[end:]), strict=False)
+        )
         words = fields.pop("tile_map", None)
         tile_map = None if words is None else TileMap.of_words(words)
         return Given(**fields, arguments=own, tile_map=tile_map, variant=variant, return_lse=KEPT, form=form)

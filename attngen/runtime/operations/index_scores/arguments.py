@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import Call, refuse_unreadable
 from attngen.runtime.arguments.paging import Paging, as_rows, bind_paged
 from attngen.runtime.arguments.shapes import bind, check_rank
-from attngen.runtime.operations.shared.records import Fields, OptionalTensor, TensorArgument, Text
+from attngen.runtime.operations.shared.records import Fields, OptionalTensor, TensorArgument
 from attngen.runtime.reference.eager import (
     CHUNK_ELEMENTS,
     CHUNK_ELEMENTS_ELSEWHERE,
@@ -46,9 +46,9 @@ class IndexScores(NamedTuple):
     k_scale: OptionalTensor
     seqused_k: OptionalTensor
     page_table: OptionalTensor
-    variant: Text
-    package: Text
-    arguments: Text
+    variant: Annotated[str | Variant, "str"]
+    package: Annotated[str | None, "str"]
+    arguments: Annotated[tuple[tuple[str, object], ...], "str"]
 
 
 class _FieldsOfVariant(Fields):
@@ -58,19 +58,19 @@ class _FieldsOfVariant(Fields):
         super().__init__(IndexScores)
         own = attrgetter(*self.tensors)
 
-        def tensors_of(call: IndexScores) -> tuple[Any, ...]:
+        def tensors_of(call: IndexScores) -> tuple[Tensor | None, ...]:
             if not call.arguments:
                 return own(call)
             return (*own(call), *(value for _, value in call.arguments if isinstance(value, Tensor)))
 
-        def settings_of(call: IndexScores) -> tuple[Any, ...]:
+        def settings_of(call: IndexScores) -> tuple[object, ...]:
             others = (part for name, value in call.arguments for part in (name, _setting(value)))
             return (call.variant, call.package, *others)
 
         self.tensors_of, self.settings_of = tensors_of, settings_of
 
 
-def _setting(value: Any) -> Any:
+def _setting(value: object) -> object:
     return None if isinstance(value, Tensor) else value
 
 
@@ -95,11 +95,12 @@ def check(given: IndexScores) -> Bound:
     check_rank("q", given.q, 4, "batch x seqlen_q x heads x head_dim")
     check_rank("k", given.k, 3, ("pages x page_size" if paged else "batch x seqlen_k") + " x head_dim")
     k = given.k.unsqueeze(2)
-    settings = {"seqused_k": given.seqused_k, "arguments": arguments}
+    used = given.seqused_k
     if paged:
-        call = bind_paged(resolved.variant, as_rows(given.q), k, k, Paging(given.page_table), **settings)
+        paging = Paging(given.page_table)
+        call = bind_paged(resolved.variant, as_rows(given.q), k, k, paging, seqused_k=used, arguments=arguments)
     else:
-        call = bind(resolved.variant, given.q, k, k, None, **settings)
+        call = bind(resolved.variant, given.q, k, k, None, seqused_k=used, arguments=arguments)
     if call.kv_dtype != call.dtype:
         raise CallError(f"q has dtype {given.q.dtype}, but k has {given.k.dtype}")
     floats = torch.float64 if given.q.dtype == torch.float64 else torch.float32

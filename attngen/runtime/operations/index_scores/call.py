@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ def index_scores(
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
     package: str | None = None,
-    **arguments: Any,
+    **arguments: object,
 ) -> Tensor:
     """Score all keys for each query, to select few of them: the sum over heads of weights * relu(q · k), under a mask.
 

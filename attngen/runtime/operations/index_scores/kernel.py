@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from attngen.lang.divisors import divisors, reciprocal
+from attngen.lang.variant import Variant
 from attngen.manifest import Argument
 from attngen.operations import INDEX_SCORES
 from attngen.runtime.arguments.checked import Call
@@ -40,7 +41,7 @@ class PreparedScores:
 
     __slots__ = ("_launches", "_shape", "variant")
 
-    def __init__(self, launches: HelperLaunches, shape: tuple[int, ...], variant: Any) -> None:
+    def __init__(self, launches: HelperLaunches, shape: tuple[int, ...], variant: str | Variant) -> None:
         self._launches, self._shape, self.variant = launches, shape, variant
 
     def run(self, call: IndexScores, addresses: list[int]) -> Tensor:
@@ -88,7 +89,7 @@ def prepare_on(kernel: Kernel, given: IndexScores, bound: Bound, driver: Driver)
     strides = _strides(given, call) | {("out", "b"): shape[1] * shape[2], ("out", "s"): shape[2]}
     dtype = kernel.dtype_of("q").name
 
-    def map_of(tensor: Tensor, rows: int | None) -> Any:
+    def map_of(tensor: Tensor, rows: int | None) -> Callable[[Argument], TensorMap]:
         def made(parameter: Argument) -> TensorMap:
             box = parameter.box if rows is None else (1, rows, parameter.box[-1])
             at = driver, given.q.device.index or 0, dtype
@@ -159,9 +160,9 @@ def _chunk(launch: KernelLaunch, call: Call, query_tiles: int, multiprocessors: 
     return launch.tile_n * max(-(-tiles // chunks), min(_LEAST_TILES, tiles))
 
 
-def _strides(given: IndexScores, call: Call) -> dict[tuple[str, Any], int]:
+def _strides(given: IndexScores, call: Call) -> dict[tuple[str, str | int | None], int]:
     """Strides of the tensors that kernels read by address; 0 for those that are not given."""
-    strides: dict[tuple[str, Any], int] = {}
+    strides: dict[tuple[str, str | int | None], int] = {}
     for name, axes in (("weights", "bsh"), ("k_scale", ("b" if call.page_table is None else "page", "s"))):
         tensor = getattr(given, name)
         strides |= {(name, axis): 0 if tensor is None else tensor.stride(i) for i, axis in enumerate(axes)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
+from attngen.lang.variant import Variant
 from attngen.runtime.operations.index_scores.arguments import IndexScores
 from attngen.runtime.operations.index_scores.kernel import SCORES
 from attngen.runtime.operations.shared.library import define_once
@@ -38,7 +39,7 @@ def _call_of(arguments: tuple[Any, ...]) -> IndexScores:
     return IndexScores(q, k, weights, k_scale, seqused_k, page_table, variant, package, passed)
 
 
-def _score(*arguments: Any) -> Any:
+def _score(*arguments: Any) -> Tensor:
     return SCORES.run(_call_of(arguments))
 
 
@@ -50,7 +51,7 @@ def _like(*arguments: Any) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _name_of(variant: Any) -> str:
+def _name_of(variant: str | Variant) -> str:
     return variant if isinstance(variant, str) else registry.declare(variant)
 
 

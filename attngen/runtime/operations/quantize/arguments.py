@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,16 +36,16 @@ class Quantize(NamedTuple):
     q: TensorArgument
     k: TensorArgument
     v: TensorArgument
-    granularity: Text
+    granularity: Annotated[str | int, "str"]
     hadamard: Flag
     signs: OptionalTensor
-    seed: Annotated[Any, "int"]
+    seed: Annotated[int, "int"]
     layout: Text
     rotary_cos: OptionalTensor
     rotary_sin: OptionalTensor
     rotary_interleaved: Flag
     rotary_offsets: OptionalTensor
-    dtype: Annotated[Any, "ScalarType"]
+    dtype: Annotated[torch.dtype, "ScalarType"]
     k_mean: OptionalTensor = None
 
 

@@ -5,6 +5,8 @@ Sums of a transform are added up in the order in which a kernel does it, so that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -65,8 +67,9 @@ def _quantized(call: Quantize, sizes: QuantizeSizes, name: str, signs: Tensor | 
 
 
 def _rotated(call: Quantize, x: Tensor) -> Tensor:
-    positions = _positions(call, x.shape[0], x.shape[1]).clamp(0, call.rotary_cos.shape[0] - 1).flatten()
-    cos, sin = (table.index_select(0, positions) for table in (call.rotary_cos, call.rotary_sin))
+    tables: Sequence[Tensor] = (call.rotary_cos, call.rotary_sin)
+    positions = _positions(call, x.shape[0], x.shape[1]).clamp(0, tables[0].shape[0] - 1).flatten()
+    cos, sin = (table.index_select(0, positions) for table in tables)
     return rotated(x.flatten(0, 1), cos, sin, call.rotary_interleaved).view(x.shape)
 
 

@@ -78,6 +78,7 @@ def prepare_on(kernel: Kernel, call: Quantize, sizes: QuantizeSizes, driver: Dri
     shares = _share(sizes.head_dim_qk), _share(sizes.head_dim_v)
     threads, rows = _THREADS, [share.rows * (_THREADS // share.lanes) for share in shares]
     if of_qk == BLOCK:
+        assert isinstance(call.granularity, int)
         rows = [call.granularity] * 2
         threads = -(-max(call.granularity // share.rows * share.lanes for share in shares) // 32) * 32
     if threads > kernel.main.entry.threads:

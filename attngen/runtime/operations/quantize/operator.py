@@ -29,10 +29,11 @@ def defined() -> str:
 def _call_of(arguments: tuple[Any, ...]) -> Quantize:
     """The call of an operator's arguments: blocks are numbers."""
     call = Quantize(*arguments)
-    return call._replace(granularity=int(call.granularity)) if call.granularity.isdecimal() else call
+    granularity = str(call.granularity)
+    return call._replace(granularity=int(granularity)) if granularity.isdecimal() else call
 
 
-def _quantize(*arguments: Any) -> Any:
+def _quantize(*arguments: Any) -> tuple[Tensor, ...]:
     return QUANTIZE.run(_call_of(arguments))
 
 

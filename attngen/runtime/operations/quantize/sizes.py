@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,11 +72,11 @@ def granularities(call: Quantize) -> tuple[int, int]:
     """Granularity of the scales of q and k, and of v."""
     if call.granularity == "token":
         return TOKEN, HEAD
-    of_all = {"tensor": TENSOR, "head": HEAD}.get(call.granularity, BLOCK)
+    of_all = {"tensor": TENSOR, "head": HEAD}.get(str(call.granularity), BLOCK)
     return of_all, of_all
 
 
-def strides(call: Quantize) -> dict[tuple[str, Any], int]:
+def strides(call: Quantize) -> dict[tuple[str, str | int | None], int]:
     """Strides in elements by tensor and axis; 0 for tensors that a call does not have."""
     steps_of = rotary_strides(call.rotary_cos, call.rotary_sin)
     for name in "qkv":

@@ -188,6 +188,7 @@ def _sharers(kernel: Kernel, call: Quantize) -> int:
 
 def _of_blocks(tiles: _Tiles, call: Quantize) -> Grid:
     """The launch for scales of blocks."""
+    assert isinstance(call.granularity, int)
     down, sharers = tiles.down(call.granularity), _sharers(tiles.kernel, call)
     units = [tiles.sizes.batch * n * length * sharers for n, length in zip(tiles.across, down, strict=True)]
     divisors = {"heads_q": tiles.across[0], "heads_k": tiles.across[1], "tiles_q": down[0], "tiles_k": down[1]}
@@ -309,9 +310,10 @@ def _against(kernel: Kernel, call: Quantize, sizes: QuantizeSizes) -> str | None
 
 def _against_rotation(call: Quantize, head_dim: int) -> str | None:
     """The reason why the kernel does not rotate these rows, or None. It takes whole rows, and tables 16 B at a time."""
-    cos, sin = call.rotary_cos, call.rotary_sin
-    if cos is None:
+    if call.rotary_cos is None:
         return None
+    cos: Tensor = call.rotary_cos
+    sin: Tensor = call.rotary_sin
     if call.rotary_interleaved or 2 * cos.shape[1] != head_dim:
         return "only whole rows are rotated (rotary_dim = head_dim), and only with halves as partners"
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
@@ -323,7 +325,8 @@ def _against_rotation(call: Quantize, head_dim: int) -> str | None:
 
 def _rotation(call: Quantize) -> dict[str, int]:
     """Sizes of a rotation of q and k."""
-    cos, sin = call.rotary_cos, call.rotary_sin
+    cos: Tensor = call.rotary_cos
+    sin: Tensor = call.rotary_sin
     size = cos.element_size()
     return {
         "positions": cos.shape[0],

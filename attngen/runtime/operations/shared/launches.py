@@ -112,8 +112,8 @@ class _CallParameters:
         for frame, start, (_, numbers) in zip(self.frames, self._starts, resized):  # noqa: B905
             frame.bytes[start : start + len(numbers)] = numbers
         self.launches = [
-            (function, blocks, *how, pointers)
-            for (function, *how), (blocks, _), pointers in zip(self._functions, resized, self._pointers)  # noqa: B905
+            (function, blocks, threads, shared, how, pointers)
+            for (function, threads, shared, how), (blocks, _), pointers in zip(self._functions, resized, self._pointers)  # noqa: B905
         ]
         self.resized = resized
 

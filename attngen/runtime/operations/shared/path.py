@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from attngen.runtime.arguments import arrays, torch_state
 from attngen.runtime.arguments import debug as debugging
@@ -22,6 +23,9 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.shared.records import Fields
 from attngen.runtime.registry.lookup import registry
 from attngen.runtime.registry.select import against_device
+
+if TYPE_CHECKING:
+    from attngen.runtime.operations.shared.launches import Resized
 
 Record = TypeVar("Record", bound="NamedTuple")
 Sizes = TypeVar("Sizes")
@@ -43,14 +47,14 @@ class PreparedHelper(Protocol[_Taken, _Given]):
 class Kind(NamedTuple):
     """All that a call is beside its sizes, as a key, and the addresses of the record's tensors."""
 
-    key: tuple[Any, ...]
+    key: tuple[object, ...]
     addresses: list[int]
 
 
 class ResizedHelper(Protocol[_Taken, _Given]):
     """Launcher of all calls of a kind, which also takes what follows from their sizes."""
 
-    def run(self, call: _Taken, addresses: list[int], resized: Any) -> _Given:
+    def run(self, call: _Taken, addresses: list[int], resized: Resized) -> _Given:
         """Launch the call and return its results."""
 
 
@@ -61,7 +65,7 @@ class Resizable(Protocol[_Taken, _Given]):
     def prepared(self) -> ResizedHelper[_Taken, _Given]:
         """Launcher of the calls; it also takes the result of ``ready``."""
 
-    def ready(self, call: _Taken) -> Any:
+    def ready(self, call: _Taken) -> Resized | None:
         """Values that follow from the sizes of a call of the kind; None where something about them needs a look."""
 
 
@@ -111,12 +115,12 @@ class Helper(ABC, Generic[Record, Sizes, Result]):
         """Prepared launches for all calls of the kind of one that is prepared."""
         raise NotImplementedError(f"{self.name} has no kinds of calls")
 
-    def seen_key(self, call: Record) -> tuple[Any, ...] | None:
+    def seen_key(self, call: Record) -> tuple[object, ...] | None:
         """Key under which the tensors of a call may have been seen, if it ``may_repeat``; None if they are not looked
         for."""
         return None
 
-    def repeatable(self, call: Record) -> tuple[ResizedHelper[Record, Result], list[int], Any] | None:
+    def repeatable(self, call: Record) -> tuple[ResizedHelper[Record, Result], list[int], Resized] | None:
         """Launcher, addresses and sizes of a call that was made just now, to run it again with other addresses; None
         for a call that is of no kind."""
         kind = self.kind_of(call)
@@ -151,8 +155,9 @@ class Helper(ABC, Generic[Record, Sizes, Result]):
         tensors = self.fields.tensors_of(call)
         if not repeats:
             refuse(self.name, tensors)
-        on_gpu = torch_state.on_gpu(tensors[0])
-        key: list[Any] = []
+        leading: Tensor = tensors[0]
+        on_gpu = torch_state.on_gpu(leading)
+        key: list[object] = []
         addresses = []
         kind = self.kind_of(call) if on_gpu and repeats else None
         if kind is not None:
@@ -177,10 +182,10 @@ class Helper(ABC, Generic[Record, Sizes, Result]):
                 prepared = _kept(self.prepared, tuple(key))
                 if prepared is not None and not isinstance(prepared, str):
                     return prepared.run(call, addresses)
-        if not on_gpu and arrays.is_array(tensors[0]):
+        if not on_gpu and arrays.is_array(leading):
             return arrays.serve(lambda **fields: self.run(call._replace(**fields)), call._asdict(), self.fields.written)
         sizes = self.check(call)
-        if debugging.active() or tensors[0].device.type == "cpu":
+        if debugging.active() or leading.device.type == "cpu":
             self.check_contents(call, sizes)
         if on_gpu:
             prepared = self.prepared[tuple(key)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ class PreparedTopk:
     __slots__ = ("_launches", "_shape")
 
     def __init__(
-        self, kernel: Kernel, operands: LaunchOperands, grid: Grid, driver: Driver, device: int, shape: Any
+        self, kernel: Kernel, operands: LaunchOperands, grid: Grid, driver: Driver, device: int, shape: tuple[int, ...]
     ) -> None:
         """Raises LoadError if the cubin does not load."""
         self._launches, self._shape = HelperLaunches(kernel, operands, [grid], driver, device), shape

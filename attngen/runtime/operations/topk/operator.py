@@ -23,7 +23,7 @@ def defined() -> str:
     return define_once(NAME, FIELDS.schema("Tensor"), _select, fake=_like)
 
 
-def _select(*arguments: Any) -> Any:
+def _select(*arguments: Any) -> Tensor:
     return SELECTION.run(Topk(*arguments))
 
 

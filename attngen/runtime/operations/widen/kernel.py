@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,14 @@ from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.prediction import pairs_of_tiles, predict
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands, Resized
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Key, LaunchOperands, Resized
 from attngen.runtime.operations.shared.path import first_that_takes, kernels_of
 from attngen.runtime.operations.shared.records import addresses_of
 from attngen.runtime.registry.order import card_of, rounded
 from attngen.runtime.registry.select import Request, Selection, reason_against, select
+
+if TYPE_CHECKING:
+    from attngen.runtime.launch.prepared import Repeats
 
 #: Numbers of 8 bits that a thread reads at once.
 _NUMBERS = CHUNK_BYTES // 2
@@ -167,7 +170,7 @@ class CacheForm:
 
 
 def prepare(
-    kernel: Kernel, cache: Widen, form: CacheForm, driver: Driver, device: int, changing: Collection[Any] = ()
+    kernel: Kernel, cache: Widen, form: CacheForm, driver: Driver, device: int, changing: Collection[Key] = ()
 ) -> HelperLaunches:
     """The launch that widens caches of a form; ``changing`` as that of ``HelperLaunches``. Raises LoadError if the
     cubin does not load."""
@@ -286,22 +289,24 @@ class WidenedCalls:
         count = -(-call.seqlen_k // self._keys)
         room = count * self._keys
         tiles = -(-room // self._tile)
-        changes: dict[Any, float] = {
+        changes: dict[Key, float] = {
             "batch": call.batch, "seqlen_k": room, "tiles": tiles, ("page_table", "b"): table.stride(0),
         }  # fmt: skip
         resized = self._launch.resized(changes, [2 * call.batch * tiles])
         return WidenedSizes(resized, rounded(call.batch * count, _PAGE_DIGITS), count)
 
     def __call__(
-        self, given: Given, addresses: Sequence[int], sized: WidenedSizes, repeats: list[Any] | None = None
+        self, given: Given, addresses: Sequence[int], sized: WidenedSizes, repeats: Repeats | None = None
     ) -> Results:
         """Run a call. ``addresses`` are not needed: the ordinary call finds its own. It cannot be repeated."""
-        call, batch = self._call, given.page_table.shape[0]
+        call = self._call
+        pages: Tensor = given.page_table
+        batch = pages.shape[0]
         k, v = (
             torch.empty((sized.pages, self._keys, call.kv_heads, dim), dtype=self._dtype, device=call.device)
             for dim in (call.head_dim_qk, call.head_dim_v)
         )
-        tensors = Widen(given.k, given.v, given.k_descale, given.v_descale, given.seqused_k, given.page_table, k, v)
+        tensors = Widen(given.k, given.v, given.k_descale, given.v_descale, given.seqused_k, pages, k, v)
         self._launch(addresses_of(tensors), sized.resized)
         table = self._numbers(batch * sized.of_sequence).view(batch, sized.of_sequence)
         if call.page_layout == "HND":
