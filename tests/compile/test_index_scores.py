@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from functools import cache
 
-import pytest
-
 from attngen.build.pipeline import Prepared, prepare
 from attngen.compile import compile_source
 from attngen.compile.artifact import Artifact
 from attngen.compile.inspect import disassemble
 from attngen.schema import load_spec_text
 from tests.compile.test_append import waits_before_memory
+from tests.sampling import few
 
 SPEC = """
 schema: 1
@@ -33,8 +32,7 @@ def compiled(name: str) -> Artifact:
     return compile_source(one.plan, one.source)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
+@few(
     "name",
     [
         "index_scores_sm90a_fp8_e4m3_d64_causal",
@@ -55,7 +53,6 @@ def test_heads_of_a_query_stay_in_registers(name: str) -> None:
     assert one.launch("heads_64").shared_bytes <= one.arch.shared_memory
 
 
-@pytest.mark.exhaustive
 def test_selections_wait_before_memory_and_fit_three_blocks() -> None:
     artifact, plan = compiled("topk_sm90a"), prepared()["topk_sm90a"].plan
     assert artifact.manifest["resources"]["spills"] <= 20  # two values with NVRTC 12.9, five with 13.5

@@ -22,7 +22,6 @@ QUICK = ("quantize_sm89_fp16",)
 ROUNDING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "one",
     [

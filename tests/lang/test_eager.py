@@ -226,7 +226,6 @@ def test_no_gradient_passes_a_branch_that_is_not_taken(text: str) -> None:
     assert math.isfinite(gradients[2])
 
 
-@pytest.mark.exhaustive
 def test_nothing_stays_alive_after_a_gradient() -> None:
     """Seen: what keeps gradients out of branches held all values of a score; no collector sees hooks of autograd."""
     variant = compile_variant("v", None, "sqrt(s) if s > 0 else 3.0")

@@ -119,17 +119,16 @@ def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, cases
     run({"head_dim": head_dim, "layout": layout}, cases, tmp_path)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     "fields",
     [
         seldom({"head_dim": 128, "kv_dtype": "fp8_e4m3"}),
         seldom({"head_dim": 64, "layout": "paged", "kv_dtype": "fp8_e4m3", "descale": "page"}),
-        {"head_dim": 192, "layout": "paged", "dtype": "fp8_e4m3", "descale": "page"},
+        seldom({"head_dim": 192, "layout": "paged", "dtype": "fp8_e4m3", "descale": "page"}),
         seldom({"head_dim": 256, "kv_dtype": "fp8_e4m3"}),
         seldom({"head_dim": 80, "layout": "paged", "dtype": "fp16", "kv_dtype": "fp8_e4m3"}),
-        seldom({"head_dim": 48, "dtype": "fp8_e4m3"}),
+        {"head_dim": 48, "dtype": "fp8_e4m3"},
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )

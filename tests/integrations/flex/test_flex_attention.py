@@ -136,7 +136,6 @@ def test_a_global_that_changes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.create_block_mask(_by_global, None, None, 16, 16, "cpu").visible().sum() < before.sum()
 
 
-@pytest.mark.exhaustive
 def test_captured_tensors_are_not_kept_alive() -> None:
     def made() -> tuple[Any, weakref.ref[Tensor]]:
         table = torch.randn(LENGTH)

@@ -180,7 +180,6 @@ def test_a_spec_for_training_has_what_its_steps_take(family: str, tmp_path: Path
     assert unused(kernels, calls) == []
 
 
-@pytest.mark.exhaustive
 @few("family", ["mistral", "gpt_oss", "llama", "gemma2", "gemma3", "qwen3"], always=1)
 def test_a_spec_for_serving_has_what_continuous_batching_takes(family: str, tmp_path: Path, calls: set[Call]) -> None:
     pytest.importorskip("psutil", reason="transformers asks it how much memory a cache may take")

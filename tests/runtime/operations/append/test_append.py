@@ -316,7 +316,6 @@ def test_errors_name_the_argument(changed: dict[str, Any], message: str) -> None
     assert (_CACHE == 0).all()
 
 
-@pytest.mark.exhaustive
 @few("backend", ["eager", "aot_eager"], always=(1,))
 def test_a_program_compiles_without_a_graph_break(backend: str) -> None:
     cos, sin = angles(8)

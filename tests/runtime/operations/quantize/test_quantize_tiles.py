@@ -111,7 +111,6 @@ def test_sets_that_share_a_scale(host: HostDriver, dim: int, granularity: str) -
     both(host, call(heads=4, kv_heads=2, lengths=(330, 600), batch=1), "kept")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", DIMS)
 def test_keys_less_their_mean(host: HostDriver, dim: int) -> None:
     """In tiles that stay and in those that are read again; the last rows and heads of tiles have no key."""
