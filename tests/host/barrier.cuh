@@ -3,7 +3,7 @@
 
 #include "types.cuh"
 
-inline int block_of(uint32_t address) { return current->block->cluster->blocks[address >> kRankBits]->index; }
+inline int block_of(uint32_t address) { return current->block->cluster->blocks[address >> kRankBits]->slot; }
 inline Barrier& barrier_at(uint32_t address) {
   Block* block = current->block->cluster->blocks[address >> kRankBits];
   return block->barriers[address & ((1u << kRankBits) - 1)];

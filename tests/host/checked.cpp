@@ -14,7 +14,7 @@ int mutation = 0;  // the number of the statement that is left out; 0: none
 extern "C" const char* run_checked(void (*launch)(void*), void* given);
 
 struct Given {
-  int grid, cluster, threads;
+  int grid, cluster, threads, at_once;
 };
 template <typename... Arguments, size_t... kIndices>
 static void take(void (*function)(Arguments...), void** parameters, std::index_sequence<kIndices...>) {
@@ -26,21 +26,25 @@ static void take(void (*function)(Arguments...), void** parameters) {
 }
 
 // What is wrong with a launch; empty: nothing. Its number in KERNELS, its blocks, those of a cluster, and their threads.
-extern "C" const char* run(int number, int grid, int cluster, int threads, void** parameters) {
+// In an order of turns other than 0, only some of the clusters may begin at once.
+extern "C" const char* run(int number, int grid, int cluster, int threads, int order_of_turns, void** parameters) {
   int left = number;
 #define KERNEL(symbol) \
   if (left-- == 0) take(symbol, parameters);
   KERNELS
 #undef KERNEL
-  Given given = {grid, cluster, threads};
+  order = order_of_turns;
+  now = 0;
+  const int clusters = std::min(grid, 64) / cluster;
+  Given given = {grid, cluster, threads, order == 0 ? clusters : 1 + static_cast<int>(any_below(clusters))};
   return run_checked([](void* of) {
     const Given& given = *static_cast<Given*>(of);
-    launch(given.grid, given.cluster, given.threads, given.grid / given.cluster);
+    launch(given.grid, given.cluster, given.threads, given.at_once);
   }, &given);
 }
 
 // The same in a process of its own, without a statement; memory stays as it is.
-extern "C" const char* run_without(int statement, int number, int grid, int cluster, int threads, void** parameters) {
+extern "C" const char* run_without(int statement, int number, int grid, int cluster, int threads, int order_of_turns, void** parameters) {
   static std::string said;
   int ends[2];
   if (pipe(ends) != 0) return "no pipe";
@@ -48,7 +52,7 @@ extern "C" const char* run_without(int statement, int number, int grid, int clus
   if (child == 0) {
     alarm(20);
     mutation = statement;
-    const std::string found = run(number, grid, cluster, threads, parameters);
+    const std::string found = run(number, grid, cluster, threads, order_of_turns, parameters);
     if (write(ends[1], found.data(), found.size()) < 0) _exit(1);
     _exit(0);
   }

@@ -10,13 +10,13 @@ inline void arrive_cluster() {
   Cluster& cluster = *current->block->cluster;
   current->cluster_meeting = cluster.meetings;
   moved = true;
-  races::arrive(cluster.signal, current->block->index);
+  races::arrive(cluster.signal, current->block->slot);
   ++cluster.arrived;
   settle_cluster(cluster);
 }
 inline void wait_cluster() {
   while (current->block->cluster->meetings == current->cluster_meeting) yield();
-  races::acquire(current->block->cluster->signal, current->block->index, false);
+  races::acquire(current->block->cluster->signal, current->block->slot, false);
 }
 inline void sync_cluster() {
   arrive_cluster();
@@ -43,6 +43,6 @@ inline void copy_to(uint32_t rank, uint32_t to, uint32_t from, uint32_t bytes, u
 }
 inline void add_floats(float* to, float a, float b, float c, float d) {
   const float four[4] = {a, b, c, d};
-  for (int i = 0; i < 4; ++i) to[i] += four[i];
+  for (int i = 0; i < 4; ++i) races::add(to + i, four[i]);
 }
 inline void store_to(uint32_t rank, uint32_t to, uint32_t value) { std::memcpy(place_of_address(mapped(to, rank)), &value, 4); }

@@ -4,7 +4,7 @@
 #include "barrier.cuh"
 
 #if RACES
-inline int copies_of_warp() { return races::actor_of(current->warp->copies, "copies of warp", threadIdx.x / 32, current->block->index); }
+inline int copies_of_warp() { return races::actor_of(current->warp->copies, "copies of warp", threadIdx.x / 32, current->block->slot); }
 struct CopyingAsync {
   races::As as;
   CopyingAsync() : as(copies_of_warp(), current->copies + 1) {}
@@ -51,4 +51,4 @@ inline void store_number(uint32_t to, uint32_t number) { std::memcpy(place_of_ad
 inline void store_number_if(bool condition, uint32_t to, float number) {
   if (condition) std::memcpy(place_of_address(to), &number, 4);
 }
-inline void add_to(float* to, float number) { *to += number; }
+inline void add_to(float* to, float number) { races::add(to, number); }

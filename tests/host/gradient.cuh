@@ -23,7 +23,7 @@ inline void store_floats(float* to, uint32_t from, uint32_t bytes) {
 }
 inline void add_floats(float* to, uint32_t from, uint32_t bytes) {
   const Storing storing;
-  for (uint32_t i = 0; i < bytes / 4; ++i) to[i] += reinterpret_cast<const float*>(place_of_address(from))[i];
+  for (uint32_t i = 0; i < bytes / 4; ++i) races::add(to + i, reinterpret_cast<const float*>(place_of_address(from))[i]);
 }
 inline void load_floats(uint32_t to, const float* from, uint32_t bytes, uint32_t full) { load_bytes(to, from, full, bytes); }
 template <typename Element>

@@ -27,14 +27,18 @@ static void run_thread() {
 static Thread* fiber(size_t index) {
   static std::vector<Thread*> all;
   if (index == all.size()) {
-    Thread* thread = new Thread{};
+    all.push_back(new Thread{});
+    all[index]->stack = std::malloc(kStackBytes);
+  }
+  Thread* thread = all[index];
+  if (!thread->done) {  // new, or left by a run that failed
     getcontext(&thread->context);
-    thread->context.uc_stack.ss_sp = std::malloc(kStackBytes);
+    thread->context.uc_stack.ss_sp = thread->stack;
     thread->context.uc_stack.ss_size = kStackBytes;
     makecontext(&thread->context, run_thread, 0);
-    all.push_back(thread);
+    thread->started = false;
   }
-  return all[index];
+  return thread;
 }
 static char* shared_memory_of(size_t index) {
 #if RACES
@@ -45,7 +49,8 @@ static char* shared_memory_of(size_t index) {
   return static_cast<char*>(std::memset(all[index], 0xff, kSharedBytes));
 }
 
-// Runs so many clusters at once, and their threads until all are done; a warp goes on as long as any lane can.
+// Runs so many clusters at once, and their threads until all are done; a warp goes on as long as any lane can. In an `order`
+// other than 0 some blocks are slow.
 static void launch(int grid, int cluster_blocks, int threads_of_block, int at_once = 1) {
   blocks_of_grid = grid;
   const int blocks_at_once = std::min(at_once * cluster_blocks, grid);
@@ -55,10 +60,10 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
     std::vector<Thread*> threads;
     for (int number = 0; number < std::min(blocks_at_once, grid - first); ++number) {
       Cluster& cluster = clusters[number / cluster_blocks];
-      Block* block = new Block{first + number, number % cluster_blocks, &cluster, shared_memory_of(number)};
+      Block* block = new Block{first + number, number % cluster_blocks, number, &cluster, shared_memory_of(number)};
       block->warps.resize(threads_of_block / 32);
 #if RACES
-      for (int warp = 0; warp < threads_of_block / 32; ++warp) block->warps[warp].actor = races::new_actor("warp", warp, block->index);
+      for (int warp = 0; warp < threads_of_block / 32; ++warp) block->warps[warp].actor = races::new_actor("warp", warp, number);
 #endif
       cluster.blocks.push_back(block);
       blocks.push_back(block);
@@ -78,11 +83,25 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
     const std::clock_t last_clock = std::clock() + 10 * CLOCKS_PER_SEC;
     long long turns = 0;
 #endif
+    std::vector<uint32_t> slowness(blocks.size(), 1);
+    for (uint32_t& one : slowness) {
+      if (order != 0) one = 1 + any_below(3) * any_below(8);
+    }
+    const size_t warps_of_block = threads_of_block / 32;
+    size_t first_warp = order != 0 ? any_below(threads.size() / 32) : 0;
+    bool all_go = true;
     long long rounds = 0, seen = 0;  // in which warps only read again and again, and what they may have seen
     for (bool all_done = false; !all_done;) {
       bool any_moved = clock_read = false, any_polled = false;
       all_done = true;
-      for (size_t warp = 0; warp < threads.size(); warp += 32) {
+      bool any_left_out = false;
+      for (size_t number = 0; number < threads.size() / 32; ++number) {
+        const size_t warp = 32 * ((first_warp + number) % (threads.size() / 32));
+        if (!all_go && any_below(slowness[warp / 32 / warps_of_block]) != 0) {
+          any_left_out = true;
+          all_done = false;
+          continue;
+        }
         do {
           moved = polled = false;
 #if RACES
@@ -96,6 +115,9 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
         } while (moved && !polled);
         for (int lane = 0; lane < 32; ++lane) all_done = all_done && threads[warp + lane]->done;
       }
+      all_go = order == 0 || !any_moved;
+      if (order != 0) first_warp = any_below(threads.size() / 32);
+      if (any_left_out) continue;
       rounds = any_moved || seen != publications ? 0 : rounds + 1;
       seen = publications;
       if (all_done || any_moved || (any_polled && rounds < 1000)) continue;
@@ -104,7 +126,7 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
     }
     for (Block* block : blocks) {
 #if RACES
-      races::end(block->index);
+      races::end(block->slot);
 #endif
       for (auto& [address, barrier] : block->barriers) {
         if (barrier.bytes != 0) fail("a copy that nobody waited for", address);

@@ -19,4 +19,5 @@ inline void load_blocks(uint32_t (&blocks)[4], uint32_t from, bool transposed = 
   });
   std::memcpy(blocks, results[current->lane], sizeof(blocks));
 }
+inline void load_four(uint32_t (&numbers)[4], uint32_t from) { std::memcpy(numbers, place_of_address(from), sizeof(numbers)); }
 inline void load_blocks_transposed(uint32_t (&blocks)[4], uint32_t from) { load_blocks(blocks, from, true); }

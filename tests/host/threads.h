@@ -68,14 +68,14 @@ struct Meeting {
 struct Cluster { std::vector<Block*> blocks; int threads, arrived = 0; long long meetings = 0; int signal = -1; };
 // Groups of products that a warpgroup has committed: threads, and what they knew.
 struct Group { int threads = 0, signal = -1; };
-struct Warpgroup { int actor = -1; std::vector<Group> groups; };
+struct Products { int actor = -1; std::vector<Group> groups; };
 struct Block {
-  int index, rank;
+  int index, rank, slot;  // its memory's place among those of blocks at once
   Cluster* cluster;
   char* memory;
   std::vector<Warp> warps;
   Meeting named[16];
-  Warpgroup warpgroups[8];
+  Products warpgroups[8];
   std::map<uint32_t, Barrier> barriers;
 };
 struct Thread {
@@ -85,6 +85,7 @@ struct Thread {
   int lane;
   long long cluster_meeting;
   bool done, started;
+  void* stack;
   ucontext_t context;
   jmp_buf place;
   uint32_t products = 0, copies = 0, stores = 0;  // groups that it has committed
@@ -229,7 +230,7 @@ inline bool __all_sync(unsigned, bool own) { return __ballot_sync(~0u, own) == ~
 inline void named_arrive(int id, int threads) {
   Meeting& meeting = current->block->named[id];
   moved = true;
-  races::arrive(meeting.signal, current->block->index);
+  races::arrive(meeting.signal, current->block->slot);
   if (++meeting.lanes[current->warp] > 32) fail("a warp arrives at a named barrier twice before the others", id);
   if (++meeting.arrived == threads) {
     meeting.arrived = 0;
@@ -242,7 +243,7 @@ inline void named_sync(int id, int threads) {
   const long long own = current->block->named[id].meetings;
   named_arrive(id, threads);
   while (current->block->named[id].meetings == own) yield();
-  races::acquire(current->block->named[id].signal, current->block->index, false);
+  races::acquire(current->block->named[id].signal, current->block->slot, false);
 }
 inline bool named_or(int id, int threads, bool own) {
   Meeting& meeting = current->block->named[id];
@@ -251,6 +252,7 @@ inline bool named_or(int id, int threads, bool own) {
   named_sync(id, threads);
   return any;
 }
+inline int __syncthreads_or(int own) { return named_or(0, 32 * static_cast<int>(current->block->warps.size()), own != 0); }
 inline void __syncthreads() { named_sync(0, 32 * static_cast<int>(current->block->warps.size())); }
 
 // The threads of a cluster meet, but for those that have ended.
@@ -280,14 +282,20 @@ inline void __trap() { fail("trap"); }
 // Time passes only when nothing else happens, and threads read the clock.
 inline long long now = 0;
 inline bool clock_read = false;
+inline uint32_t order = 0;  // in which warps take turns; 0: one after the other, and what waits gives up only if nothing else can happen
+inline uint32_t any_below(uint32_t count) {
+  order ^= order << 13, order ^= order >> 17, order ^= order << 5;
+  return order % count;
+}
 inline long long clock64() {
   clock_read = true;
+  if (order != 0 && any_below(16) == 0) now += 1ll << 32;
   yield();
   return now;
 }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fdividef(float x, float y) { return x / y; }
-inline void __threadfence() {}
+inline void __threadfence() { races::fence(); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }

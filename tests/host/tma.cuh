@@ -82,19 +82,26 @@ inline void load_bytes(uint32_t to, const void* from, uint32_t full, int bytes) 
 }
 
 // Stores read shared memory at any time until it is waited for; here at once.
+#if RACES
+inline int stores_of_warp() { return races::actor_of(current->warp->stores, "stores of warp", threadIdx.x / 32, current->block->slot, true); }
+#endif
 struct Storing {
 #if RACES
   races::As as;
-  Storing() : as(races::actor_of(current->warp->stores, "stores of warp", threadIdx.x / 32, current->block->index), current->stores + 1) {}
+  Storing() : as(stores_of_warp(), current->stores + 1) {}
 #endif
 };
 inline void commit_stores() { ++current->stores; }
 inline void wait_stores_read() {
 #if RACES
-  races::finish(races::actor_of(current->warp->stores, "stores of warp", threadIdx.x / 32, current->block->index), current->stores);
+  races::finish(stores_of_warp(), current->stores);
 #endif
 }
-inline void wait_stores_written() { wait_stores_read(); }
+inline void wait_stores_written() {
+#if RACES
+  races::finish_written(stores_of_warp(), current->stores);
+#endif
+}
 template <typename... Coordinates>
 inline void store_box(const TensorMap& map, uint32_t from, Coordinates... coordinates) {
   const int first[] = {coordinates...};

@@ -7,23 +7,23 @@
 inline void fence_products() {}
 #if RACES
 // A product is complete when all warps of its warpgroup have issued it, and it may read until somebody waits for that.
-inline Warpgroup& warpgroup_of() {
-  Warpgroup& own = current->block->warpgroups[threadIdx.x / 128];
-  races::actor_of(own.actor, "products of warpgroup", threadIdx.x / 128, current->block->index);
+inline Products& products_of() {
+  Products& own = current->block->warpgroups[threadIdx.x / 128];
+  races::actor_of(own.actor, "products of warpgroup", threadIdx.x / 128, current->block->slot);
   return own;
 }
 struct Multiplying {
   races::As as;
-  Multiplying() : as(warpgroup_of().actor, current->products + 1) {}
+  Multiplying() : as(products_of().actor, current->products + 1) {}
 };
 inline void hold(const void* registers, int count, bool written) {
   races::hold(current->held, registers, 4 * count, written, current->products + 1);
 }
 inline void commit_products() {
-  Warpgroup& own = warpgroup_of();
+  Products& own = products_of();
   if (own.groups.size() == current->products) own.groups.emplace_back();
   Group& group = own.groups[current->products++];
-  races::arrive(group.signal, current->block->index);
+  races::arrive(group.signal, current->block->slot);
   moved = true;
   if (++group.threads == 128) races::complete(group.signal, false);
 }
@@ -31,9 +31,9 @@ template <int kPending>
 inline void wait_products() {
   const int groups = static_cast<int>(current->products) - kPending;
   if (groups <= 0) return;
-  Warpgroup& own = warpgroup_of();
+  Products& own = products_of();
   while (own.groups[groups - 1].threads < 128) yield();
-  races::acquire(own.groups[groups - 1].signal, current->block->index, false);
+  races::acquire(own.groups[groups - 1].signal, current->block->slot, false);
   races::finish(own.actor, groups);
   races::let_go(current->held, groups);
 }

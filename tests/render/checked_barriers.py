@@ -2,9 +2,10 @@
 
 A rendered source is compiled by the host's compiler beside stand-ins for what the hardware does (``tests/host``), and
 launched by the runtime on tensors of the CPU. ``races.h`` keeps a vector clock of each warp, and of the copies,
-products and stores that are under way: an access that no barrier orders after an earlier one to the same place is a
-race, in whatever order the fibers of this run took turns. A wait sees only the parity of a phase, so that a phase that
-may pass before a wait has seen the one before is an error, too, as is a run that does not end.
+products and stores that are under way: an access to shared memory that no barrier orders after an earlier one to the
+same place is a race, in whatever order the fibers of this run took turns. So is an access to results and workspaces in
+global memory, which an acquire of what was released orders, too. A wait sees only the parity of a phase, so that a
+phase that may pass before a wait has seen the one before is an error, too, as is a run that does not end.
 
 Nothing here knows the order of operations of any kernel. A barrier operation without a stand-in does not compile.
 """
@@ -25,6 +26,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from attngen.plan import Plan
 from attngen.render import render
@@ -44,23 +46,30 @@ _WORD = "word = *reinterpret_cast<uint{}_t*>(place_of_address(from));"
 PTX = {
     **COMMON_PTX,
     **{rf'asm volatile\("ld\.shared\.u{bits} .*?\);': _WORD.format(bits) for bits in (8, 16, 32)},
+    r'asm volatile\("" : "\+r"\(writes_pairs\), "\+r"\(hashes\)\);': "",
+    r'asm volatile\("cp\.async\.wait_all;" .*?\);': "commit_copies(), wait_copies<0>();",
+    r'asm volatile\("red\.global\.add\.f32 \[%0\], %1;" ::"l"\(to \+ i\).*?\);': "races::add(to + i, x[i]);",
+    r'asm volatile\("red\.relaxed\.gpu\.global\.add\.f32 .*?\);': "races::add(to, x);",
+    r'asm volatile\("red\.relaxed\.gpu\.global\.add\.v4\.f32 .*?"f"\(x0\).*?\);': (
+        "races::add(to, x0), races::add(to + 1, x1), races::add(to + 2, x2), races::add(to + 3, x3);"
+    ),
     r'asm volatile\("ld\.shared\.v2\.u32 .*?\);': (
         "const uint2 both = *reinterpret_cast<uint2*>(place_of_address(from)); first = both.x, second = both.y;"
     ),
     # Hides a value from the compiler alone.
     r'asm(?: volatile)?\("" : "[^"]*"\([^()]*\)(?:, "[^"]*"\([^()]*\))*\);': "",
-    r'asm volatile\(\s*"atom\.acquire\.gpu\.global\.cas\.b32 .*?\);': (
-        "now = *state; if (now == kUntouched) publish(state, kTaken);"
-    ),
+    r'asm volatile\(\s*"atom\.acquire\.gpu\.global\.cas\.b32 .*?\);': ("now = take_state(state, kUntouched, kTaken);"),
 }
 
 _CALL = r"\((?:[^()]|\([^()]*\))*\);"
-#: Statements that are a barrier operation: of a ring or an event, of a named barrier, or a wait of what was issued.
+#: Statements that are a barrier operation: of a ring, an event or a named barrier, a wait of what was issued, or what
+#: blocks tell each other.
 OPERATION = re.compile(
     r"(?:\w+(?:\([^()]*\))?\.(?:acquire|arrive|arrive_expecting|wait|release|release_last|advance)|Event<\w+>::arrive"
     r"|\w+\.arrive|named_sync|named_arrive|wait_products<\d+>|wait_stores_read|wait_stores_written|wait_copies<\d+>"
     r"|__syncthreads|arrive_at|arrive_expecting|arrive_when_copied|arrive_once_loaded|sync_cluster"
-    r"|leave_cluster|arrive_cluster|wait_cluster)" + _CALL
+    r"|leave_cluster|arrive_cluster|wait_cluster|wait_all_copies|await_turn|store_release|add_release|arrive_counted"
+    r"|__threadfence)" + _CALL
 )
 WAITS = re.compile(r"wait|acquire|sync")
 #: Helpers of a kernel whose body has one: their calls count as operations.
@@ -145,6 +154,7 @@ class Library:
 
     plan: Plan
     mutants: list[Mutant]
+    clusters: set[str]  # symbols of launches whose source fixes how many blocks form one
     functions: ctypes.CDLL
 
 
@@ -169,10 +179,13 @@ def on_host(name: str, text: str) -> str:
 
 
 def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harmless: Sequence[str] = ()) -> Library:
-    """Compile the rendered source of a plan, after a ``change``; RefusedError names the line that is unknown.
+    """Compile the rendered source of a plan, and its headers, after a ``change``; RefusedError names the line that is
+    unknown.
 
     ``harmless``: patterns of races with products whose results are not used, the last of a warpgroup.
     """
+    for one in _KEPT:  # counters are 0 between launches, but for those of a kernel that was wrong
+        ctypes.memset(one, 0, ctypes.sizeof(one))
     source = render(plan)
     text, mutants = mutated(on_host("kernel.inc", change(source.text)))
     included = re.findall(r'#include "(\w+\.cuh)"', text)
@@ -182,7 +195,7 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
     while waiting:
         name = waiting.pop()
         if name not in seen and not (HOST / name).exists():
-            (folder / name).write_text(on_host(name, headers()[name]))
+            (folder / name).write_text(on_host(name, change(headers()[name])))
             waiting += re.findall(r'#include "(\w+\.cuh)"', headers()[name])
         seen.add(name)
     assert COMPILER is not None
@@ -202,8 +215,13 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
     shutil.rmtree(folder)
     assert plan.structure is not None
     regions = "".join(f"{region.name} {region.offset}\n" for region in plan.structure.shared)
-    functions.describe(regions.encode(), "".join(f"{pattern}\n" for pattern in harmless).encode())
-    return Library(plan, mutants, functions)
+    functions.describe(
+        regions.encode(),
+        "".join(f"{pattern}\n" for pattern in harmless).encode(),
+        getattr(plan.structure, "ordered", False),
+    )
+    clusters = {match[1] for match in re.finditer(r"__cluster_dims__[^{]*?(\w+)\(\n", source.text)}
+    return Library(plan, mutants, clusters, functions)
 
 
 class RefusedError(Exception):
@@ -214,15 +232,40 @@ class BarrierError(Exception):
     """A launch has a race, waits forever, or may miss a phase."""
 
 
+class Made(TorchFunctionMode):
+    """Tensors that are made to be written; they live as long as the device, so that nothing else takes their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.__name__ in ("empty", "new_empty", "empty_like", "empty_strided", "zeros"):
+            self.tensors.append(result)
+        return result
+
+    def places(self) -> set[tuple[int, int]]:
+        """First address and bytes of each."""
+        storages = [tensor.untyped_storage() for tensor in self.tensors if tensor.device.type == "cpu"]
+        return {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
+
+
+#: What drivers have allocated, which the runtime keeps for all of them.
+_KEPT: list[Any] = []
+
+
 @dataclass
 class CheckedDriver(HostDriver):
-    """Runs a library. ``tried``: the changes of its main launch that are run before it, with their faults."""
+    """Runs a library. ``tried``: the changes of its main launch, or of a call's only one, that are run before it, with
+    their faults."""
 
     library: Library | None = None
     tried: Sequence[Mutant] = ()
     faults: dict[Mutant, str] = field(default_factory=dict)
     blocks: int = 2
-    kept: list[Any] = field(default_factory=list)
+    order: int = 0
+    made: Made = field(default_factory=Made)
 
     @property
     def plan(self) -> Plan:
@@ -243,8 +286,8 @@ class CheckedDriver(HostDriver):
         return 0
 
     def zeros(self, size: int, device: int) -> int:
-        self.kept.append((ctypes.c_char * size)())
-        return ctypes.addressof(self.kept[-1])
+        _KEPT.append((ctypes.c_char * size)())
+        return ctypes.addressof(_KEPT[-1])
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         return symbol, cluster
@@ -252,13 +295,16 @@ class CheckedDriver(HostDriver):
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         assert self.library is not None
         launches = self.library.plan.launches
+        kept = [(ctypes.addressof(one), ctypes.sizeof(one)) for one in _KEPT]
+        bounds = [bound for first, size in sorted({*kept, *self.made.places()}) for bound in (first, first + size)]
+        self.library.functions.watch((ctypes.c_size_t * len(bounds))(*bounds), len(bounds) // 2)
         for (symbol, cluster), grid, threads, *_, parameters in kernels:
             (number,) = (i for i, launch in enumerate(launches) if launch.symbol == symbol)
             launch = launches[number]
-            blocks = cluster if getattr(self.plan.structure, "sharing", 1) > 1 else launch.cluster  # chosen by the call
-            given = (number, grid, blocks, threads, ctypes.c_void_p(parameters))
+            blocks = launch.cluster if symbol in self.library.clusters else cluster  # chosen by the call
+            given = (number, grid, blocks, threads, self.order, ctypes.c_void_p(parameters))
             self.launches.append((symbol, grid))
-            if launch.name == self.library.plan.main:
+            if launch.name == self.library.plan.main or symbol == kernels[-1][0][0] == kernels[0][0][0]:
                 for mutant in self.tried:
                     said = self.library.functions.run_without(mutant.number, *given).decode()
                     self.faults[mutant] = self.faults.get(mutant, "") or said
@@ -268,14 +314,14 @@ class CheckedDriver(HostDriver):
 
 
 @contextmanager
-def device(library: Library, tried: Sequence[Mutant] = (), blocks: int = 2) -> Iterator[CheckedDriver]:
-    """A device whose memory is the host's, with one kernel."""
+def device(library: Library, tried: Sequence[Mutant] = (), blocks: int = 2, order: int = 0) -> Iterator[CheckedDriver]:
+    """A device whose memory is the host's, with one kernel. ``order``: of the turns of warps."""
     before, torch_state.on_gpu = torch_state.on_gpu, lambda tensor: isinstance(tensor, torch.Tensor)
     registry.clear()
     registry.add(package_of_kernels(as_kernels([library.plan]), "here"))
-    driver = CheckedDriver(library=library, tried=tried, blocks=blocks)
+    driver = CheckedDriver(library=library, tried=tried, blocks=blocks, order=order)
     try:
-        with drivers.use(driver):
+        with drivers.use(driver), driver.made:
             yield driver
     finally:
         torch_state.on_gpu = before

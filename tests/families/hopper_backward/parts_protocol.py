@@ -103,7 +103,7 @@ def loader(s: Parts, adds: list[Added | None], keeps: list[list[Kept | None]]) -
 
 
 def adder(s: Parts, adds: list[Added | None]) -> Role:
-    """``backward/_adder.cu.j2``, without who is the first: that is ``first_protocol``."""
+    """``backward/_adder.cu.j2``, without who is the first."""
     while True:
         yield lambda: bool(adds)
         item = adds.pop(0)

@@ -1,5 +1,5 @@
-"""The order of sums of the CUDA backward, who stores the first of them, and parts of tiles of keys, by simulation: no
-interleaving of blocks waits forever, adds in another order, or to what nobody stored."""
+"""The order of sums of the CUDA backward, and parts of tiles of keys, by simulation: no interleaving of blocks waits
+forever, adds in another order, or to what nobody stored."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from random import Random
 
 import pytest
 
-from tests.families.hopper_backward.first_protocol import Firsts
-from tests.families.hopper_backward.first_protocol import Rules as FirstRules
-from tests.families.hopper_backward.order_protocol import Grid, Launch
-from tests.families.hopper_backward.order_protocol import Rules as OrderRules
+from tests.families.hopper_backward.order_protocol import Grid, Launch, Rules
 from tests.families.hopper_backward.parts_protocol import Parts
 from tests.families.hopper_backward.parts_protocol import Rules as PartRules
 from tests.plan.simulation import ProtocolError
@@ -19,14 +16,11 @@ from tests.sampling import few
 RUNS = 150
 
 
-# --- the order of additions ---------------------------------------------------------------------------------
-
-
 @few("seed", range(3))
 def test_dq_is_added_up_in_the_order_of_keys_and_rounded_and_no_block_waits_forever(seed: int) -> None:
     random = Random(seed)
     for _ in range(RUNS):
-        Launch(Grid.random(random), OrderRules(), random).run()
+        Launch(Grid.random(random), Rules(), random).run()
 
 
 @pytest.mark.parametrize(
@@ -48,24 +42,7 @@ def test_a_rule_of_the_order_that_is_broken_is_found(rule: str, becomes: str) ->
     random = Random(1)
     with pytest.raises(ProtocolError, match=becomes):
         for _ in range(RUNS):
-            Launch(Grid.random(random), OrderRules(**{rule: False}), random).run()
-
-
-# --- the first dQ of a tile of queries ----------------------------------------------------------------------
-
-
-def test_the_first_stores_and_others_add() -> None:
-    random = Random(0)
-    for _ in range(RUNS):
-        Firsts(FirstRules(), random).run()
-
-
-@pytest.mark.parametrize("rule", ["wait_for_first", "told_when_landed", "one_is_first"])
-def test_a_rule_of_the_first_that_is_broken_is_found(rule: str) -> None:
-    random = Random(1)
-    with pytest.raises(ProtocolError, match="added|summed"):
-        for _ in range(RUNS):
-            Firsts(FirstRules(**{rule: False}), random).run()
+            Launch(Grid.random(random), Rules(**{rule: False}), random).run()
 
 
 # --- parts of tiles of keys ---------------------------------------------------------------------------------
