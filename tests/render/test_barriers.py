@@ -124,6 +124,11 @@ OF_ORDER = {
     "add_release(done(unit), 1); (removed*": "for tiles of keys that nothing sees, of which this call has none",
     "store_release(counter_at(counter), sum.turn); (removed*": "others wait longer, until a later turn has passed",
 }
+#: A copy of the whole description of work reads what the other consumer notes there, and uses nothing of it.
+WHOLE_WORK = (
+    "race at work of block *: warp * of block * writes what warp * of block * reads",
+    "race at work of block *: warp * of block * reads what warp * of block * writes",
+)
 SHORT, LONG = Size(1, 1, 8), Size(300, 300, 4)
 ROWS = (
     Row("forward", {"backend": "cuda"}, (SHORT, LONG), spared=LAST_TURN, often=True),
@@ -166,6 +171,7 @@ ROWS = (
         "cluster-order", {**BACKWARD, "head_dim": 192, "deterministic": "true"}, (Size(200, 300, 1),), variant="full",
         races=LAST_PRODUCTS, spared=OF_CLUSTER, blocks=3, orders=3,
     ),
+    Row("cut", {**BACKWARD}, (Size(500, 100),), variant="full", races=WHOLE_WORK, blocks=3, orders=3),
     Row("parts", {"backend": "cuda", "split_kv": "tiles"}, (Size(300, 600, 2),), spared=LAST_TURN, blocks=3, orders=3),
     Row("mma", {"arch": "sm80", "backend": "cuda"}, (Size(70, 300, 2),), often=True),
     Row("mma-128", {"arch": "sm80", "backend": "cuda", "head_dim": 128}, (Size(70, 300, 2),)),
@@ -285,7 +291,7 @@ EXPLAINED = tuple(
     for row in ROWS
     if row.name
     not in (
-        "forward-split", "backward-ordered", "cluster-halves", "first", "order-window", "order-sinks",
+        "forward-split", "backward-ordered", "cluster-halves", "first", "cut", "order-window", "order-sinks",
         "cluster-order", "parts", "wide", "latent-few", "latent-backward",
     )
 )  # fmt: skip
