@@ -1,14 +1,10 @@
-"""Measured times of Hopper forward kernels for a launch, a work tile and a step; the runtime predicts calls from
-these (``runtime.prediction``) and takes the kernel that should be done first.
-
-``attngen bench SPEC --oracle`` times the kernels of a spec on calls of many shapes, and fits such rows to the times.
-"""
+"""Times of Hopper forward kernels for a launch, a work tile and a step, from those that were measured; the runtime
+predicts calls from these (``runtime.prediction``) and takes the kernel that should be done first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import log
+from math import log, prod
 from typing import TYPE_CHECKING, Any
 
 from attngen.lang.bands import Bands
@@ -17,38 +13,10 @@ from attngen.lang.host import KEYS_OF_SCALAR, KEYS_OF_SMALL, evaluate, written
 from attngen.lang.spans import Interval
 from attngen.plan.traits import bands_of
 from attngen.schema.kernel_spec import KernelSpec
+from attngen.schema.measured_times import TileTimes, measured_times
 
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
-
-#: Nanoseconds of a launch, in a CUDA graph whose kernels follow one another.
-LAUNCH = 1905.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Nanoseconds of a work tile and of a step, by consumers, keys of a tile and columns."""
-
-    consumers: int
-    tile_n: int
-    columns: int  # the larger of those of K and of V
-    tile: float
-    step: float
-    launch: float = LAUNCH
-
-
-#: Of full and causal attention in 16 bits: docs/notebook/tiles.md, "Waves". A step's products bind, so that cards with
-#: as many multiprocessors and the same clock differ by less than runs do.
-TABLE = (
-    Measured(1, 128, 64, 1642.0, 642.0),
-    Measured(2, 128, 64, 2622.0, 936.0),
-    Measured(3, 128, 64, 3449.0, 1248.0),
-    Measured(1, 128, 128, 2082.0, 998.0),
-    Measured(2, 112, 128, 3363.0, 1130.0),
-    Measured(2, 128, 128, 3363.0, 1273.0),
-    Measured(3, 80, 128, 4000.0, 1140.0),
-    Measured(3, 64, 128, 3595.0, 1004.0),
-)
 
 #: Tokens of the long sequence by which ``first_see_most`` compares first and last queries.
 _LONG = 16384
@@ -83,15 +51,17 @@ def times_of(
     ``shared``: blocks share the keys of a work tile.
     """
 
-    def distance(row: Measured) -> tuple[float, ...]:
-        pairs = ((row.consumers, consumers), (row.columns, columns), (row.tile_n, tile_n))
+    def distance(row: TileTimes) -> tuple[float, ...]:
+        of_consumers, of_keys, of_columns = row.sizes
+        pairs = ((of_consumers, consumers), (of_columns, columns), (of_keys, tile_n))
         return tuple(abs(log(one / other)) for one, other in pairs)
 
-    near = min(TABLE, key=distance)
-    scale = consumers * tile_n * columns / (near.consumers * near.tile_n * near.columns)
+    measured = measured_times()
+    near = min(measured.times, key=distance)
+    scale = consumers * tile_n * columns / prod(near.sizes)
     if element_bytes == 1:
         scale *= _ONE_BYTE
-    return near.launch, near.tile + MERGE * shared, round(near.step * scale, 1)
+    return measured.launch_ns, near.work_tile_ns + MERGE * shared, round(near.step_ns * scale, 1)
 
 
 def row_time(spec: KernelSpec, consumers: int, tile_n: int, columns: int) -> float | None:
@@ -120,7 +90,7 @@ def row_time(spec: KernelSpec, consumers: int, tile_n: int, columns: int) -> flo
 
 def is_measured(consumers: int, tile_n: int, columns: int, element_bytes: int) -> bool:
     """Whether a kernel of these sizes has times of its own."""
-    sizes = ((row.consumers, row.tile_n, row.columns) for row in TABLE)
+    sizes = (row.sizes for row in measured_times().times)
     return element_bytes == 2 and (consumers, tile_n, columns) in sizes
 
 

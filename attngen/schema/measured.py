@@ -32,14 +32,33 @@ def _check_date(text: str) -> str:
     return text
 
 
+Date = Annotated[str, AfterValidator(_check_date)]
+
+
 class MeasuredModel(Model):
     """The measurement that a choice comes from: the card, the day, and how it was made."""
 
     model_config = ConfigDict(defer_build=True)  # models are built when a file is read
 
     gpu: str | None = None
-    date: Annotated[str, AfterValidator(_check_date)] | None = None
+    date: Date | None = None
     method: str | None = Field(default=None, description="in words, or the page and heading of docs/ with the figures")
+
+
+class KeysOfTile(Model):
+    """Keys of a step."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    n: Annotated[int, Field(ge=16, le=256, multiple_of=16)]
+
+
+class NumberOfConsumers(Model):
+    """Consumers of 64 rows each."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    consumer: Annotated[int, Field(ge=1, le=3)]
 
 
 class RowModel(MeasuredModel):

@@ -29,7 +29,9 @@ from attngen.lab.bench.timing import Timing, Work, sustain
 from attngen.lab.verify.interpreter import kernel_of
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.prediction import Card, predict
-from attngen.schema import load_spec_text, preset
+from attngen.schema import load_spec_text, preset, tree
+from attngen.schema.measured import checked
+from attngen.schema.measured_times import TimesModel
 from tests.lab.bench_support import FakeClock, StubPeer, compute_on_the_cpu
 from tests.runtime.support import FakeDriver
 
@@ -134,6 +136,8 @@ def test_the_kernel_taken_is_compared_with_the_fastest_one(spec: Path, tmp_path:
     output = run(spec, "--oracle", "--rounds", 1, "--json", figures)
     assert "in the mean of 2 calls" in output
     assert len(json.loads(figures.read_text())["fit"]["rows"]) == 3
+    times = output[output.index("tuned: 1\n") :]  # a file of its own
+    assert len(checked(TimesModel, tree.parse(times.encode(), "times.yaml")).times) == 3
     assert "--cell is not for the comparison" in run(spec, "--oracle", "--cell", "a", code=2)
 
 
@@ -169,11 +173,11 @@ def test_constants_are_recovered_from_times_that_follow_them() -> None:
                 assert prediction is not None
                 timed.append(Timed(kernel, call, prediction.microseconds))
     fitted = fit(timed, Card(132))
-    assert fitted.launch == pytest.approx(2100, rel=0.02)
+    assert fitted.launch_ns == pytest.approx(2100, rel=0.02)
     assert fitted.error < 0.01
     for row in fitted.rows:
-        assert row.step == pytest.approx(expected[64 * row.consumers][2], rel=0.01)
-        assert row.tile == pytest.approx(expected[64 * row.consumers][1], rel=0.2)
+        assert row.step_ns == pytest.approx(expected[64 * row.warps.consumer][2], rel=0.01)
+        assert row.work_tile_ns == pytest.approx(expected[64 * row.warps.consumer][1], rel=0.2)
 
 
 def test_inputs_know_their_expected_output() -> None:

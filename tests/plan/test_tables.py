@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from attngen.families.hopper_forward.choices import TABLES as FORWARD_TABLES
 from attngen.inspect.of_spec import explain_spec
 from attngen.plan import plan
 from attngen.schema.measured import ChoiceTable
+from attngen.schema.measured_times import TileTimes, TimesModel, measured_times
 from tests.plan.specs import kernel_spec
 
 TABLES: dict[str, ChoiceTable[Any]] = {**FORWARD_TABLES, "hopper_backward": TABLE}
@@ -114,13 +115,22 @@ def test_a_table_is_that_of_its_schedule(tables: Path) -> None:
 def test_measurements_are_on_the_pages_that_rows_name(schedule: str) -> None:
     rows = TABLES[schedule].load()
     assert any(row.gpu for row in rows)
-    for row in rows:
-        if row.method is None:
-            continue
-        page, _, anchor = row.method.partition("#")
+    assert_on_pages(row.method for row in rows)
+
+
+def test_measured_times_are_on_the_pages_that_their_file_names() -> None:
+    times = measured_times()
+    assert_on_pages([times.method, *(row.method for row in times.times)])
+    assert len({row.sizes for row in times.times}) == len(times.times)
+
+
+def assert_on_pages(methods: Iterable[str | None]) -> None:
+    """Each method is a page of the docs with a heading on it."""
+    for method in filter(None, methods):
+        page, _, anchor = method.partition("#")
         headings = re.findall(r"^#+ (.+)$", (resources.root() / page).read_text(), re.MULTILINE)
         anchors = {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
-        assert anchor in anchors, row.method
+        assert anchor in anchors, method
 
 
 @pytest.mark.parametrize("schedule", TABLES)
@@ -184,5 +194,6 @@ def test_the_docs_explain_each_fact_and_field() -> None:
     named = [set(re.findall(r"`(\w+)`", part)) for part in (forward, backward)]
     assert FACTS.keys() <= named[0]
     assert {*WORDS} <= named[1]
-    for row in (ForwardChoice, BackwardChoice):
+    for row in (ForwardChoice, BackwardChoice, TileTimes):
         assert row.model_fields.keys() <= named[0]
+    assert TimesModel.model_fields.keys() <= {*named[0], "tuned", "schedule", "times"}

@@ -9,34 +9,36 @@ from attngen.build.pipeline import plans
 from attngen.lab.bench.small.inputs import call_of
 from attngen.lab.bench.small.shapes import Shape
 from attngen.lab.verify.interpreter import kernel_of
-from attngen.plan.times import LAUNCH, MERGE, TABLE, is_measured, row_time, times_of
+from attngen.plan.times import MERGE, is_measured, row_time, times_of
 from attngen.runtime.geometry.prediction import Card
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.order import preferred
 from attngen.schema import load_spec
+from attngen.schema.measured_times import measured_times
 from tests.plan.specs import kernel_spec, planned
 
 MULTIPROCESSORS = 132
+TIMES = measured_times()
 
 
 def test_measured_tiles_keep_their_times() -> None:
-    for row in TABLE:
-        assert times_of(row.consumers, row.tile_n, row.columns, 2) == (row.launch, row.tile, row.step)
-        assert is_measured(row.consumers, row.tile_n, row.columns, 2)
-        assert not is_measured(row.consumers, row.tile_n, row.columns, 1)
-        shared = times_of(row.consumers, row.tile_n, row.columns, 2, shared=True)
-        assert shared == (row.launch, row.tile + MERGE, row.step)
+    for row in TIMES.times:
+        assert times_of(*row.sizes, 2) == (TIMES.launch_ns, row.work_tile_ns, row.step_ns)
+        assert is_measured(*row.sizes, 2)
+        assert not is_measured(*row.sizes, 1)
+        shared = times_of(*row.sizes, 2, shared=True)
+        assert shared == (TIMES.launch_ns, row.work_tile_ns + MERGE, row.step_ns)
 
 
 def test_other_tiles_are_scaled_from_the_nearest_one() -> None:
-    of_two = {row.columns: row for row in TABLE if (row.consumers, row.tile_n) == (2, 128)}
-    rivals = [row for row in TABLE if (row.consumers, row.columns) == (2, 128)]
-    near = min(rivals, key=lambda row: row.tile_n)
-    twice_the_columns = round(near.step * 2 * 64 / near.tile_n, 1)
-    assert times_of(2, 64, 256, 2) == (LAUNCH, near.tile, twice_the_columns)
-    assert times_of(2, 128, 96, 2)[2] == pytest.approx(0.75 * of_two[128].step, rel=1e-3)
-    assert times_of(2, 64, 64, 2)[2] == pytest.approx(0.5 * of_two[64].step, rel=1e-3)
-    assert times_of(2, 128, 128, 1)[2] < of_two[128].step
+    of_two = {row.columns: row for row in TIMES.times if row.sizes[:2] == (2, 128)}
+    rivals = [row for row in TIMES.times if (row.warps.consumer, row.columns) == (2, 128)]
+    near = min(rivals, key=lambda row: row.tile.n)
+    twice_the_columns = round(near.step_ns * 2 * 64 / near.tile.n, 1)
+    assert times_of(2, 64, 256, 2) == (TIMES.launch_ns, near.work_tile_ns, twice_the_columns)
+    assert times_of(2, 128, 96, 2)[2] == pytest.approx(0.75 * of_two[128].step_ns, rel=1e-3)
+    assert times_of(2, 64, 64, 2)[2] == pytest.approx(0.5 * of_two[64].step_ns, rel=1e-3)
+    assert times_of(2, 128, 128, 1)[2] < of_two[128].step_ns
     assert not is_measured(2, 64, 256, 2)
 
 
@@ -117,10 +119,10 @@ def test_windows_take_the_tile_whose_rows_should_take_less_time(
 
 def test_time_of_a_row_by_hand() -> None:
     spec = kernel_spec("own", declared=_OWN.format(mask='"0 <= q_pos - kv and q_pos - kv < 1024"', more=""))
-    of = {(row.consumers, row.tile_n): row for row in TABLE if row.columns == 128}
-    wide, narrow = of[2, 128], of[3, 64]
-    assert row_time(spec, 2, 128, 128) == pytest.approx((wide.tile + 9 * wide.step) / 128)
-    assert row_time(spec, 3, 64, 128) == pytest.approx((narrow.tile + (19 + 2) * narrow.step) / 192)
+    of = {row.sizes: row for row in TIMES.times}
+    wide, narrow = of[2, 128, 128], of[3, 64, 128]
+    assert row_time(spec, 2, 128, 128) == pytest.approx((wide.work_tile_ns + 9 * wide.step_ns) / 128)
+    assert row_time(spec, 3, 64, 128) == pytest.approx((narrow.work_tile_ns + (19 + 2) * narrow.step_ns) / 192)
     ids = "    tensors: {ids: {dtype: int32, shape: [b, seqlen_k], monotone: {axis: 1}}}\n"
     documents = kernel_spec("own", declared=_OWN.format(mask='"ids[b, q_pos] == ids[b, kv]"', more=ids))
     assert row_time(documents, 2, 128, 128) is None

@@ -104,12 +104,15 @@ def test_two_choices_for_one_kernel_are_refused(tmp_path: Path) -> None:
         load_tuned(tmp_path / "none.yaml")
 
 
-def test_a_table_of_a_schedule_is_no_file_of_single_kernels() -> None:
+@pytest.mark.parametrize("name", ["hopper_backward", "hopper_times"])
+def test_a_table_of_a_schedule_is_no_file_of_single_kernels(name: str) -> None:
     with pytest.raises(SpecError, match="schedule: a table of a schedule, which every build reads"):
-        load_tuned(resources.tuned_file("hopper_backward"))
+        load_tuned(resources.tuned_file(name))
 
 
-TABLES = {schedule.name for direction in ("forward", "backward") for schedule in schedules(direction)}
+TABLES = {schedule.name for direction in ("forward", "backward") for schedule in schedules(direction)} | {
+    "hopper_times"
+}
 SEARCHED = [path for path in sorted(resources.tuned_dir().glob("*.yaml")) if path.stem not in TABLES]
 
 

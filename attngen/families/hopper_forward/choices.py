@@ -17,7 +17,7 @@ from attngen.plan.traits import bands_of, gathers, is_light, mask_block, reads_d
 from attngen.schema import models
 from attngen.schema.fields import Many, OneOf
 from attngen.schema.kernel_spec import KernelSpec
-from attngen.schema.measured import ChoiceTable, RowModel, TableModel
+from attngen.schema.measured import ChoiceTable, KeysOfTile, NumberOfConsumers, RowModel, TableModel
 from attngen.schema.models import ChosenStages, Model
 
 #: Intervals of keys up to which rows see few: more take so many steps that begin with a partial tile that a taller tile
@@ -116,14 +116,6 @@ def facts_of(work: ForwardWork) -> Callable[[str], bool]:
 _Fact = Annotated[str, OneOf(tuple(FACTS))]
 
 
-class KeysOfTile(Model):
-    """Keys of a step."""
-
-    model_config = ConfigDict(defer_build=True)
-
-    n: Annotated[int, Field(ge=16, le=256, multiple_of=16)]
-
-
 class RegistersOfRoles(Model):
     """Registers per thread of each role."""
 
@@ -133,12 +125,9 @@ class RegistersOfRoles(Model):
     consumer: Annotated[int, Field(ge=24, le=256, multiple_of=8)]
 
 
-class Consumers(Model):
+class Consumers(NumberOfConsumers):
     """Consumers of 64 rows each, and their order at the tensor cores."""
 
-    model_config = ConfigDict(defer_build=True)
-
-    consumer: Annotated[int, Field(ge=1, le=3)]
     schedule: models.Schedule
     registers: RegistersOfRoles | None = None
 

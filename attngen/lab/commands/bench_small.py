@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import TYPE_CHECKING
 
 import click
@@ -67,13 +68,14 @@ def print_oracle(report: OracleReport) -> None:
         mean, most = report.lost
         click.echo(f"lost: {100 * mean:.2f} % in the mean of {len(rows)} calls, {100 * most:.1f} % at most")
     if report.fit is not None:
+        from attngen.schema.measured_times import times_text
+
         fit = report.fit
         click.echo(
-            f"constants fitted to these times, in ns (plan/times.py); errors {100 * fit.error:.1f} % root mean "
-            f"square, {100 * fit.largest:.0f} % at most; launch {fit.launch:.0f}"
+            f"times fitted, as in tuned/hopper_times.yaml; errors {100 * fit.error:.1f} % root mean square, "
+            f"{100 * fit.largest:.0f} % at most:"
         )
-        constants = [[f"{r.consumers}", f"{r.tile_n}", f"{r.columns}", f"{r.tile:.1f}", f"{r.step:.1f}"]
-                     for r in fit.rows]  # fmt: skip
-        print_table(("consumers", "tile.n", "columns", "tile", "step"), constants)
+        gpu, method = str((report.gpu or {}).get("name")), f"attngen bench --oracle, medians of {report.rounds} rounds"
+        click.echo(times_text(fit.launch_ns, fit.rows, gpu=gpu, date=date.today().isoformat(), method=method), nl=False)
     for name, reason in report.all_failures.items():
         click.secho(f"{name}: {reason}", fg="red", err=True)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from attngen.plan.times import LAUNCH, Measured
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.geometry.prediction import Card, predict
 from attngen.runtime.kernels.module import Kernel
+from attngen.schema.measured import KeysOfTile, NumberOfConsumers
+from attngen.schema.measured_times import TileTimes, measured_times
 
 #: Times that the path is followed with the constants of the round before.
 _ROUNDS = 8
@@ -27,10 +28,10 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Nanoseconds of a launch, rows of ``plan.times.TABLE``, and relative errors: root mean square and largest."""
+    """Nanoseconds of a launch, those of tiles, and relative errors: root mean square and largest."""
 
-    launch: float
-    rows: tuple[Measured, ...]
+    launch_ns: float
+    rows: tuple[TileTimes, ...]
     error: float
     largest: float
 
@@ -50,7 +51,7 @@ def fit(timed: Sequence[Timed], card: Card) -> Fit:
     keys = sorted({key_of(one.kernel) for one in timed})
     place = {key: 1 + 2 * i for i, key in enumerate(keys)}
     constants = torch.zeros(1 + 2 * len(keys), dtype=torch.float64, device="cpu")
-    constants[0] = LAUNCH
+    constants[0] = measured_times().launch_ns
     for one in timed:  # initial values
         constants[place[key_of(one.kernel)]], constants[place[key_of(one.kernel)] + 1] = one.kernel.times[1:]
     target = torch.ones(len(timed), dtype=torch.float64, device="cpu")
@@ -68,8 +69,12 @@ def fit(timed: Sequence[Timed], card: Card) -> Fit:
     return Fit(round(float(constants[0]), 1), table, float(errors.square().mean().sqrt()), float(errors.abs().max()))
 
 
-def _row(key: tuple[int, int, int], tile: float, step: float) -> Measured:
-    return Measured(*key, round(tile, 1), round(step, 1))
+def _row(key: tuple[int, int, int], tile: float, step: float) -> TileTimes:
+    consumers, keys, columns = key
+    return TileTimes(
+        columns=columns, tile=KeysOfTile(n=keys), warps=NumberOfConsumers(consumer=consumers),
+        work_tile_ns=round(tile, 1), step_ns=round(step, 1),
+    )  # fmt: skip
 
 
 def _solved(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -109,9 +109,7 @@ class OracleReport(Report[Compared]):
     def to_dict(self) -> dict[str, Any]:
         """The JSON document."""
         mean, most = self.lost or (None, None)
-        constants = [
-            [row.consumers, row.tile_n, row.columns, row.tile, row.step] for row in (self.fit.rows if self.fit else ())
-        ]
+        constants = [[*row.sizes, row.work_tile_ns, row.step_ns] for row in (self.fit.rows if self.fit else ())]
         return {
             **super().to_dict(),
             "suite": "oracle",
@@ -119,7 +117,7 @@ class OracleReport(Report[Compared]):
             "lost_most": most,
             "failures": self.all_failures,
             "fit": self.fit and {
-                "launch": self.fit.launch, "rows": constants, "error": self.fit.error,
+                "launch": self.fit.launch_ns, "rows": constants, "error": self.fit.error,
                 "largest_error": self.fit.largest,
             },
         }  # fmt: skip
