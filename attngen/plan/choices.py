@@ -18,15 +18,17 @@ TILE_SIZES = (16, 32, 64, 128, 256)
 WARPS = (1, 2, 4, 8, 16)
 STAGES = tuple(range(1, 9))
 
-#: Bytes that the heads running side by side read again, which should stay in L2. Half of the H200's L2 was fastest.
+#: Bytes that the heads running side by side read again, which should stay in L2
+#: (docs/notebook/hopper_forward.md, "How far ahead tiles are taken" and "One head after the other").
 L2_BYTES = 32 * 2**20
 
-#: The same where all work items take equally long and need no balancing: small enough that heads run one after the
-#: other. Side by side, all blocks would read new heads from memory at the same moment.
+#: Bytes of the same where all work items take equally long and need no balancing: so few that heads run one after the
+#: other. Side by side, all blocks would read new heads from memory at the same moment
+#: (docs/notebook/hopper_forward.md, "One head after the other").
 ONE_HEAD = 4096
 
 #: Intervals of keys up to which loops over ranges are faster than a tile map, whose partial tiles have bits and
-#: whose rows go by their length.
+#: whose rows go by their length (docs/notebook/softmax_and_masks.md, "Block diffusion by a tile map").
 _FEW_INTERVALS = 3
 
 

@@ -13,7 +13,8 @@ from attngen.plan.traits import mask_block
 from attngen.schema.kernel_spec import KernelSpec
 
 #: Warps of a classifier block, which makes one word (32 tiles) of a tile map. Each warp takes whole tiles, so that 16
-#: warps keep a multiprocessor busy even if the map has few words.
+#: warps keep a multiprocessor busy even if the map has few words (docs/notebook/softmax_and_masks.md, "How long a map
+#: takes").
 CLASSIFIER_WARPS = 16
 
 #: The same where a mask is constant on blocks, which decide nearly all tiles: many blocks find room.

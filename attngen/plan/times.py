@@ -18,26 +18,35 @@ from attngen.schema.measured_times import TileTimes, measured_times
 if TYPE_CHECKING:
     from attngen.plan.model import Plan
 
-#: Tokens of the long sequence by which ``first_see_most`` compares first and last queries.
+#: Tokens of the long sequence by which ``first_see_most`` compares first and last queries. Not measured: as many as
+#: long calls of benchmarks have.
 _LONG = 16384
-#: The same where a kernel that is ready for longer ones loses nothing: a window of a few thousand keys is a short one.
+#: Tokens of the same where a kernel that is ready for longer ones loses nothing: a window of a few thousand keys is a
+#: short one (docs/notebook/softmax_and_masks.md, "Functions that the suite does not have").
 _LONGEST = 2**17
 
-#: Keys of a tile, and the factor from which on queries count as many more.
-_TILE, _MANY = 128, 4
+#: Keys of a tile of the backward, by which ``first_seen_most`` compares.
+_TILE = 128
 
-#: Time that the blocks of a cluster add to a work tile whose keys they split: they wait and merge results.
+#: Times as many queries or keys from which on they count as many more (docs/notebook/softmax_and_masks.md, "Long rows,
+#: and blocks that end together").
+_MANY = 4
+
+#: Nanoseconds that the blocks of a cluster add to a work tile whose keys they split: they wait and merge results
+#: (docs/notebook/hopper_forward.md, "Sharing the keys of a tile").
 MERGE = 2000.0
 
-#: A step in 8 bits beside one in 16, as far as it decides between tiles.
+#: Time of a step in 8 bits over that of one in 16. Not measured; it lies between the half that products take and the
+#: whole that exponentials do, and only decides between tiles.
 _ONE_BYTE = 0.75
 
-#: Work tiles in the middle of a long sequence by which ``row_time`` compares tiles.
+#: Work tiles in the middle of a long sequence by which ``row_time`` compares tiles. Not measured: a few, since tiles of
+#: keys do not begin where those of queries do.
 _SAMPLED = 6
 
 #: Steps that a work tile loses where its consumers skip what their own rows do not see, as predictions of calls have
 #: it; and where rows see no tile of keys that all of them see, so that a partial one comes first and row maxima rise
-#: later.
+#: later (docs/notebook/tiles.md, "Narrow bands").
 _SKIPPING_STEPS, _PARTIAL_STEPS = 2, 1
 
 
@@ -67,7 +76,7 @@ def times_of(
 def row_time(spec: KernelSpec, consumers: int, tile_n: int, columns: int) -> float | None:
     """Predicted nanoseconds of a row in the middle of a long sequence, in 16 bits; None if bounds do not decide.
 
-    Scalars are assumed as in ``first_see_most``.
+    Scalars are assumed as in ``first_see_most``. docs/notebook/tiles.md, "Narrow bands", has predictions beside times.
     """
     rows, bands = 64 * consumers, bands_of(spec)
     starts = [_LONG // 2 // rows * rows + rows * i for i in range(_SAMPLED)]
@@ -154,7 +163,8 @@ def _ends(intervals: Iterable[Interval], names: dict[str, Any], count: int) -> l
 
 def last_see_most(spec: KernelSpec) -> bool:
     """Whether the last queries of a long sequence see more keys than those in its middle, by half at least; False if
-    bounds do not decide. Scalars are assumed as in ``first_see_most``."""
+    bounds do not decide. Scalars are assumed as in ``first_see_most``. The half was not measured: it keeps out windows,
+    whose tiles all take about as long."""
     seen = _seen_at(spec, (_LONG // 2, _LONG - 1), KEYS_OF_SCALAR)
     return seen is not None and 2 * seen[1] >= 3 * seen[0] > 0
 

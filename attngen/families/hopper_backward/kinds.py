@@ -22,10 +22,10 @@ from attngen.plan.traits import (
 )
 from attngen.schema.kernel_spec import KernelSpec
 
-#: Head dims up to this one leave registers beside dK and dV.
+#: Largest head dim that leaves registers beside dK and dV. Not measured: follows from registers.
 NARROW = 96
 
-#: Head dims beyond this are computed by clusters of two blocks.
+#: Largest head dim of a single block, whose consumers have registers for dK and dV; beyond, clusters have both.
 BLOCK_HEAD_DIM = 128
 
 #: Most values of each query that the loader stores beside a tile of Q: no more fit in shared memory at head dim 128.
@@ -112,7 +112,8 @@ def per_pair_of(spec: KernelSpec, brought: Brought) -> Variant:
 
 def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
     """Family of mask and score, by what consumers compute for each pair (``variant``). Its registers decide which
-    products the softmax can overlap.
+    products the softmax can overlap (docs/notebook/hopper_backward.md, "Masks and scores before and after taking
+    turns" and "Each family in the order of its neighbour").
 
     - "bounds": no score, and a mask made of comparisons of positions and scalars
     - "light": a score whose derivative is the same for all pairs, or tensors read by sequence and head alone

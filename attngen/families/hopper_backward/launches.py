@@ -24,7 +24,7 @@ from attngen.plan.model import Argument, Launch, Plan, Workspace
 #: tile, the numbers of both that blocks take, and the states of dQ, after which the counters of splits stand.
 _CUT_SIZES = ("uncut_tiles", "parts", "work_items", "sum_tiles")
 
-#: Warps of a block of ``postprocess`` for each block of a cluster.
+#: Warps of a block of ``postprocess`` for each block of a cluster. Not measured.
 _POSTPROCESS_WARPS = 4
 
 

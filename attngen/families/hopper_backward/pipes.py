@@ -9,7 +9,7 @@ from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signa
 
 STEP_BYTES, SLOT_BYTES = 8, 8  # barriers follow, which need 8-byte alignment
 WORK_BYTES, CUT_WORK_BYTES = 32, 44  # the latter where tiles of keys may be split
-SUMS = 8  # steps whose place in the dQ accumulator is kept
+SUMS = 8  # steps whose place in the dQ accumulator is kept: more than are in flight
 SUM_BYTES, CUT_SUM_BYTES, ORDERED_SUM_BYTES = 8, 12, 20
 #: Bytes that identify the step of a tile of dS, where a warp reads it.
 DS_STEP_BYTES = 48

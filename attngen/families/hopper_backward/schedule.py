@@ -54,24 +54,30 @@ _DTYPES = tuple(name for name in ATTENTION_DTYPES if dtype(name).mma is not None
 _CONSUMERS = 2
 _KEYS = 64 * _CONSUMERS
 #: Registers of a thread of the producer and of a consumer, up to head dim ``NARROW`` and beyond: dK and dV take most.
+#: Not measured: follows from registers.
 _NARROW_REGISTERS, _WIDE_REGISTERS = (40, 232), (24, 240)
 
-#: Q, dO and the dQ accumulator of the heads that run side by side: about half of the H200's L2, measured best on it.
+#: Bytes of Q, dO and the dQ accumulator of the heads that run side by side: about half of the L2
+#: (docs/notebook/hopper_backward.md, "The first kernel").
 _L2_BYTES = 24 * 2**20
 #: Least number of KV heads that run side by side where the mask reads tensors by position, as document masks do. A tile
 #: sees few queries there, which stay in L2 in any case, and tiles differ in their number of steps: if heads ran one
-#: after the other, the tiles of the last one would end unevenly.
+#: after the other, the tiles of the last one would end unevenly (docs/notebook/hopper_backward.md, "Windows, documents
+#: and scores beside causal, again" and "What short rows wait for").
 _LEAST_HEADS_IN_L2 = 8
 
-#: Most values of each distance of a query from a key that the loader stores beside a tile of Q.
+#: Most values of each distance of a query from a key that the loader stores beside a tile of Q. The limit was not
+#: measured; one value was (docs/notebook/softmax_and_masks.md, "Values of distances in scores").
 _DISTANCE_VALUES = 2
-#: Most values of each query for which the mask divides; the loader stores them, too, if shared memory has room.
+#: Most values of each query for which the mask divides; the loader stores them, too, if shared memory has room
+#: (docs/notebook/softmax_and_masks.md, "Divisions by scalars").
 _COSTLY_VALUES = 2
 
-#: Stages of each consumer's ring of bias tiles; the first number that fits is taken.
+#: Stages of each consumer's ring of bias tiles; the first number that fits is taken (docs/notebook/hopper_backward.md,
+#: "Tiles of biases").
 _BIAS_STAGES = (2, 1)
 
-#: Query tiles that all heads of a group visit before the next ones; measured against 4 and 16.
+#: Query tiles that all heads of a group visit before the next ones (docs/notebook/hopper_backward.md, "Stripes").
 _QUERY_CHUNK = 8
 
 
@@ -80,7 +86,8 @@ _QUERY_CHUNK = 8
 _CLUSTER = 2
 #: Registers per thread of the four warpgroups of such a block, 512 in all: the producer, either one that keeps dK or
 #: dV, and the one that multiplies dQ. The latter multiplies all columns of dQ at once up to head dim ``ALL_OF_DQ``, and
-#: beyond it so many at a time; with fewer, the producer has more registers to find tiles.
+#: beyond it so many at a time; with fewer, the producer has more registers to find tiles
+#: (docs/notebook/hopper_backward_wide.md, "What was run").
 _ALL_REGISTERS = (40, 192, 88)
 _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 
@@ -214,7 +221,8 @@ def _offers(spec: KernelSpec, relief: Relief) -> Iterator[Brought]:
     """Yield the values that the loader may store beside a tile of Q, the most first; in a cluster none.
 
     It computes values of a distance only if they are few and the derivative of the logit is the same for all pairs; and
-    beyond head dim 96, where they leave too few registers, only if they are more than a magnitude.
+    beyond head dim 96, where they leave too few registers, only if they are more than a magnitude
+    (docs/notebook/softmax_and_masks.md, "Magnitudes of distances").
     """
     brings = not (relief.gathers or is_wide(spec))
     tiled = rooms(spec.variant) if brings else ()
@@ -338,7 +346,8 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
 
 def _has_own_spans(spec: KernelSpec, choice: BackwardChoice, family: str, iteration: str) -> bool:
     """Whether each consumer finds the queries that see its own half of the keys, and skips the others. It pays where
-    few queries see a tile of keys, and takes registers, which kernels whose derivative varies do not have."""
+    few queries see a tile of keys, and takes registers, which kernels whose derivative varies do not have
+    (docs/notebook/hopper_backward.md, "Windows, documents and scores beside causal, again")."""
     visible = bands_of(spec, "q").visible
     few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
     halves = choice.overlap == "pingpong" and choice.tile.m < _KEYS and family != "varying_derivative"
@@ -348,12 +357,14 @@ def _has_own_spans(spec: KernelSpec, choice: BackwardChoice, family: str, iterat
 def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:
     """Whether several blocks may split one of the last tiles of keys. Clusters may not, since the hardware hands out
     their tiles; nor kernels with a fixed order of dQ, whose parts would wait for one another; nor kernels whose loader
-    is ``crowded``, and would spill the bounds of a part."""
+    is ``crowded``, and would spill the bounds of a part (docs/notebook/hopper_backward.md, "Parts of the last tiles"
+    and "What short rows wait for")."""
     return not is_wide(spec) and not spec.deterministic and not crowded
 
 
 def _goes_by_chunks(spec: KernelSpec, choice: BackwardChoice, iteration: str) -> bool:
-    """Whether all heads of a group visit some query tiles before the next ones: for short steps and equal masks."""
+    """Whether all heads of a group visit some query tiles before the next ones: for short steps and equal masks
+    (docs/notebook/hopper_backward.md, "Stripes")."""
     return choice.tile.m < _KEYS and iteration == "ranges" and not by_head(spec.variant)
 
 

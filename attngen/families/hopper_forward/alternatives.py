@@ -12,7 +12,8 @@ from attngen.families.hopper_forward.structure import HopperForward
 from attngen.plan.model import Plan
 from attngen.schema.kernel_spec import KernelSpec, Roles
 
-#: Keys of a tile, stages, and orders of consumers, among which the fastest are looked for.
+#: Keys of a tile, stages, and orders of consumers, among which ``attngen tune`` looks for the fastest
+#: (docs/notebook/tiles.md, "Searches").
 _TUNED_KEYS, _TUNED_STAGES = (32, 64, 80, 96, 112, 128, 160, 176, 192), (2, 3)
 _TUNED_ORDERS = ("pingpong", "cooperative")
 

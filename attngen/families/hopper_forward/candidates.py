@@ -31,10 +31,11 @@ ROWS = 64  # query rows of a consumer: M of wgmma
 _LEAST_KEYS = 16
 
 #: Stages of the ring of tiles of biases, the most that fit, and consumers of a block where those of the table leave no
-#: room for them.
+#: room for them. Not measured one against the other: they follow from shared memory.
 BIAS_STAGES, _FEW_CONSUMERS = (3, 2), 2
 
-#: With this many consumers or more, tiles have so many rows that few calls end evenly.
+#: Consumers from which on tiles have so many rows that few calls end evenly
+#: (docs/notebook/softmax_and_masks.md, "Long rows, and blocks that end together").
 FEW_TILES = 3
 
 
@@ -111,6 +112,7 @@ def _choice(work: ForwardWork, form: Form, columns: int) -> ForwardChoice:
     rows: Iterable[ForwardChoice] = table.suiting(facts_of(work), columns)
     if work.iteration == "ranges" and not form.transposes and first_see_many_more(spec):
         # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
+        # (docs/notebook/softmax_and_masks.md, "Long rows, and blocks that end together")
         rows = list(rows)
         rows = [row for row in rows if row.within is None and row.consumers < FEW_TILES] or rows
     by_runs = _sees_ranges_by_runs(spec)
@@ -126,7 +128,7 @@ def _choice(work: ForwardWork, form: Form, columns: int) -> ForwardChoice:
 
 def _is_within(spec: KernelSpec, row: ForwardChoice, usual: ForwardChoice, columns: int) -> bool:
     """Whether rows in the middle of a long sequence should take less than ``within`` times the time of the ``usual``
-    choice."""
+    choice (docs/notebook/tiles.md, "Narrow bands" and "Masks that divide, at d 64")."""
     time, other = (row_time(spec, each.consumers, each.tile.n, columns) for each in (row, usual))
     return bool(time and other and row.within and time < row.within * other)
 

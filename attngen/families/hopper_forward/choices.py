@@ -24,7 +24,8 @@ from attngen.schema.models import ChosenStages, Model
 #: loses (block diffusion: docs/notebook/tiles.md, "Masks that divide, at d 64").
 _FEW_INTERVALS = 2
 
-#: Columns of V up to which it leaves registers and memory for more keys than K has.
+#: Columns of V up to which it leaves registers and memory for more keys than K has (docs/notebook/tiles.md, "Tiles at
+#: the power limit").
 _NARROW_V = 128
 
 

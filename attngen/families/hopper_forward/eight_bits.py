@@ -43,7 +43,7 @@ FORM = Form(
     label="wgmma",
     check=_check,
     numbers=PROBABILITIES,
-    capped_columns=256,
+    capped_columns=256,  # docs/notebook/hopper_fp8.md, "Scores that cost less, windows that end with what is seen"
     transposes=True,
 )
 

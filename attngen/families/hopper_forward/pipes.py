@@ -7,7 +7,8 @@ from attngen.plan.model import Plan
 from attngen.plan.operands import Operands
 from attngen.plan.pipes import ROW_PADDING, WARPGROUP, Event, NamedBarrier, Pipes, Ring, Role, Signal
 
-_SLOTS = 2  # work tiles that are known ahead
+#: Work tiles that are known ahead (docs/notebook/hopper_forward.md, "How far ahead tiles are taken").
+_SLOTS = 2
 #: Bytes of the record of a work tile: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES, _SLOT_BYTES = 4, 4

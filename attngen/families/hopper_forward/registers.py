@@ -8,17 +8,19 @@ from attngen.plan.operands import Operands, fragment_registers, operands_of
 from attngen.plan.traits import bands_of
 from attngen.schema.kernel_spec import KernelSpec, Roles
 
-#: Keys of a tile that are tried where those of the table take too many registers, or too much memory.
+#: Keys of a tile that are tried where those of the table take too many registers, or too much memory. Not measured:
+#: half as many each time.
 FEWER_KEYS = (64, 32, 16)
 
-#: Registers that a consumer needs beside S, P and O: addresses, row maxima, indices and sums.
+#: Registers per thread that a consumer needs beside S, P and O: addresses, row maxima, indices and sums. ptxas
+#: keeps as many in a backward (docs/notebook/hopper_backward.md, "Fences, and turns at head dim 128").
 _OTHER_REGISTERS = 24
 
-#: Registers of (producer, consumer) by number of consumers; together they are what the launch reserves.
+#: Registers per thread of (producer, consumer) by number of consumers; together they are what the launch reserves.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if
-#: the consumers can spare them.
+#: the consumers can spare them. Not measured: follows from registers.
 _SEARCHING_REGISTERS = REGISTERS | {3: (56, 152)}
 
 #: ptxas takes a wgmma of more columns than the first only where threads begin with the second's registers (C7602).

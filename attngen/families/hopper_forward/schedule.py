@@ -34,7 +34,7 @@ from attngen.plan.times import times_of, visible_keys
 from attngen.schema.kernel_spec import KernelSpec
 
 #: Columns up to which one head after the other is faster where no mask makes work tiles differ; slower for long
-#: sequences at head dim 256.
+#: sequences at head dim 256 (docs/notebook/hopper_forward.md, "One head after the other").
 _ONE_HEAD_COLUMNS = 192
 
 
@@ -224,7 +224,7 @@ FORM = Form(
     label="wgmma",
     check=lambda spec, roles, iteration: None,
     numbers=PROBABILITIES,
-    capped_columns=64,
+    capped_columns=64,  # docs/notebook/softmax_and_masks.md, "Soft-capping by a polynomial where arguments are small"
 )
 
 

@@ -14,7 +14,8 @@ from attngen.schema.kernel_spec import KernelSpec
 
 _LOG2E = math.log2(math.e)
 
-#: Values of the MUFU, and operations of products, in a clock of a multiprocessor.
+#: Values of the MUFU, and operations of products in 16 bits, in a clock of a multiprocessor: as the hardware has them
+#: (docs/notebook/softmax_and_masks.md, "Polynomials where a score is bounded").
 _SPECIAL_RATE, _PRODUCT_RATE = 16, 4096
 
 

@@ -46,34 +46,49 @@ from attngen.plan.traits import (
 )
 from attngen.schema.kernel_spec import KernelSpec, Roles
 
-#: Alignment, in keys, of the first key of a tile that ends with the last visible key.
+#: Alignment, in keys, of the first key of a tile that ends with the last visible key (docs/notebook/tiles.md, "Anchored
+#: tiles").
 END_ALIGNMENT = 16
 
 #: Keys of a fragment of V that is transposed.
 _FRAGMENT_KEYS = 16
 
-#: Registers from which a warp that transposes V has four fragments in flight, not three.
+#: Registers per thread from which on a warp that transposes V has four fragments in flight, not three: with fewer,
+#: four spill (docs/notebook/hopper_fp8.md, "Where a step spends its time").
 _REGISTERS_OF_FOUR = 40
 
-#: Columns up to which registers hold the sum of a first tile.
+#: Columns up to which registers hold the sum of a first tile. Not measured: follows from registers.
 _REMEMBERED_COLUMNS = 128
 
-#: Columns up to which row maxima of a tile map are recomputed by the number of keys; beyond, that was not measured.
+#: Columns up to which row maxima of a tile map are recomputed by the number of keys; beyond, that was not measured
+#: (docs/notebook/softmax_and_masks.md, "Short rows at d 64").
 _COUNTED_COLUMNS = 64
 
 #: Stages of the ring of K and V where blocks split the keys of a tile; the first that fits is taken. A block mostly
-#: waits for its first loads, and has room for more of them than other kernels.
+#: waits for its first loads, and has room for more of them than other kernels (docs/notebook/hopper_forward.md,
+#: "Sharing the keys of a tile").
 _MANY_STAGES = (4, 3, 2)
 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
 
-#: Columns up to which query tiles may be cut into parts; beyond, kernels with tile maps would spill registers.
+#: Columns up to which query tiles may be cut into parts; beyond, kernels with tile maps would spill registers
+#: (docs/notebook/softmax_and_masks.md, "Long rows, and blocks that end together").
 _CUT_COLUMNS = 128
 
 #: Consumers and keys of the tiles, and columns up to which, where a tile of 128 keys of a map is partial, a turn lasts
-#: until products are done: there its softmax takes longer than its products.
+#: until products are done: there its softmax takes longer than its products (docs/notebook/softmax_and_masks.md,
+#: "What a step at d 64 waits for").
 _SQUARE, _MASKED_TURN_COLUMNS = (2, 128), 64
+
+#: Steps of a work tile that are left to load when the loader asks for the next one, and where its bounds are searched
+#: for (docs/notebook/hopper_forward.md, "How far ahead tiles are taken"; docs/notebook/hopper_backward.md, "A scheduler
+#: warp").
+_LOOKAHEAD, _SEARCHING_LOOKAHEAD = 2, 6
+
+#: Times as much as its sum so far that a step may add to a lane's sum before row maxima are recomputed
+#: (docs/notebook/softmax_and_masks.md, "Softmax").
+_RECOMPUTE_GROWTH = "4.0f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +170,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         q_stages=1,
         box_bytes=widest_box(qk * size, v * size),
         out_columns=v,
-        lookahead=6 if searches(spec) else 2,
+        lookahead=_SEARCHING_LOOKAHEAD if searches(spec) else _LOOKAHEAD,
         value_loader=value_loader,
         key_values=len(values.loads),  # others if there is room
         distance_values=candidate.by_distance,
@@ -249,7 +264,7 @@ def _softmax(
         "softmax": softmax,
         "fixed_max": "0.0f" if constant is None else f"{constant:.1f}f",
         "recompute_above": numbers.recompute_above,
-        "recompute_growth": "4.0f",
+        "recompute_growth": _RECOMPUTE_GROWTH,
         "recompute_below": "1.0f" if remembers else "",
         "recompute_by_count": by_count and softmax == "first_max" and not capped and not numbers.lane_sum_log2,
         "raise_above": numbers.raise_above,
