@@ -14,8 +14,6 @@ from attngen.schema.fields import Many
 from attngen.schema.measured import FORMAT, Date, KeysOfTile, MeasuredModel, NumberOfConsumers, checked, read_choices
 from attngen.schema.models import Model
 
-_SCHEDULE = "hopper_forward"
-
 _Nanoseconds = Annotated[float, Field(ge=0)]
 
 
@@ -42,7 +40,6 @@ class TimesModel(MeasuredModel):
     """The file. ``launch_ns``: nanoseconds of a launch in a CUDA graph whose kernels follow one another."""
 
     tuned: Literal[1]
-    schedule: Literal["hopper_forward"]
     gpu: str
     date: Date
     method: str
@@ -58,6 +55,6 @@ def measured_times() -> TimesModel:
 
 def times_text(launch_ns: float, rows: Sequence[TileTimes], *, gpu: str, date: str, method: str) -> str:
     """Text of such a file."""
-    head = {"tuned": FORMAT, "schedule": _SCHEDULE, "gpu": gpu, "date": date, "method": method, "launch_ns": launch_ns}
+    head = {"tuned": FORMAT, "gpu": gpu, "date": date, "method": method, "launch_ns": launch_ns}
     times: list[dict[str, Any]] = [row.model_dump(exclude_none=True) for row in rows]
     return yaml.safe_dump({**head, "times": times}, sort_keys=False, default_flow_style=None, width=120)

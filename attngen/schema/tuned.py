@@ -102,12 +102,13 @@ def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
     """
     path = Path(path)
     content, node = read_choices(path)
-    if "schedule" in node.value:
-        raise SpecError(
-            "a table of a schedule, which every build reads where it is installed; allowed here: a file that "
-            "'attngen tune' has written",
-            location=node.locate(("schedule",), key=True), field="schedule",
-        )  # fmt: skip
+    for field in ("schedule", "times"):
+        if field in node.value:
+            raise SpecError(
+                "a table that every build reads where it is installed; allowed here: a file that 'attngen tune' has "
+                "written",
+                location=node.locate((field,), key=True), field=field,
+            )  # fmt: skip
     model = checked(TunedModel, node)
     choices: dict[str, ChoiceModel] = {}
     for index, choice in enumerate(model.choices):

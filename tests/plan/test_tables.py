@@ -196,4 +196,4 @@ def test_the_docs_explain_each_fact_and_field() -> None:
     assert {*WORDS} <= named[1]
     for row in (ForwardChoice, BackwardChoice, TileTimes):
         assert row.model_fields.keys() <= named[0]
-    assert TimesModel.model_fields.keys() <= {*named[0], "tuned", "schedule", "times"}
+    assert TimesModel.model_fields.keys() <= {*named[0], "tuned", "times"}
