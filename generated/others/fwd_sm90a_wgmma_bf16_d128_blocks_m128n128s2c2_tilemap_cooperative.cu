@@ -424,7 +424,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     int left = 0;  // tiles of K that remain, this one included
     const auto release_k = [&] {
       if (leader) k_ring.release();
-      k_ring.advance();
     };
     VRing held;          // V of the step whose O += P V comes next,
     bool holds = false;  // with S = Q K^T of the next step

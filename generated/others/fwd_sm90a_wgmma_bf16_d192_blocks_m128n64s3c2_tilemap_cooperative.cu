@@ -406,7 +406,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     const auto release_k = [&] {
       if (leader) k_ring.release();
       if (leader && left == 1) q_ring.release();  // that was the last S = Q K^T of this work tile
-      k_ring.advance();
     };
     VRing held;          // V of the step whose O += P V comes next,
     bool holds = false;  // with S = Q K^T of the next step

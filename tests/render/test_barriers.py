@@ -29,6 +29,15 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 BACKWARD = {"passes": "backward", "backward": "{backend: cuda}"}
 LATENT = {"v": "key", "head_dim": "{qk: 576, v: 512}"}
+BLOCKS = {
+    "declared": "variants:\n  blocks: {mask: 'sel[h, q // 64, kv // 64]', tensors: {sel: {dtype: bool, shape: [h, m, n]}}}\n",
+    "backend": "cuda",
+}
+#: Blocks that heads see: of the second, one consumer of each pair sees few, those that are loaded last or first.
+SEEN = torch.rand(4, 5, 15, generator=torch.Generator().manual_seed(1)) < 0.5
+SEEN[1, ::2] = True
+SEEN[1, 1, 3:], SEEN[1, 3, :-3], SEEN[0, 4] = False, False, False
+OF_BLOCKS = {"wait_products<0>(); (removed*": "where O is written, when no product is under way"}
 LISTED = {"declared": "variants:\n  listed: {keys: counted_index}\n", "layout": "dense", **LATENT}
 
 
@@ -137,6 +146,14 @@ ROWS = (
     Row("forward-skips", {"backend": "cuda", "head_dim": 96}, (SHORT, LONG), spared=LAST_TURN | OF_SKIPS),
     Row("forward-split", {"backend": "cuda", "split_kv": "tiles"}, (Size(100, 300, 2),), spared=LAST_TURN),
     Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
+    Row(
+        "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 4), Size(1, 1, 4)), variant="blocks",
+        arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3, often=True,
+    ),
+    Row(
+        "blocks-alone", {**BLOCKS, "tile": "{n: 64}", "pipeline": "{stages: 2}"}, (Size(300, 900, 4),), variant="blocks",
+        arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3,
+    ),
     Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP | OF_Q, often=True),
     Row("backward-128", {**BACKWARD, "head_dim": 128}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP),
     Row("backward-ordered", {**BACKWARD, "head_dim": 128, "deterministic": "true"}, (Size(300, 300),)),
