@@ -78,7 +78,7 @@ extern "C" void run_blocks(int grid, int threads_of_block, void** parameters) {
   static char* const memory = static_cast<char*>(std::aligned_alloc(1024, kSharedBytes));
   for (int index = grid - 1; index >= 0; --index) {
     Cluster cluster{{}, threads_of_block};
-    Block block{index, 0, &cluster, static_cast<char*>(std::memset(memory, 0xff, kSharedBytes))};
+    Block block{index, 0, 0, &cluster, static_cast<char*>(std::memset(memory, 0xff, kSharedBytes))};
     cluster.blocks = {&block};
     block.warps.resize(threads_of_block / 32);
     for (int i = 0; i < threads_of_block; ++i) {
