@@ -148,7 +148,7 @@ ROWS = (
     Row("forward-split", {"backend": "cuda", "split_kv": "tiles"}, (Size(100, 300, 2),), spared=LAST_TURN),
     Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
     Row(
-        "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 4),), variant="blocks",
+        "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 4), Size(1, 1, 4)), variant="blocks",
         arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3,
     ),
     Row(
@@ -198,7 +198,7 @@ ROWS = (
     Row("mma-backward-128", {"arch": "sm80", **BACKWARD, "head_dim": 128}, (Size(200, 300),), orders=2),
     Row(
         "mma-backward-ordered", {"arch": "sm80", **BACKWARD, "deterministic": "true"}, (Size(100, 200, 1),),
-        variant="full", spared=OF_TURNS, blocks=3, orders=2, often=True,
+        variant="full", spared=OF_TURNS, blocks=3, orders=2,
     ),
     Row(
         "decode", {"backend": "cuda", "split_kv": "true", "layout": "paged", "head_dim": 128}, (Size(1, 3000, 4, 1),),
@@ -206,7 +206,7 @@ ROWS = (
     ),
     Row("wide", {"backend": "cuda", "head_dim": 320}, (Size(100, 200, 2),), blocks=4, orders=2),
     Row(
-        "latent-few", {"backend": "cuda", "layout": "paged", **LATENT}, (Size(1, 300, 8),), blocks=2, often=True,
+        "latent-few", {"backend": "cuda", "layout": "paged", **LATENT}, (Size(1, 300, 8),), blocks=2,
     ),
     Row(
         "latent", {"backend": "cuda", "layout": "paged", **LATENT},

@@ -48,17 +48,17 @@ def test_generated_sources_are_up_to_date(name: str, tmp_path: Path) -> None:
     assert not stale, f"{len(stale)} hashes of generated/{name} are stale: run {COMMAND}; the first is of {stale[0]}"
 
 
-def test_each_schedule_softmax_layout_pass_and_backend_is_among_the_committed_sources() -> None:
+def test_each_schedule_part_layout_pass_and_backend_is_among_the_committed_sources() -> None:
     kept = {path.rpartition(".")[0] for path in there()}
     every = [(name, *each) for name, spec in SPECS.items() for each in plans(load_spec(spec))]
     facts = [facts_of(*each) for each in every if f"{each[0]}/{each[2].name}" in kept]
     shown = frozenset().union(*facts)
     rows = [row for direction in {plan.direction for _, _, plan in every} for row in schedules(direction)]
-    softmax = [path for path in templates_dir().glob("**/softmax/*.j2") if not path.name.startswith("_")]
+    parts = [path for kind in ("softmax", "visits") for path in templates_dir().glob(f"**/{kind}/*.j2")]
     wanted = {
         *(("schedule", row.name) for row in rows), *(("pass", row.direction) for row in rows),
         *(("backend", row.backend) for row in rows), *(("layout", layout) for layout in LAYOUTS),
-        *(("softmax", path.relative_to(templates_dir()).as_posix()) for path in softmax),
+        *(("part", path.relative_to(templates_dir()).as_posix()) for path in parts if not path.name.startswith("_")),
     }  # fmt: skip
     missing = sorted(wanted - shown)
     assert not missing, f"generated/ shows no {missing}: add a kernel to {SPECS['others']}, run {COMMAND}"
