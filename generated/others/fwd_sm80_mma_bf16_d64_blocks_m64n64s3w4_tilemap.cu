@@ -411,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm80_mma_bf16_d64
       bool seen = false, whole = kv_first + kBlockN <= seqlen_k, open = false;
 #pragma unroll 1
       for (int block = 0; candidate < visible_hi && block < 1; ++block) {
-        const int q_lo = q_first + 64 * (block / 1), kv_lo = kv_first + 64 * (block % 1);
+        const int q_lo = q_first, kv_lo = kv_first;
         if (q_lo >= seqlen_q || kv_lo >= seqlen_k) continue;
         const int q_hi = min(q_lo + 64, seqlen_q) - 1;
         const int kv_hi = min(kv_lo + 64, seqlen_k) - 1;
