@@ -57,17 +57,19 @@ constexpr uint32_t kOwnSteps = kShared + 230016;  // 64 B: blocks of the next st
 constexpr uint32_t kQFull = kShared + 230080;  // 16 B: barriers
 constexpr uint32_t kQEmpty = kShared + 230096;  // 16 B: barriers
 constexpr uint32_t kOwnStepsFull = kShared + 230112;  // 32 B: barriers
-constexpr uint32_t kKFull = kShared + 230144;  // 16 B: barriers
-constexpr uint32_t kKEmpty = kShared + 230160;  // 16 B: barriers
-constexpr uint32_t kVFull = kShared + 230176;  // 16 B: barriers
-constexpr uint32_t kVEmpty = kShared + 230192;  // 16 B: barriers
-constexpr uint32_t kWorkFull = kShared + 230208;  // 16 B: barriers
-constexpr uint32_t kWorkEmpty = kShared + 230224;  // 16 B: barriers
-constexpr uint32_t kWorkAsked = kShared + 230240;  // 8 B: barriers
+constexpr uint32_t kOwnValuesFull = kShared + 230144;  // 32 B: barriers
+constexpr uint32_t kKFull = kShared + 230176;  // 16 B: barriers
+constexpr uint32_t kKEmpty = kShared + 230192;  // 16 B: barriers
+constexpr uint32_t kVFull = kShared + 230208;  // 16 B: barriers
+constexpr uint32_t kVEmpty = kShared + 230224;  // 16 B: barriers
+constexpr uint32_t kWorkFull = kShared + 230240;  // 16 B: barriers
+constexpr uint32_t kWorkEmpty = kShared + 230256;  // 16 B: barriers
+constexpr uint32_t kWorkAsked = kShared + 230272;  // 8 B: barriers
 
 // Rings: who fills the stages -> who empties them.
 using QRing = Ring<kQFull, kQEmpty, 2>;  // the loader of Q -> each consumer
 using OwnStepsRing = Ring<kOwnStepsFull, kNoBarrier, 2>;  // the loader of K and V -> each consumer
+using OwnValuesRing = Ring<kOwnValuesFull, kNoBarrier, 2>;  // the loader of K and V -> each consumer
 using KRing = Ring<kKFull, kKEmpty, 2>;  // the loader of K and V -> each consumer
 using VRing = Ring<kVFull, kVEmpty, 2>;  // the loader of K and V -> each consumer
 using WorkRing = Pair<kWorkFull, kWorkEmpty>;  // the scheduler -> the consumers and both loaders
@@ -79,7 +81,7 @@ enum class Named {
 
 constexpr int kScheduler = 8, kLoader = 9, kQueryLoader = 10;  // warps with a role of their own
 
-constexpr uint32_t kOwnStepsApart = 8 * OwnStepsRing::kStages;  // bytes from a consumer's barriers of own steps to the next one's
+constexpr uint32_t kOwnStepsApart = 8 * OwnStepsRing::kStages;  // bytes from a consumer's barriers of own steps, and of values, to the next one's
 
 constexpr uint32_t kQBytes = kBlockM * kHeadDimQk * kElementBytes;
 constexpr uint32_t kKBytes = kBlockN * kHeadDimQk * kElementBytes;
@@ -138,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     init_barriers(kQFull, 2, 1);  // the loader of Q, and the bytes of the copy
     init_barriers(kQEmpty, 2, 2);  // each consumer
     init_barriers(kOwnStepsFull, 4, 1);  // the loader of K and V
+    init_barriers(kOwnValuesFull, 4, 1);  // the loader of K and V
     init_barriers(kKFull, 2, 1);  // the loader of K and V, and the bytes of the copy
     init_barriers(kKEmpty, 2, 2);  // each consumer, or the loader of K and V for one that does not see it
     init_barriers(kVFull, 2, 1);  // the loader of K and V, and the bytes of the copy
@@ -229,7 +232,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       // later, as consumers read it.
       WorkRing work_ring;
       KRing k_ring;
-      OwnStepsRing own_steps(0, 0, kOwnStepsApart * min(lane, kConsumers - 1));  // a lane has those of a consumer
+      // A lane has those of a consumer.
+      OwnStepsRing own_steps(0, 0, kOwnStepsApart * min(lane, kConsumers - 1));
+      OwnValuesRing own_values(0, 0, kOwnStepsApart * min(lane, kConsumers - 1));
       while (true) {
         work_ring.wait();
         const Work& work = shared_at<Work>(kWork + work_ring.stage * sizeof(Work));
@@ -243,7 +248,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         VRing v_ring;
         const auto load_v = [&] {
           v_ring.acquire();
-          if (lane < kConsumers && v_skipped >> lane & 1) v_ring.release();
+          if (lane < kConsumers) {
+            if (v_skipped >> lane & 1) {
+              v_ring.release();
+            } else {
+              own_values.arrive();
+              own_values.advance();
+            }
+          }
           if (lane == 0) {
             v_ring.arrive_expecting(kVBytes);
 #pragma unroll
@@ -427,7 +439,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     };
     VRing held;          // V of the step whose O += P V comes next,
     bool holds = false;  // with S = Q K^T of the next step
-    const auto wait_v = [&] { held.wait(); };
+    OwnValuesRing own_values(0, 0, kOwnStepsApart * warpgroup);
+    const auto wait_v = [&] {
+      own_values.wait();  // the stage may have been another consumer's before
+      own_values.advance();
+      held.wait();
+    };
     const auto release_v = [&] {
       if (leader) held.release();
     };

@@ -61,11 +61,18 @@ def check_kept(call: Call, name: str, head_dim: int, layout: str, before: set[An
     return count
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+#: Head dims of the kernels of a variant; 64: of any other.
+DIMS = {
+    **dict.fromkeys(("ids_of_64_bits", "later"), (64, 256)),
+    **dict.fromkeys(("blocks", "causal_blocks"), (64, 128, 256)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int], head_dim: int) -> None:
-    if head_dim == 256 and name not in ("ids_of_64_bits", "later", "blocks", "causal_blocks"):
+    if head_dim not in DIMS.get(name, (64,)):
         pytest.skip("the spec has no such kernel")
     batch, heads, queries, keys = shape
     for seed in range(2):
@@ -150,7 +157,7 @@ def test_blocks_of_packed_sequences() -> None:
     sizes = (300, 1, 129, 511, 0)
     torch.manual_seed(0)
     bounds = torch.tensor([0, *sizes], device=DEVICE).cumsum(0).int()
-    inputs = [torch.randn(sum(sizes), 2, 64, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv"]
+    inputs = [torch.randn(sum(sizes), 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv"]
     sel = torch.rand(2, 8, 8, device=DEVICE) < 0.5
     packing = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 511, "max_seqlen_k": 511}
     out = attngen.attention_varlen(*inputs, **packing, variant="causal_blocks", sel=sel)
@@ -162,7 +169,7 @@ def test_blocks_of_packed_sequences() -> None:
 
 def test_a_map_of_blocks_is_made_in_each_replay_of_a_graph() -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 700, 2, 64, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv")
+    q, k, v = (torch.randn(1, 700, 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv")
     sel = torch.rand(2, 11, 11, device=DEVICE) < 0.5
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -42,6 +42,7 @@ struct Signal {
   uint32_t phases = 0;
   bool copied = false;  // in this phase
   Clock arriving, passed, seen;
+  Clock before;  // of the phase before the last that is complete
   std::map<int, uint32_t> waits;  // for the last phase that is complete
   std::map<int, uint32_t> others;  // arrivals of warps of other blocks
 };
@@ -227,6 +228,7 @@ void complete(int& place, bool parity) {
   }
   signal.waits.clear();
   if (parity) {
+    signal.before = std::move(signal.passed);
     signal.passed = std::move(signal.arriving);
     signal.arriving = {};
   } else {
@@ -235,6 +237,11 @@ void complete(int& place, bool parity) {
 }
 void acquire(int& place, int block, bool parity) {
   Signal& signal = signals[signal_of(place, block)];
+  for (int actor = 0; parity && actor < static_cast<int>(signal.before.size()); ++actor) {
+    if (signal.before[actor] <= at(known(), actor)) continue;
+    stop(name(warp) + " may take phase " + std::to_string(signal.phases - 2) + " of barrier " + std::to_string(place) + " of block " +
+         std::to_string(signal.block) + " for the one that it waits for: it has not seen phase " + std::to_string(signal.phases - 1));
+  }
   join(known(), signal.passed);
   join(actors[warp].seen, signal.seen);
   if (parity) signal.waits[warp] = known()[warp];

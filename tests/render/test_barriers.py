@@ -32,8 +32,8 @@ LATENT = {"v": "key", "head_dim": "{qk: 576, v: 512}"}
 BLOCKS = {
     "declared": "variants:\n"
     "  blocks: {mask: 'sel[h, q // 64, kv // 64]', tensors: {sel: {dtype: bool, shape: [h, rows, columns]}}}\n",
-    "backend": "cuda",
-}
+    "backend": "cuda", "warps": "{consumer: 2, schedule: cooperative}",
+}  # fmt: skip
 #: Blocks that heads see: of the second, one consumer of each pair sees few, those that are loaded last or first.
 SEEN = torch.rand(4, 5, 15, generator=torch.Generator().manual_seed(1)) < 0.5
 SEEN[1, ::2] = True

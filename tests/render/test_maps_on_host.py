@@ -150,10 +150,11 @@ ALWAYS = {"causal_blocks": SHAPES[2], "small_blocks": SHAPES[2]}
 )
 def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int]) -> None:
     batch, heads, queries, keys = shape
-    variant = prepared()[name, 64, "dense", "forward"].plan.variant
-    q, k = (torch.zeros(batch, n, heads, 64, dtype=torch.bfloat16) for n in (queries, keys))
     arguments = values(name, batch, heads, queries, keys, seed=SHAPES.index(shape))
-    check(name, 64, "dense", Given(q, k, k, variant=variant, arguments=arguments))
+    for head_dim in (64, 128) if name in ("blocks", "causal_blocks") else (64,):  # with maps of tiles, and of consumers
+        variant = prepared()[name, head_dim, "dense", "forward"].plan.variant
+        q, k = (torch.zeros(batch, n, heads, head_dim, dtype=torch.bfloat16) for n in (queries, keys))
+        check(name, head_dim, "dense", Given(q, k, k, variant=variant, arguments=arguments))
 
 
 @pytest.mark.exhaustive

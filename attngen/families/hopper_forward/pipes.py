@@ -67,6 +67,12 @@ def forward_pipes(
         full=Signal(1, by_k, "the blocks of a consumer's next step, and their stage, are written"),
         stored=(("own_steps", _OWN_STEP_BYTES),),
     )  # fmt: skip
+    own_values = Ring(
+        "own_values", stages, by_v, each, count=consumers,
+        guards="no memory: a consumer waits for V of its step only when the stage has been taken for it, since others "
+        "may have had the stage before",
+        full=Signal(1, by_v, "V of a consumer's next step is under way"),
+    )  # fmt: skip
     releases = f"{each}, or {by_k} for one that does not see it" if roles.map_rows else each
     k = Ring(
         "k", stages, by_k, each,
@@ -123,7 +129,7 @@ def forward_pipes(
     return Pipes(
         (
             q,
-            *([own_steps] if roles.map_rows else []),
+            *([own_steps, own_values] if roles.map_rows else []),
             k,
             *v_rows,
             of_v,
