@@ -202,7 +202,6 @@ ROWS = (
     ),
     Row(
         "decode", {"backend": "cuda", "split_kv": "true", "layout": "paged", "head_dim": 128}, (Size(1, 3000, 4, 1),),
-        often=True,
     ),
     Row("wide", {"backend": "cuda", "head_dim": 320}, (Size(100, 200, 2),), blocks=4, orders=2),
     Row(

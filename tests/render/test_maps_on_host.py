@@ -137,7 +137,7 @@ def check(name: str, head_dim: int, layout: str, given: Given) -> None:
 
 
 #: Shapes at which a variant always runs.
-ALWAYS = {"causal_blocks": SHAPES[2], "small_blocks": SHAPES[2]}
+ALWAYS = {"causal_blocks": SHAPES[2]}
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def test_transformed_rows(host: HostDriver, dim: int, granularity: int) -> None:
     ), "")  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rounded", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_rows_whose_sums_cancel(host: HostDriver, rounded: torch.dtype) -> None:
     """A sum is 0 in the order of products, and a tiny number below 0 where neighbours come first."""
@@ -121,6 +122,7 @@ def test_keys_less_their_mean(host: HostDriver, dim: int) -> None:
     assert {name for name, _ in host.launches} == {f"quantize_sm90a_bf16_d{dim}_kept"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("centered", some([True, False], always=[True]))
 @pytest.mark.parametrize("dim", DIMS)
 def test_scales_from_a_sample(host: HostDriver, dim: int, centered: bool) -> None:
