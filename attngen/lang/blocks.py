@@ -15,7 +15,7 @@ from attngen.lang.simplify import linear
 #: Queries and keys of a block.
 Block = tuple[int, int]
 
-#: Fewest pairs of a block: of smaller ones a tile has more than evaluations in a loop of lanes.
+#: Fewest pairs of a block: a look at each smaller one would take longer than a look at each pair by all lanes.
 _FEWEST_PAIRS = 16
 
 #: Names that differ from query to query, and from key to key.

@@ -139,6 +139,14 @@ WHOLE_WORK = (
     "race at work of block *: warp * of block * writes what warp * of block * reads",
     "race at work of block *: warp * of block * reads what warp * of block * writes",
 )
+#: One block runs at a time in these calls.
+ALONE = dict.fromkeys(
+    (
+        "add_release(done(unit), done_parts); (removed*", "await_turn(*; (removed*",
+        "store_release(counter, *; (removed*",
+    ),
+    "tells other blocks what is done",
+)  # fmt: skip
 SHORT, LONG = Size(1, 1, 8), Size(300, 300, 4)
 ROWS = (
     Row("forward", {"backend": "cuda"}, (SHORT, LONG), spared=LAST_TURN, often=True),
@@ -155,8 +163,13 @@ ROWS = (
         "blocks-alone", {**BLOCKS, "tile": "{n: 64}", "pipeline": "{stages: 2}"}, (Size(300, 900, 4),),
         variant="blocks", arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3,
     ),
-    Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP | OF_Q, often=True),
-    Row("backward-128", {**BACKWARD, "head_dim": 128}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP),
+    Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP | OF_Q | ALONE, often=True),
+    Row(
+        "backward-128",
+        {**BACKWARD, "head_dim": 128},
+        (Size(300, 300), Size(70, 70, 2, 2, 3)),
+        spared=OF_GROUP | ALONE,
+    ),
     Row("backward-ordered", {**BACKWARD, "head_dim": 128, "deterministic": "true"}, (Size(300, 300),)),
     Row(
         "cluster", {**BACKWARD, "head_dim": 256},
@@ -164,7 +177,7 @@ ROWS = (
     ),
     Row(
         "cluster-ordered", {**BACKWARD, "head_dim": 192, "deterministic": "true"}, (Size(200, 128),),
-        races=LAST_PRODUCTS, spared=OF_CLUSTER,
+        races=LAST_PRODUCTS, spared=OF_CLUSTER | ALONE,
     ),
     Row("cluster-halves", {**BACKWARD, "head_dim": 512}, (Size(200, 128),), races=LAST_PRODUCTS, spared=OF_CLUSTER),
     # Blocks that wait for each other.
@@ -310,6 +323,7 @@ EXPLAINED = tuple(
     not in (
         "forward-split", "backward-ordered", "cluster-halves", "first", "cut", "order-window", "order-sinks",
         "cluster-order", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
+        "mma-backward-ordered",
     )
 )  # fmt: skip
 
@@ -331,9 +345,6 @@ CHANGES = {
         "now = load_acquire(state), load_acquire(state); if (now == kUntouched) store_relaxed(state, kTaken);",
     ),
     "others wait for it": ("first", "while (now != kStored) now = load_acquire(state);", ""),
-    "a tile that begins later is passed over for this turn": (
-        "order-sinks", "earlier.count -= lanes_before(left);", "earlier.count -= lanes_before(asked);",
-    ),
     "and the one before it asked": (
         "order-sinks", "at -= lanes_before(asked);", "if (!(asked & 1)) break; at -= lanes_before(asked);",
     ),
