@@ -329,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
             const int skipped = ~__ballot_sync(~0u, visible_word >> bit & 1) & everyone, partial = __ballot_sync(~0u, partial_word >> bit & 1) & everyone;
             without &= skipped;
             turn = (turn + (skipped != 0)) % kConsumers;
-            const bool holds = skipped == 0 && left != 0 && left == every;
+            const bool holds = skipped == 0 && left != 0 && (left & ~every) == 0;
             load_step(block, block | partial << kPartialBit | holds << kHoldsBit, 0, skipped);
           }
         }
