@@ -17,7 +17,8 @@ from attngen.schema.kernel_spec import KernelSpec
 #: takes").
 CLASSIFIER_WARPS = 16
 
-#: The same where a mask is constant on blocks, which decide nearly all tiles: many blocks find room.
+#: The same where a mask is constant on blocks, which decide nearly all tiles: many blocks find room. Not measured
+#: against other numbers.
 _FEW_CLASSIFIER_WARPS = 4
 
 
