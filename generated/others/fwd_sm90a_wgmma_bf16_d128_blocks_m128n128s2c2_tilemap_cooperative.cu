@@ -256,13 +256,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
               own_values.advance();
             }
           }
+          // V of a block after the last key is 0, since P is, too. No copy may bring that: its box would show nothing.
+          int bytes = kVBytes;  // of copies
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int start = (half == 0 ? v_tile : v_second) * kBlockKeys;
+            if (__any_sync(~0u, start >= seqlen_k)) {
+              bytes -= kBlockKeys * kHeadDimV * kElementBytes;
+              for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+                for (int i = 16 * lane; i < kBlockKeys * kBoxBytes; i += 16 * 32) shared_at<int4>(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes + half * kBlockKeys * kBoxBytes + i) = {};
+              }
+              fence_async_proxy();
+            }
+          }
+          __syncwarp();
           if (lane == 0) {
-            v_ring.arrive_expecting(kVBytes);
+            v_ring.arrive_expecting(bytes);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const int start = (half == 0 ? v_tile : v_second) * kBlockKeys;
-              const int rows = max(min(kBlockKeys, seqlen_k - start), 0);  // rows after the end become 0
-              for (int column = 0; column < kHeadDimV; column += kBoxColumns) {
+              const int rows = min(kBlockKeys, seqlen_k - start);  // rows after the end become 0
+              for (int column = 0; rows > 0 && column < kHeadDimV; column += kBoxColumns) {
                 load_box(kV + v_ring.stage * kVBytes + column * kBlockN * kElementBytes + half * kBlockKeys * kBoxBytes, v_map, v_ring.full(), column, hk,
                          kBlockKeys - rows, start + rows, b);
               }

@@ -64,11 +64,11 @@ def check_kept(call: Call, name: str, head_dim: int, layout: str, before: set[An
 #: Head dims of the kernels of a variant; 64: of any other.
 DIMS = {
     **dict.fromkeys(("ids_of_64_bits", "later"), (64, 256)),
-    **dict.fromkeys(("blocks", "causal_blocks"), (64, 128, 256)),
+    **dict.fromkeys(("blocks", "causal_blocks"), (64, 128, 192, 256)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int], head_dim: int) -> None:
@@ -127,7 +127,7 @@ BLOCKS = (
 )
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("size", BLOCKS, ids=str)
 @pytest.mark.parametrize("name", ["blocks", "causal_blocks"])
 def test_consumers_visit_their_own_blocks(

@@ -13,6 +13,13 @@ struct TensorMap {
 
 inline void prefetch_map(const TensorMap&) {}
 inline void fence_async_proxy() {}
+// Whether a map has rows twice, as place in a window, too: it begins before the tensor.
+inline bool is_window(const TensorMap& map) {
+  for (int axis = 1; axis + 1 < map.rank; ++axis) {
+    if (map.stride[axis] == map.stride[axis + 1] && map.extent[axis] > 1 && map.extent[axis + 1] > 1) return true;
+  }
+  return false;
+}
 inline int elements_of(const TensorMap& map) {
   int elements = 1;
   for (int axis = 0; axis < map.rank; ++axis) elements *= map.box[axis];
@@ -24,6 +31,7 @@ inline void load_box_once(uint32_t to, const TensorMap& map, uint32_t full, Coor
   if (to % 128) fail("a copy does not begin at a multiple of 128 bytes", to);
   if (sizeof...(coordinates) != map.rank) fail("coordinates of another rank", map.rank);
   const int elements = elements_of(map);
+  bool shows = false;
   {
     const Copying copying(full);
     for (int row = 0; row < elements; row += map.box[0]) {  // elements of the first axis, which are next to each other
@@ -41,9 +49,11 @@ inline void load_box_once(uint32_t to, const TensorMap& map, uint32_t full, Coor
         char* const at = place_of_address(address ^ swizzled);
         std::memset(at, 0, map.size);
         if (there) std::memcpy(at, static_cast<const char*>(map.base) + (place + column) * map.size, map.size);
+        shows = shows || there;
       }
     }
   }
+  if (!shows && is_window(map)) fail("a copy that shows nothing looks up where its map begins, before the tensor", to);
   land(full, map.size * elements);
 }
 template <typename... Coordinates>

@@ -13,7 +13,7 @@ from attngen.families.hopper_forward.softmax import softmax_of, terms_of
 from attngen.lang.biases import lookups, reads_integers
 from attngen.parts.boxes import is_paged, operand_widths
 from attngen.plan.operands import operands_of
-from attngen.plan.traits import bands_of, gathers, is_light, reads_data_per_key
+from attngen.plan.traits import bands_of, gathers, is_light, mask_block, reads_data_per_key
 from attngen.schema import models
 from attngen.schema.fields import Many, OneOf
 from attngen.schema.kernel_spec import KernelSpec
@@ -77,6 +77,12 @@ def _biased(work: ForwardWork) -> bool:
     return not of_bounds and not integers
 
 
+def _has_blocks_of_64_keys(work: ForwardWork) -> bool:
+    """Whether blocks of 64 keys, and of 64 queries or a multiple, decide what rows see."""
+    block = mask_block(work.asked.variant, (64, 128)) if work.iteration == "tile_map" else None
+    return block == (64, 64) and not is_paged(work.spec)
+
+
 #: Facts that rows name, those that are found out sooner first.
 FACTS: Mapping[str, Callable[[ForwardWork], bool]] = MappingProxyType({
     "ranges": lambda work: work.iteration == "ranges",
@@ -94,6 +100,7 @@ FACTS: Mapping[str, Callable[[ForwardWork], bool]] = MappingProxyType({
     "bounds": _bounds,
     "biased": _biased,
     "window": _window,
+    "blocks_of_64_keys": _has_blocks_of_64_keys,
     "few_intervals": lambda work: len(bands_of(work.spec).visible) <= _FEW_INTERVALS,
     "gathered": lambda work: gathers(work.spec.variant),
     "data_by_key": lambda work: reads_data_per_key(work.spec.variant),

@@ -131,7 +131,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     if refused := _key_refusal(spec, form, candidate):
         return refused
     form.check(spec, roles, iteration)
-    schedule = roles.schedule or (choice.warps.schedule if consumers > 1 else "cooperative")
+    schedule = roles.schedule or (choice.warps.schedule if consumers > 1 and not map_rows else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         return refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile.n)
@@ -333,9 +333,8 @@ def _block_keys(spec: KernelSpec, form: Form, iteration: str, candidate: Candida
     A mask is constant on blocks of a consumer's rows, and not on those of all. What comes with a tile of K is for
     neighbouring keys, so that a step has one block; and consumers that go their own ways take no turns.
     """
-    # only for specs that ask for it: no card has run these kernels since their last change
-    asked = spec.roles is not None and spec.roles.schedule == "cooperative"
-    if not asked or iteration != "tile_map" or form.transposes or is_paged(spec) or spec.split_tiles:
+    roles = spec.roles or Roles()
+    if iteration != "tile_map" or form.transposes or is_paged(spec) or spec.split_tiles or roles.schedule == "pingpong":
         return 0
     tile_n = candidate.tile_n
     if mask_block(spec.variant, (tile_m, tile_n)) == (tile_m, tile_n):
