@@ -125,6 +125,7 @@ def variant(
     let: Mapping[str, Any] | None = None,
     scalars: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Any] | None = None,
+    blocks: int | None = None,
     dropout: bool = False,
     keys: str | None = None,
     sink_in_lse: bool = True,
@@ -136,7 +137,8 @@ def variant(
     a key; ``score`` is the logit in terms of ``s``; ``sink`` is a logit of each head that has no key, and
     ``sink_in_lse=False`` leaves it out of the log-sum-exp; ``let`` names values and functions, in order; ``scalars``
     and ``tensors`` declare the arguments of a call, for example ``tensors={"window": {"dtype": "int32", "shape":
-    ["h"]}}``; ``weights="sigmoid"`` takes the sigmoid of each logit in place of the softmax; ``dropout`` drops
+    ["h"]}}``; with ``blocks=64`` or 128, queries see only the blocks of keys that ``block_mask`` of the call shows, bool,
+    (batch, heads, query blocks, key blocks), of those that ``mask`` shows; ``weights="sigmoid"`` takes the sigmoid of each logit in place of the softmax; ``dropout`` drops
     probabilities; with ``keys="index"``, queries see only the keys that the call lists in ``indices``. Kernels built
     from a spec under the same ``name``, with the same definition, serve its calls.
 
@@ -144,7 +146,8 @@ def variant(
     are legal but probably mistakes, such as a condition that is never true.
     """
     given = {
-        "mask": mask, "score": score, "sink": sink, "let": let, "scalars": scalars, "tensors": tensors,
+        "mask": mask, "score": score, "sink": sink, "blocks": blocks, "let": let, "scalars": scalars,
+        "tensors": tensors,
     }  # fmt: skip
     settings = {"dropout": dropout, "keys": keys, "sink_in_lse": sink_in_lse, "weights": weights}
     defaults = {one.name: one.default for one in dataclasses.fields(VariantSettings)}

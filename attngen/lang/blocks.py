@@ -1,25 +1,45 @@
 """Blocks of pairs on which conditions of a mask are constant: those of ``sel[h, q // 64, kv // 64]`` are 64 × 64.
 
-A mask reads such a tensor at one element for all pairs of a block, so that one evaluation decides the block.
+A mask reads such a tensor at one element for all pairs of a block, so that one evaluation decides the block. The field
+``blocks`` of a variant adds such a condition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import gcd
 
+from attngen.lang.declared import Tensor
 from attngen.lang.facts import index
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, children, names, rewrite, walk
 from attngen.lang.simplify import linear
+from attngen.lang.variant import VISIBLE, Variant
 
 #: Queries and keys of a block.
 Block = tuple[int, int]
+
+#: The sizes that a variant's field ``blocks`` takes, and the tensor that it declares.
+BLOCKS = (64, 128)
+BLOCK_MASK = Tensor("block_mask", "bool", ("b", "h", "query_blocks", "key_blocks"))
 
 #: Fewest pairs of a block: a look at each smaller one would take longer than a look at each pair by all lanes.
 _FEWEST_PAIRS = 16
 
 #: Names that differ from query to query, and from key to key.
 _QUERIES, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
+
+
+def with_blocks(variant: Variant, size: int) -> Variant:
+    """The variant whose queries see, of what its mask shows, the blocks of ``size`` keys that ``block_mask`` shows to
+    their block of as many queries."""
+
+    def block(axis: str) -> Expr:
+        return Op("floordiv", (index(axis), Const(size, Type.INT)), Type.INT)
+
+    shown = Load(BLOCK_MASK.name, (index("b"), index("h"), block("q"), block("kv")), Type.BOOL)
+    mask = shown if variant.mask == VISIBLE else Op("and", (shown, variant.mask), Type.BOOL)
+    return replace(variant, mask=mask, mask_text=None, tensors=(*variant.tensors, BLOCK_MASK))
 
 
 def block_of(mask: Expr, tile: Block) -> Block | None:

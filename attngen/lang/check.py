@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from attngen.errors import Gathered, Location, SpecError
+from attngen.lang.blocks import BLOCK_MASK, with_blocks
 from attngen.lang.declarations import check_declarations, check_let_name
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
@@ -162,11 +163,13 @@ def compile_variant(
     sink: str | float | None = None,
     written: list[Written] | None = None,
     unsure: Collection[str] = (),
+    blocks: int | None = None,
     **settings: Any,
 ) -> Variant:
     """Return the checked variant of a spec's fields.
 
-    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink. ``settings``
+    ``mask`` None or True shows every key; ``score`` None is the logit itself; ``sink`` None means no sink. ``blocks``
+    is the size of the blocks that a tensor ``block_mask`` of the call shows; None: no such tensor. ``settings``
     are those of ``VariantSettings``: with ``dropout`` the variant takes a rate and a state of random numbers besides
     its own arguments, and with ``keys`` the tensors of ``lang.listed.KEYS``. ``let`` maps a name to a text, or ``f(x,
     y)`` to the text of a function; values may use earlier ones. ``locate`` gives the place of a field (``mask``,
@@ -183,7 +186,11 @@ def compile_variant(
         _refuse_beside_weights(said.weights, others, locate)
     if keys is not None:
         _refuse_listed(name, tensors, keys, locate, dropout=said.dropout)
+    if blocks is not None:
+        _refuse_blocks(name, tensors, blocks, keys, locate)
     variant = _compile(name, mask, score, sink, scalars, tensors, let or {}, locate, MAX_LENGTH, written, unsure)
+    if blocks is not None:
+        variant = with_blocks(variant, blocks)
     if keys is not None and LISTS[keys].extra:
         _refuse_positions(variant, keys, locate)
     if not said.sink_in_lse:
@@ -244,6 +251,26 @@ def _refuse_listed(
                 location=locate(places, field),
                 field=field,
             )
+
+
+def _refuse_blocks(
+    name: str, tensors: Sequence[Tensor], blocks: int, keys: str | None, places: Mapping[str, Location] | None
+) -> None:
+    """Raise SpecError if a variant with ``blocks`` has ``keys``, or declares the tensor that ``blocks`` adds."""
+    if keys is not None:
+        raise SpecError(
+            f"'keys: {keys}' lists the keys of each query, and 'blocks: {blocks}' those of each block of queries; leave "
+            "out one",
+            location=locate(places, "blocks"),
+            field="blocks",
+        )
+    if any(tensor.name == BLOCK_MASK.name for tensor in tensors):
+        field = f"tensors.{BLOCK_MASK.name}"
+        raise SpecError(
+            f"variant '{name}' has 'blocks: {blocks}', which declares {BLOCK_MASK.name!r} itself; leave it out",
+            location=locate(places, field),
+            field=field,
+        )
 
 
 def _refuse_beside_weights(weights: str, others: Mapping[str, bool], places: Mapping[str, Location] | None) -> None:

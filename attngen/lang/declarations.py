@@ -22,7 +22,7 @@ RESERVED: frozenset[str] = frozenset((
     "variant", "backend", "package", "kernel", "layout", "return_lse", "dropout", "dropout_p", "dropout_seed",
     "rng_state", "deterministic", "quantize", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
     "max_seqlen_k", "direction", "out_dtype",
-    "tile_map", "block_mask", "page_table", "k_pages", "v_pages", "page_layout", "num_decodes", "num_splits",
+    "tile_map", "page_table", "k_pages", "v_pages", "page_layout", "num_decodes", "num_splits",
     "split_size", "softmax", "mask", "score", "sink", "let", "scalars", "tensors",
     "dq", "dk", "dv", "do", "dout", "dlse", "delta", "stream", "device", "dtype", "self", "true",
     "false",

@@ -439,6 +439,7 @@ def _compile(
         locate=places,
         written=written,
         unsure=unsure,
+        blocks=model.blocks,
         **{one.name: getattr(model, one.name) for one in fields(VariantSettings)},
     )
 

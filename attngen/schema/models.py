@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema
 
 from attngen.formats import SCHEMA
+from attngen.lang.blocks import BLOCKS
 from attngen.lang.variant import VariantSettings
 from attngen.schema.fields import (
     Alignment,
@@ -159,6 +160,9 @@ class _Expressions(Model):
     score: Expression | None = Field(default=None, description="the logit, from s = scale * (q . k); left out: s")
     sink: Expression | None = Field(
         default=None, description="a logit of each head that joins the softmax and has no value; left out: none"
+    )
+    blocks: Annotated[int, OneOf(BLOCKS)] | None = Field(
+        default=None, description="queries and keys of a block; a call shows blocks by `block_mask`"
     )
     let: dict[LetName, Expression] = Field(default={}, description="named intermediate values and functions, in order")
     scalars: dict[SymbolName, ScalarModel] = {}
