@@ -135,12 +135,13 @@ def variant(
 
     The arguments are the fields of a variant in a spec, described in docs/spec.md: ``mask`` is true where a query sees
     a key; ``score`` is the logit in terms of ``s``; ``sink`` is a logit of each head that has no key, and
-    ``sink_in_lse=False`` leaves it out of the log-sum-exp; ``let`` names values and functions, in order; ``scalars``
-    and ``tensors`` declare the arguments of a call, for example ``tensors={"window": {"dtype": "int32", "shape":
-    ["h"]}}``; with ``blocks=64`` or 128, queries see only the blocks of keys that ``block_mask`` of the call shows, bool,
-    (batch, heads, query blocks, key blocks), of those that ``mask`` shows; ``weights="sigmoid"`` takes the sigmoid of each logit in place of the softmax; ``dropout`` drops
-    probabilities; with ``keys="index"``, queries see only the keys that the call lists in ``indices``. Kernels built
-    from a spec under the same ``name``, with the same definition, serve its calls.
+    ``sink_in_lse=False`` leaves it out of the log-sum-exp; with ``blocks=64`` or 128, queries see, of what ``mask``
+    shows, the blocks of keys that ``block_mask`` of the call shows, bool, (batch, heads, query blocks, key blocks);
+    ``let`` names values and functions, in order; ``scalars`` and ``tensors`` declare the arguments of a call, for
+    example ``tensors={"window": {"dtype": "int32", "shape": ["h"]}}``; ``weights="sigmoid"`` takes the sigmoid of each
+    logit in place of the softmax; ``dropout`` drops probabilities; with ``keys="index"``, queries see only the keys
+    that the call lists in ``indices``. Kernels built from a spec under the same ``name``, with the same definition,
+    serve its calls.
 
     Raises SpecError, which names the argument and marks the place in an expression. Warns about expressions that
     are legal but probably mistakes, such as a condition that is never true.

@@ -259,8 +259,8 @@ def _refuse_blocks(
     """Raise SpecError if a variant with ``blocks`` has ``keys``, or declares the tensor that ``blocks`` adds."""
     if keys is not None:
         raise SpecError(
-            f"'keys: {keys}' lists the keys of each query, and 'blocks: {blocks}' those of each block of queries; leave "
-            "out one",
+            f"'keys: {keys}' lists the keys of each query, and 'blocks: {blocks}' those of each block of queries; "
+            "leave out one",
             location=locate(places, "blocks"),
             field="blocks",
         )
