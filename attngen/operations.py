@@ -120,6 +120,7 @@ OPERATIONS = (
         facts="attngen.families.topk.explain:facts",
         trial="attngen.lab.verify.selected:try_topk",
     ),
+    Operation("block_mask", {"call": ("block_mask",)}, operators=("operator",)),
     ATTENTION,
 )
 

@@ -14,7 +14,7 @@ from attngen.cli import group
 
 #: Module → names that programs import from it. Rows are added; one goes only with a word in the changelog.
 PUBLIC = {
-    "attngen": "append_kv attention attention_paged attention_varlen debug define_operators errors explain "
+    "attngen": "append_kv attention attention_paged attention_varlen block_mask debug define_operators errors explain "
     "index_scores integrations jit load merge parallel quantize tile_map topk variant",
     "attngen.integrations": "sdpa",  # beside its modules below
     "attngen.integrations.bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input "
@@ -52,7 +52,10 @@ PUBLIC = {
 }
 
 #: Operators of no variant, in ``torch.ops.attngen``, which exported programs name.
-OPERATORS = ("kv__append", "qkv__quantize", "scores__topk", "keys__index_scores", "dropout__state", "dropout__draw")
+OPERATORS = (
+    "kv__append", "qkv__quantize", "scores__topk", "keys__index_scores", "blocks__mask",
+    "dropout__state", "dropout__draw",
+)  # fmt: skip
 
 COMMANDS = (
     "new", "spec", "check", "build", "list", "show", "explain", "verify", "bench", "tune", "package", "doctor", "cache",

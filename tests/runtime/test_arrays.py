@@ -59,6 +59,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "merge": (attngen.merge, (OUTS, LSES), {}),
     "merge of one array": (attngen.merge, (STACKED_OUTS, STACKED_LSES), {}),
     "topk": (attngen.topk, (torch.randn(3, 9), 2), {"lengths": torch.tensor([9, 4, 1], dtype=torch.int32)}),
+    "block_mask": (
+        attngen.block_mask, (torch.tensor([[[[0, 2], [1, 1]]]], dtype=torch.int32),),
+        {"counts": torch.tensor([[[1, 2]]], dtype=torch.int32), "key_blocks": 3},
+    ),
     "index_scores": (attngen.index_scores, (Q, K[:, :, 0], torch.randn(2, 3, 4)), {"variant": "causal"}),
     "index_scores with arguments": (
         attngen.index_scores, (Q, K[:, :, 0], torch.randn(2, 3, 4)), {"variant": "allowed", "allowed": ALLOWED}

@@ -138,6 +138,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "merge": lambda: attngen.merge([Q, Q], [LOG_SUMS] * 2),
     "index scores": lambda: attngen.index_scores(*INDEXED),
     "topk": lambda: attngen.topk(NUMBERS, 5, lengths=LENGTHS),
+    "block mask": lambda: attngen.block_mask(LENGTHS[None, None, None], key_blocks=1000),
     "append": appended,
     "explain": lambda: attngen.explain(Q, K, V, variant="causal"),
     "explain a backward": lambda: attngen.explain(Q, K, V, variant=DOCUMENTS, doc=DOC, direction="backward"),

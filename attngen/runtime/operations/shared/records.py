@@ -17,6 +17,8 @@ OptionalTensor = Annotated[Tensor | None, "Tensor?"]
 Flag = Annotated[bool, "bool"]
 Text = Annotated[str, "str"]
 Integer = Annotated[int, "int"]
+#: An integer that may be the symbol of an extent in a compiled program.
+Size = Annotated[int, "SymInt"]
 
 
 class Fields:
