@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 #: Directions of kernels that are not attention.
-APPEND, INDEX_SCORES, QUANTIZE, TOPK, WIDEN = "append", "index_scores", "quantize", "topk", "widen"
+APPEND, BLOCK_MASK, INDEX_SCORES, QUANTIZE = "append", "block_mask", "index_scores", "quantize"
+TOPK, WIDEN = "topk", "widen"
 
 #: What such kernels compute, where no variant of a spec says it. No variant can have these names.
-APPEND_VARIANT, QUANTIZE_VARIANT, TOPK_VARIANT, WIDEN_VARIANT = "append-kv", "quantize-qkv", "topk-scores", "widen-kv"
+APPEND_VARIANT, BLOCK_MASK_VARIANT, QUANTIZE_VARIANT = "append-kv", "block-mask", "quantize-qkv"
+TOPK_VARIANT, WIDEN_VARIANT = "topk-scores", "widen-kv"
 
 
 class Operation(NamedTuple):
@@ -120,7 +122,17 @@ OPERATIONS = (
         facts="attngen.families.topk.explain:facts",
         trial="attngen.lab.verify.selected:try_topk",
     ),
-    Operation("block_mask", {"call": ("block_mask",)}, operators=("operator",)),
+    Operation(
+        "block_mask",
+        {"call": ("block_mask",)},
+        operators=("operator",),
+        directions=(BLOCK_MASK,),
+        variant=BLOCK_MASK_VARIANT,
+        schedules=("block_mask.schedule",),
+        specs="attngen.schema.helper_kernels:block_maskers",
+        facts="attngen.families.block_mask.explain:facts",
+        trial="attngen.lab.verify.block_masks:try_block_mask",
+    ),
     ATTENTION,
 )
 

@@ -2,7 +2,7 @@
 
 from attngen.schema.expand import expand, spec_hash
 from attngen.schema.export import json_schema
-from attngen.schema.helper_kernels import appends, quantizers, selectors, wideners
+from attngen.schema.helper_kernels import appends, block_maskers, quantizers, selectors, wideners
 from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.loading import Spec, declare_variant, doubts_of_fields
 from attngen.schema.presets import preset, preset_names
@@ -12,6 +12,7 @@ __all__ = [
     "KernelSpec",
     "Spec",
     "appends",
+    "block_maskers",
     "declare_variant",
     "doubts_of_fields",
     "expand",

@@ -1,4 +1,4 @@
-"""Specs of the kernels that come with those of attention: append, quantize, widen and select."""
+"""Specs of the kernels that come with those of attention: append, quantize, widen, select, and make block masks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 
 from attngen.arch import ARCHES
 from attngen.dtypes import LATENT_ROWS, QUANTIZED_DTYPES
+from attngen.lang.blocks import BLOCK_MASK as BLOCK_MASK_TENSOR
 from attngen.lang.variant import Variant
 from attngen.operations import (
     APPEND,
     APPEND_VARIANT,
+    BLOCK_MASK,
+    BLOCK_MASK_VARIANT,
     INDEX_SCORES,
     QUANTIZE,
     QUANTIZE_VARIANT,
@@ -133,6 +136,25 @@ def selectors(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
                 KernelSpec(
                     package=kernel.package, variant=Variant(TOPK_VARIANT), arch=kernel.arch, head_dim_qk=1,
                     head_dim_v=1, dtype="fp32", direction=TOPK, backend="cuda", spec_file=kernel.spec_file,
+                    location=kernel.location, places=kernel.places,
+                ),
+            )  # fmt: skip
+    return tuple(by_arch.values())
+
+
+def block_maskers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """The kernels that make block masks: one for each arch with kernels of variants that take one (``blocks``).
+
+    No entry of a spec asks for them. Their dtype means nothing: lists and masks have one each.
+    """
+    by_arch: dict[str, KernelSpec] = {}
+    for kernel in kernels:
+        if BLOCK_MASK_TENSOR in kernel.variant.tensors:
+            by_arch.setdefault(
+                kernel.arch,
+                KernelSpec(
+                    package=kernel.package, variant=Variant(BLOCK_MASK_VARIANT), arch=kernel.arch, head_dim_qk=1,
+                    head_dim_v=1, dtype="fp32", direction=BLOCK_MASK, backend="cuda", spec_file=kernel.spec_file,
                     location=kernel.location, places=kernel.places,
                 ),
             )  # fmt: skip

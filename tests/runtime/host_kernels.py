@@ -1,5 +1,4 @@
-"""The kernels that append to caches and those that quantize, compiled for the host, and a driver that runs them on CPU
-tensors."""
+"""The kernels of operations, compiled for the host, and a driver that runs them on CPU tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.schema import appends, expand, load_spec_text, quantizers, selectors, wideners
+from attngen.schema import appends, block_maskers, expand, load_spec_text, quantizers, selectors, wideners
 from tests.render.headers import headers
 
 COMPILER = shutil.which("g++")
@@ -77,6 +76,17 @@ arch: [sm90a]
 kernels:
   - {variant: causal, dtype: bf16, head_dim: [64, 128], layout: [dense, paged], passes: index_scores}
   - {variant: [sliding_window, chunked], dtype: fp16, head_dim: 128, passes: index_scores}
+"""
+
+#: Entry whose variant takes a block mask, and so brings the kernel that makes one.
+SPEC_OF_BLOCKS = """
+schema: 1
+package: blocks
+arch: [sm90a]
+variants:
+  blockwise: {blocks: 64}
+kernels:
+  - {variant: blockwise, dtype: bf16, head_dim: 128}
 """
 
 #: Dtypes of the kernels that append, and of their caches where these have fewer bits.
@@ -133,11 +143,21 @@ def prepared_for_indices() -> list[Prepared]:
 
 
 @cache
+def prepared_block_maskers(arch: str = "sm90a") -> list[Prepared]:
+    """Return the kernel that makes block masks."""
+    rendered = []
+    for spec in block_maskers(expand(load_spec_text(SPEC_OF_BLOCKS))):
+        planned = plan(replace(spec, arch=arch))
+        rendered.append(Prepared(spec, planned, render(planned)))
+    return rendered
+
+
+@cache
 def library(name: str) -> ctypes.CDLL:
     """Return the launch of a symbol for this machine."""
     every = [
         *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
-        *prepared_for_indices(),
+        *prepared_for_indices(), *prepared_block_maskers(),
     ]  # fmt: skip
     (source,) = (one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
     symbol = name
@@ -235,6 +255,11 @@ def widening_kernels() -> list[Kernel]:
 def kernels_for_indices() -> list[Kernel]:
     """Return those that score keys for an index, and the one that selects."""
     return as_kernels([one.plan for one in prepared_for_indices()])
+
+
+def block_masking_kernels() -> list[Kernel]:
+    """Return the one that makes block masks."""
+    return as_kernels([one.plan for one in prepared_block_maskers()])
 
 
 def as_kernels(planned: Sequence[Plan]) -> list[Kernel]:

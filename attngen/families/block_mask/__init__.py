@@ -1,0 +1,1 @@
+"""Block masks out of lists of blocks."""
