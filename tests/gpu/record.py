@@ -61,7 +61,7 @@ FAMILIES = {
     "forward": (
         "accuracy", "hidden", "memory", "stress", "narrow", "attempts", "constants", "divisions", "divisors", "bounds",
         "looking", "calls", "waves", "shared_tiles", "mask_bits", "tile_maps", "biases", "outside", "transforms",
-        "columns", "score_values", "tables", "cards", "fallback", "arrays",
+        "columns", "score_values", "tables", "cards", "fallback", "arrays", "block_mask",
     ),
     "backward": ("backward", "backward_stress", "cut_tiles", "mla_backward"),
     "decode": ("decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "decode_stress", "dependent_launches"),

@@ -18,6 +18,6 @@ def block_mask(call: BlockLists, sizes: MaskSizes) -> Tensor:
     rows = torch.arange(count, device=indices.device).view(*sizes.rows, 1)
     # entries that are not listed go behind the mask
     end = count * sizes.key_blocks
-    places = torch.where(listed, rows * sizes.key_blocks + indices, end)
+    places = (rows * sizes.key_blocks + indices).masked_fill(~listed, end)
     mask = torch.zeros(end + 1, dtype=torch.bool, device=indices.device).scatter_(0, places.reshape(-1), True)
     return mask[:-1].view(sizes.shape)
