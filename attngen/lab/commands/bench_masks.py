@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen.commands.output import counted, print_table
-from attngen.lab.commands.bench_output import ratio
+from attngen.lab.commands.bench_output import print_absent, ratio
 
 if TYPE_CHECKING:
     from attngen.lab.bench.masks.report import MaskReport, MaskResult, MaskRow
@@ -22,6 +22,7 @@ def print_plan(report: MaskReport) -> None:
     """Print the cells."""
     rows = [[row.name, f"b1 s{row.cell.seqlen} h{row.cell.heads}/{row.cell.kv_heads}"] for row in report.rows]
     print_table(["cell", "shape"], rows)
+    print_absent(report, "cell")
     click.echo(f"masks: {counted(len(rows), 'cell')}; nothing was measured")
 
 
@@ -52,6 +53,7 @@ def print_masks(report: MaskReport) -> None:
     ):
         if named:
             click.echo("\n".join([f"{title}: {len(named)}", *(f"  {line}" for line in named)]))
+    print_absent(report, "cell")
     for line in report.failed:
         click.secho(line, fg="red", err=True)
     if report.gpu is not None:

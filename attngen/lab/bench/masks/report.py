@@ -17,6 +17,11 @@ from attngen.lab.bench.timing import Timing
 CONSTANTS, SCALARS, FRONT_END, UNLEARNED = "attngen", "attngen, scalars", "attngen, front end", "attngen, not learned"
 FLEX, CAUSAL = "FlexAttention", "causal"
 
+#: Libraries that take some of the cases.
+CUDNN_FLEX, CUDNN_BLOCKS, FASTVIDEO, CUEQUIVARIANCE = RIVALS = (
+    "cuDNN flex", "cuDNN block sparse", "FastVideo", "cuEquivariance",
+)  # fmt: skip
+
 #: Most time for a non-empty tile, over causal's: bounds in closed form, a tile map, tensors over pairs.
 CLOSED, MAPPED, PAIRS = 1.25, 1.4, 1.6
 
@@ -75,8 +80,13 @@ class MaskResult(Result):
 
     @classmethod
     def of(cls, contender: str, **fields: Any) -> MaskResult:
-        """A result of a contender; FlexAttention is the peer."""
-        return cls(contender, peer=contender == FLEX, **fields)
+        """A result of a contender; FlexAttention and its rivals are the peers."""
+        return cls(contender, peer=contender in (FLEX, *RIVALS), **fields)
+
+    @classmethod
+    def without(cls, contender: str, reason: str, **fields: Any) -> MaskResult:
+        """A result of a contender that raised: a rival need not take a case."""
+        return cls.of(contender, status="unsupported" if contender in RIVALS else "failed", reason=reason, **fields)
 
     def time(self, direction: str) -> float | None:
         """Median milliseconds of a call in one direction."""

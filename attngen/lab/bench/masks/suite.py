@@ -21,6 +21,7 @@ from attngen.lab.bench.masks.cases import mask_cases
 from attngen.lab.bench.masks.cases.forms import Forms
 from attngen.lab.bench.masks.contenders import Contenders, MaskContender, seconds
 from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, MaskCell, MaskReport, MaskResult, MaskRow
+from attngen.lab.bench.masks.rivals import rivals
 from attngen.lab.bench.report import reason_of
 from attngen.lab.bench.runner import Bench, BenchOptions, Observer, Suite, by_parts
 from attngen.lab.verify.gpu import Gpu
@@ -97,8 +98,10 @@ class MaskSuite(Suite[MaskCell, MaskReport]):
             yield
 
     def planned(self, case: MaskCell) -> MaskRow:
-        """See ``Suite``."""
-        return MaskRow(results=(), cell=case)
+        """See ``Suite``; only libraries that are not installed are known."""
+        missing = [(one.name, one.missing()) for one in rivals()]
+        absent = [MaskResult.without(name, reason) for name, reason in missing if reason is not None]
+        return MaskRow(results=tuple(absent), cell=case)
 
     def compiled(self, gpu: Gpu, observer: Observer) -> MaskReport:
         """See ``Suite``: every contender is called in another process, then compared here."""
@@ -159,7 +162,7 @@ def compare(cell: MaskCell, device: torch.device, first: Mapping[str, float | st
     for name in ready.contenders.names():
         before = first.get(name)
         if isinstance(before, str):
-            ready.results[name] = MaskResult.of(name, status="failed", reason=before)
+            ready.results[name] = MaskResult.without(name, before)
             continue
         try:
             contender = ready.contenders.make(name)
@@ -185,7 +188,9 @@ def compare(cell: MaskCell, device: torch.device, first: Mapping[str, float | st
                 expected = results
             ready.results[name] = result
         except Exception as error:  # whatever a library raises for what it lacks, or a kernel on its way down
-            ready.results[name] = MaskResult.of(name, status="failed", reason=reason_of(error), first=before)
+            ready.results[name] = MaskResult.without(name, reason_of(error), first=before)
+    for name, reason in ready.contenders.left_out().items():
+        ready.results[name] = MaskResult.without(name, reason)
     return ready
 
 
