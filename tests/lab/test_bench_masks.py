@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from attngen import cli
 from attngen.errors import CallError
 from attngen.lab.bench import runner
 from attngen.lab.bench.machine import Ceilings
-from attngen.lab.bench.masks import contenders, first_calls, rivals
+from attngen.lab.bench.masks import contenders, first_calls, maps, rivals
 from attngen.lab.bench.masks import suite as tool
 from attngen.lab.bench.masks.cases import mask_cases
 from attngen.lab.bench.masks.cases.forms import Forms, MaskCase, Size
@@ -276,6 +277,58 @@ def test_one_that_fails_when_it_is_timed_is_named(plain_flex: None) -> None:
     row = timed(bench_on_cpu(rounds=2, pauseless_ms=15.0), ready)
     failed = [(one.contender, one.reason) for one in row.results if one.status == "failed"]
     assert failed == [(FLEX, "ZeroDivisionError: division by zero")]
+
+
+class HeldClock(TickClock):
+    """Marks are as far apart as the calls between them; counts the calls that were held."""
+
+    held = 0
+
+    def hold(self, milliseconds: float) -> None:
+        self.held += 1
+
+
+class MadeMaps(dict[object, Any]):
+    """Kept maps, by a call that makes those of two launches anew if they were dropped."""
+
+    clear_count = 0
+
+    def clear(self) -> None:
+        self.clear_count += 1
+        super().clear()
+
+    def call(self) -> None:
+        for number, milliseconds in enumerate((0.5, 0.25)):
+            self.setdefault(number, SimpleNamespace(times=[(1.0, 1.0 + milliseconds)]))
+
+
+def test_maps_are_timed_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each timed call makes its maps anew; those of all launches of a backward pass count."""
+    made, clock = MadeMaps(), HeldClock()
+    monkeypatch.setattr(maps, "KEPT", made)
+    monkeypatch.setattr(maps, "kept_maps", lambda: made)
+    assert maps.milliseconds_of_maps(made.call, clock) == pytest.approx(0.75)
+    assert made.clear_count == clock.held + 1 > 5
+    assert not made
+    assert maps.milliseconds_of_maps(lambda: None, clock) is None
+
+
+def test_masks_whose_maps_may_change_are_those_that_read_tensors() -> None:
+    for name, reads in {"radial": False, "bigbird": True, "FIRE": False, "documents in the score": True}.items():
+        assert Contenders.of(small(CASES[name]), CPU).mask_reads_tensors() == reads
+
+
+def test_times_of_maps_are_in_the_document_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    own = replace(result(CONSTANTS, 0.5, 0.5, ("forward",)), maps={"forward": 0.125})
+    report = MaskReport(rows=(row(own, reads=True), row(own)))
+    first, second = report.to_dict()["rows"]
+    assert (first["mask_reads_tensors"], second["mask_reads_tensors"]) == (True, False)
+    assert first["results"][0]["forward"]["map_milliseconds"] == 0.125
+    assert first["results"][0]["backward"]["map_milliseconds"] is None
+    command.print_masks(report)
+    printed = capsys.readouterr().out
+    assert "0.125" in printed
+    assert printed.count("0.125 once") == 1
 
 
 def result(name: str, forward: float, backward: float, mapped: Sequence[str] = ()) -> MaskResult:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from attngen.lab.bench.masks.report import MaskReport, MaskResult, MaskRow
 
 _COLUMNS = (
-    "cell", "", "forward ms", "backward ms", "speed / FlexAttention", "", "per tile / causal", "", "first call s",
-    "second ms", "error",
+    "cell", "", "forward ms", "backward ms", "map ms", "", "speed / FlexAttention", "",
+    "per tile / causal", "", "first call s", "second ms", "error",
 )  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def _cells(row: MaskRow, one: MaskResult) -> list[str]:
     return [
         one.contender,
         *(_milliseconds(one, each) for each in DIRECTIONS),
+        *(_of_map(row, one, each) for each in DIRECTIONS),
         *speeds,
         *(ratio(row.to_causal(one, each)) for each in DIRECTIONS),
         "" if one.first is None else f"{one.first:.1f}",
@@ -84,3 +85,8 @@ def _cells(row: MaskRow, one: MaskResult) -> list[str]:
 def _milliseconds(one: MaskResult, direction: str) -> str:
     timing = one.timings.get(direction)
     return "" if timing is None else f"{timing.milliseconds:.3f}{'*' if timing.host_bound else ''}"
+
+
+def _of_map(row: MaskRow, one: MaskResult, direction: str) -> str:
+    made = one.maps.get(direction)
+    return "" if made is None else f"{made:.3f}{'' if row.reads else ' once'}"

@@ -164,6 +164,11 @@ class Contenders:
         keywords = {"variant": own, **forms.arguments(constant=constant)}
         return _own(name, bshd, keywords, learned)
 
+    def mask_reads_tensors(self) -> bool:
+        """Whether tensors decide which pairs are visible; else one tile map serves all calls of a shape."""
+        own = variant(name=self.cell.case.identifier, **self.forms.fields(constant=True)).value
+        return bool(own.uses(own.mask)[1])
+
     def tiles(self) -> int:
         """Count the tiles of 128 x 128 pairs that are not empty, over all heads."""
         mask = self.block_mask
