@@ -289,7 +289,7 @@ class HeldClock(TickClock):
 
 
 class MadeMaps(dict[object, Any]):
-    """Kept maps, by a call that makes those of two launches anew if they were dropped."""
+    """Kept maps, by a call that makes those of two launches if they were dropped."""
 
     clear_count = 0
 
@@ -303,7 +303,7 @@ class MadeMaps(dict[object, Any]):
 
 
 def test_maps_are_timed_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each timed call makes its maps anew; those of all launches of a backward pass count."""
+    """Each timed call makes its maps again; those of all launches of a backward pass count."""
     made, clock = MadeMaps(), HeldClock()
     monkeypatch.setattr(maps, "KEPT", made)
     monkeypatch.setattr(maps, "kept_maps", lambda: made)

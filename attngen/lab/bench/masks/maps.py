@@ -8,7 +8,7 @@ from collections.abc import Callable
 from attngen.lab.bench.timing import Clock
 from attngen.runtime.launch.map_cache import KEPT, kept_maps
 
-#: Calls that make their maps anew, of which the median counts.
+#: Calls that make their maps again, of which the median counts.
 _CALLS = 7
 
 #: Milliseconds that the card waits for each of them to be enqueued.

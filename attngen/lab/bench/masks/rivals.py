@@ -40,10 +40,10 @@ class Rival(Protocol):
 
 def rivals() -> tuple[Rival, ...]:
     """All of them in the order of their rows."""
-    return CudnnFlex(), CudnnBlocks(), FastVideo(), CuEquivariance()
+    return CudnnIntervals(), CudnnBlocks(), FastVideo(), CuEquivariance()
 
 
-class CudnnFlex:
+class CudnnIntervals:
     """The flexible attention of cuDNN's frontend: masks as intervals of keys, whose plan is made beforehand."""
 
     name, heads_first = CUDNN_FLEX, False
