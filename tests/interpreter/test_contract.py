@@ -140,14 +140,14 @@ def test_the_classifier_finds_the_map_of_the_reference(
     assert interpreter.call("map_is_right", text, case, seed)
 
 
-#: Masks that read tensors at one element for blocks of pairs: of a tile, larger, smaller, of rows; and beside
+#: Masks that read tensors at one element for blocks of pairs: smaller than a tile, a tile, larger, of rows; and beside
 #: conditions that bounds decide or leave to pairs.
 BLOCKS = {
+    "small": "sel[h, q // 8, kv // 8]",
+    "beside pairs": "sel[h, q // 16, kv // 8] and seen[b, kv]",
     "tile": "sel[h, q // 16, kv // 16]",
     "large": "sel[h, q // 32, kv >> 6] and q_pos >= kv",
-    "small": "sel[h, q // 8, kv // 8]",
     "wide": "sel[h, q // 4, kv // 32] or q_pos == kv",
-    "beside pairs": "sel[h, q // 16, kv // 8] and seen[b, kv]",
     "rows": "q_pos >= 0 and sel[h, q_pos, kv // 16]",
     "shifted": "sel[h, (q + 8) // 16, kv // 16] or not sel[h, q // 8, (kv + 4) // 16]",
     "other": "(not sel[h, q // 8, kv // 16]) if q_pos >= kv else seen[b, kv]",
