@@ -83,7 +83,7 @@ class CudnnBlocks:
         """See ``Rival``."""
         lists, counts = block_lists(forms)
         options = {"q2k_block_nums": counts, "sparse_block_size": forms.sizes["block"]}
-        return lambda: _ByCudnn.apply(q, k, v, lists, options)  # type: ignore[no-any-return, no-untyped-call]
+        return lambda: _ByCudnn.apply(q, k, v, lists, options)
 
 
 class _ByCudnn(torch.autograd.Function):
@@ -124,7 +124,7 @@ class FastVideo:
         attend = import_module("fastvideo_kernel").block_sparse_attn_from_indices
         lists, counts = block_lists(forms)
         sizes = torch.full(lists.shape[-1:], forms.sizes["block"], device=q.device, dtype=torch.int32)
-        return lambda: output_of(attend(q, k, v, lists, counts, sizes))  # type: ignore[no-any-return]
+        return lambda: output_of(attend(q, k, v, lists, counts, sizes))
 
 
 class CuEquivariance:
@@ -148,7 +148,7 @@ class CuEquivariance:
         bias, keep = (forms.tensors[name] for name in forms.pair_bias)
         attend = import_module("cuequivariance_torch").triangle_attention
         mask = keep[None, None, None, None]
-        return lambda: attend(q[:, None], k[:, None], v[:, None], bias[None, None], mask).squeeze(1)  # type: ignore[no-any-return]
+        return lambda: attend(q[:, None], k[:, None], v[:, None], bias[None, None], mask).squeeze(1)
 
 
 def block_lists(forms: Forms) -> tuple[Tensor, Tensor]:
