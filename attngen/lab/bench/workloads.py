@@ -86,7 +86,7 @@ def workload(variant: Variant, case: BenchCase, device: torch.device | str) -> W
     """
     terms = terms_of(variant, case, device)
     if terms is not None:
-        if terms.flags == Flags(causal=True):  # half of the square, as all libraries count it
+        if terms.flags == Flags(causal=True) and terms.sinks is None:  # half of the square, as all libraries count it
             pairs = case.batch * case.heads * case.seqlen**2 / 2
         else:
             pairs = visible_pairs(variant, case, terms.arguments, device)
