@@ -15,6 +15,7 @@ from attngen.lang.statements import Code, Statement, declared, depending, joined
 from attngen.lang.statistics import Separated, Statistic, one_sided, separated
 from attngen.plan.model import Launch, Plan
 from attngen.plan.traits import mask_block
+from attngen.render.blocks import BlocksView
 from attngen.render.cuda_masking import map_block, row_values
 from attngen.render.cuda_math import element_bindings
 from attngen.render.cuda_statements import int_constant, number_queries
@@ -70,22 +71,6 @@ class PairsView:
     def reads(self) -> frozenset[str]:
         """Names that the code reads."""
         return reads([*self.lines, self.inside, self.address, *self.if_none, *self.if_every])
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksView:
-    """Conditions on a block of pairs for all of which the mask reads tensors at one element: whether some pair may be
-    visible, and whether all must be. The block begins at ``q_lo`` and ``kv_lo``; its size is (queries, keys)."""
-
-    size: Block
-    lines: tuple[Statement, ...]
-    may: Code
-    must: Code
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """Names that the code reads."""
-        return reads([*self.lines, self.may, self.must])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attngen.lang.bands import Bands, bands, classify
+from attngen.lang.blocks import Block, at_corner
 from attngen.lang.emit import Binding, EmittedMany
 from attngen.lang.folding import PRODUCT, fold_variant
 from attngen.lang.ir import Expr, names, spelled
@@ -13,6 +14,8 @@ from attngen.lang.segments import segments
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Code, Statement, declared, joined, leaf, reads, statement, written
 from attngen.plan.model import Plan
+from attngen.plan.traits import mask_block
+from attngen.render.blocks import BlocksView
 from attngen.render.expressions import (
     KEYS,
     QUERIES,
@@ -103,11 +106,19 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class MapLines:
-    """Lines of the classifier kernel: the keys that it looks at, what is constant, and the mask of one tile."""
+    """Lines of the classifier kernel: the keys that it looks at, what is constant, and the mask of one tile; before
+    them the conditions on a block of pairs, where the mask is constant on blocks."""
 
     range_lines: tuple[Statement, ...]
+    blocks: BlocksView | None
     hoisted: tuple[Statement, ...]
     lines: tuple[Statement, ...]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names that the lines read."""
+        read = reads([*self.range_lines, *self.hoisted, *self.lines])
+        return read if self.blocks is None else read | self.blocks.reads
 
 
 # --- names --------------------------------------------------------------------------------------------------
@@ -398,7 +409,27 @@ def map_lines(plan: Plan, along: Along) -> MapLines:
     if along is QUERIES and "q_pos" in read:
         body.insert(0, assign("q_pos", "{q_index} + ({seqlen_k} - {seqlen_q})"))
     body.append(assign("visible", mask.results[0]))
-    return MapLines(_with_corners(lines, along=along), tuple(hoisted), tuple(body))
+    block = mask_block(plan.variant, (plan.tile_m, plan.tile_n))
+    blocks = _blocks(plan, along, block, declared(lines)) if block else None
+    return MapLines(_with_corners(lines, along=along), blocks, tuple(hoisted), tuple(body))
+
+
+def _blocks(plan: Plan, along: Along, size: Block, taken: Iterable[str]) -> BlocksView:
+    """Return the conditions on a block of pairs, one in each of 32 tiles along an axis."""
+    may, must = classify(at_corner(plan.variant.mask, size), facts_of(plan))
+    bound = corner_bindings(plan, TRITON, along)
+    for axis, corners in _CORNERS.items():
+        bound |= {name: Binding(name, frozenset({axis} & {along.axis})) for name in corners}
+    code = emit_for(plan, TRITON, [may, must], bound, prefix="tiles_", taken=taken, inner=along.axis)
+    asked = reads([*code.hoisted, *code.body, *code.results])
+    ends = {
+        "q_hi": f"tl.minimum({{q_lo}} + {size[0]}, {{seqlen_q}}) - 1",
+        "kv_hi": f"tl.minimum({{kv_lo}} + {size[1]}, {{seqlen_k}}) - 1",
+        "q_pos_lo": "{q_lo} + ({seqlen_k} - {seqlen_q})", "q_pos_hi": "{q_hi} + ({seqlen_k} - {seqlen_q})",
+    }  # fmt: skip
+    asked |= {"q_hi"} if "q_pos_hi" in asked else set()
+    lines = [assign(name, end) for name, end in ends.items() if name in asked]
+    return BlocksView(size, (*lines, *code.hoisted, *code.body), *code.results)
 
 
 def _elements_of_key_tile(plan: Plan) -> dict[str, Binding]:

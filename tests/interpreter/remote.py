@@ -26,6 +26,7 @@ from attngen.runtime.arguments.checked import Call, Packing
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.launch.pinned import Buffers, prepared_shapes
 from attngen.schema import expand, load_spec_text
+from tests.map_oracle import bits_of, tiled, visible
 from tests.runtime.eager_map import eager_tile_map
 
 prepare_process()
@@ -251,6 +252,27 @@ def map_is_right(text: str, case: Case, seed: int) -> bool:
     batch, heads = (extent > 1 for extent in buffers.words.shape[:2])
     wanted = eager_tile_map(one.call, kernel_.tile_m, kernel_.tile_n, per_batch=batch, per_head=heads)
     return bool(torch.equal(buffers.words, wanted.expand_as(buffers.words)))
+
+
+def gradient_maps_are_right(text: str, case: Case, seed: int) -> bool:
+    """Whether the maps of a backward, of which rows list tiles of keys or of queries, are those of the mask."""
+    one = ready(text, case, seed)
+    given = {"q": one.inputs.q, "k": one.inputs.k, "v": one.inputs.v}
+    wanted = expected_gradients(one.call, *given.values(), torch.Generator().manual_seed(0))
+    given |= {"out": wanted.out, "lse": wanted.lse, "dout": wanted.dout}
+    buffers, _ = poisoned_gradients(one.run.kernel, one.call, given, wanted.dlse.contiguous())
+    one.run.differentiate(one.call, buffers)
+    assert set(buffers.words) == {"dkdv", "dq"}
+    launches = {launch.name: launch for launch in planned(text).launches}
+    for name, words in buffers.words.items():
+        tiles = launches[name].tile_m, launches[name].tile_n
+        for b, masks in enumerate(visible(one.call)[: len(words)]):
+            for h, mask in enumerate(masks[: words.shape[1]]):
+                kinds = tiled(mask, *tiles)[:2] if name == "dq" else tiled(mask.T, *tiles[::-1])[:2]
+                for kind, bits in zip(kinds, bits_of(words[b, h]).unbind(1), strict=True):
+                    if not torch.equal(bits[: kind.shape[0], : kind.shape[1]], kind) or bits.sum() != kind.sum():
+                        return False
+    return True
 
 
 def large_logits(text: str, size: float) -> tuple[bool, bool]:

@@ -7,6 +7,7 @@ import pytest
 
 from attngen.inspect.cases import Case
 from tests.interpreter.process import Interpreter
+from tests.interpreter.test_backward import spec as of_gradients
 from tests.interpreter.test_numerics import LOADS, spec
 from tests.sampling import sampled
 
@@ -137,6 +138,45 @@ def test_the_classifier_finds_the_map_of_the_reference(
         case = Case("map", (20, 3), (530, 47), heads=2, used=(530, 20))
     text = spec(variant, tile_map="always", layout=layout)
     assert interpreter.call("map_is_right", text, case, seed)
+
+
+#: Masks that read tensors at one element for blocks of pairs: smaller than a tile, a tile, larger, of rows; and beside
+#: conditions that bounds decide or leave to pairs.
+BLOCKS = {
+    "small": "sel[h, q // 8, kv // 8]",
+    "beside pairs": "sel[h, q // 16, kv // 8] and seen[b, kv]",
+    "tile": "sel[h, q // 16, kv // 16]",
+    "large": "sel[h, q // 32, kv >> 6] and q_pos >= kv",
+    "wide": "sel[h, q // 4, kv // 32] or q_pos == kv",
+    "rows": "q_pos >= 0 and sel[h, q_pos, kv // 16]",
+    "shifted": "sel[h, (q + 8) // 16, kv // 16] or not sel[h, q // 8, (kv + 4) // 16]",
+    "other": "(not sel[h, q // 8, kv // 16]) if q_pos >= kv else seen[b, kv]",
+}
+
+
+def of_blocks(mask: str) -> str:
+    """The declaration of a variant with such a mask."""
+    tensors = "sel: {dtype: bool, shape: [h, rows, columns]}, seen: {dtype: bool, shape: [b, seqlen_k]}"
+    return f'variants:\n  blocks: {{mask: "{mask}", tensors: {{{tensors}}}}}\n'
+
+
+@sampled(always=2, mask=BLOCKS, layout=["dense", "varlen"], seed=range(2))
+def test_the_classifier_decides_blocks(interpreter: Interpreter, mask: str, layout: str, seed: int) -> None:
+    """More queries than keys in one sequence, ragged ends, keys that are not used, and more tiles than a word has."""
+    if layout == "dense":
+        case = Case("map", (20,) * 2, (530,) * 2, heads=2, used=(9, 530))
+    else:
+        case = Case("map", (20, 23), (530, 11), heads=2, used=(530, 11))
+    text = spec("blocks", declared=of_blocks(mask), tile_map="always", layout=layout)
+    assert interpreter.call("map_is_right", text, case, seed)
+
+
+@sampled(always=2, mask=BLOCKS, layout=["varlen", "dense"], tile=["{m: 16, n: 16}", "{m: 32, n: 16}"])
+def test_classifiers_of_gradients_decide_blocks(interpreter: Interpreter, mask: str, layout: str, tile: str) -> None:
+    lengths = ((45,) * 2, (70,) * 2) if layout == "dense" else ((45, 13), (70, 7))
+    case = Case("map", *lengths, heads=2, used=(33, 70) if layout == "dense" else (70, 7))
+    text = of_gradients("blocks", declared=of_blocks(mask), tile_map="always", layout=layout, tile=tile)
+    assert interpreter.call("gradient_maps_are_right", text, case, 3)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e10, 2e18])

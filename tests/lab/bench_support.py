@@ -178,6 +178,81 @@ def attended(one: Tensors, causal: bool) -> torch.Tensor:
     return out.transpose(1, 2).to(one.q.dtype)
 
 
+def shown(ends: torch.Tensor, seqlen: int) -> torch.Tensor:
+    """The pairs of intervals by their ends, (heads, ends, queries): bools (heads, queries, keys)."""
+    kv = torch.arange(seqlen)
+    passed = (kv >= ends.transpose(1, 2)[..., None]).sum(-2)  # ends up to a key
+    return passed % 2 == 0
+
+
+def masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, bias: torch.Tensor | float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of (batch, heads, seqlen, head_dim) in plain torch; the bools of pairs are broadcast."""
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    logits = torch.where(seen, q @ k.mT / q.shape[-1] ** 0.5 + bias, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks[None, :, None, None].expand(*logits.shape[:3], 1)], -1)
+    return torch.softmax(logits, -1).nan_to_num(nan=0.0)[..., : k.shape[2]] @ v
+
+
+class StubCudnn:
+    """The functions of cuDNN's frontend in plain torch."""
+
+    @staticmethod
+    def sdpa_torch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, window_left: int,
+        sinks: torch.Tensor | None, return_lse: bool,
+    ) -> Any:  # fmt: skip
+        row, column = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+        seen = (row >= column) | torch.tensor(not is_causal)
+        if window_left >= 0:
+            seen = seen & (row - column < window_left)
+        out = masked(q, k, v, seen, sinks=sinks)
+        return (out, None) if return_lse else out
+
+    @staticmethod
+    def create_mask_plan(
+        ends: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, build_backward: bool
+    ) -> torch.Tensor:
+        batch, seqlen, heads = q.shape[:3]
+        assert ends.dtype == torch.int32
+        assert ends.is_contiguous()
+        assert ends.shape[0] in (1, heads)
+        assert ends.shape[2] == batch * seqlen
+        return shown(ends, k.shape[1]).unflatten(1, (batch, seqlen)).transpose(0, 1)
+
+    @staticmethod
+    def flex_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask_plan: torch.Tensor) -> torch.Tensor:
+        return masked(*(each.transpose(1, 2) for each in (q, k, v)), mask_plan).transpose(1, 2)
+
+    @staticmethod
+    def block_sparse_attention_forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lists: torch.Tensor, *, q2k_block_nums: torch.Tensor,
+        sparse_block_size: int,
+    ) -> Any:  # fmt: skip
+        return masked(q, k, v, of_lists(lists, q2k_block_nums, sparse_block_size, q.shape[2])), None
+
+    @staticmethod
+    def block_sparse_attention_backward(
+        dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: None,
+        lists: torch.Tensor, **options: Any,
+    ) -> Any:  # fmt: skip
+        leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+        with torch.enable_grad():
+            again, _ = StubCudnn.block_sparse_attention_forward(*leaves, lists, **options)
+        return torch.autograd.grad(again, leaves, dout)
+
+
+def of_lists(lists: torch.Tensor, counts: torch.Tensor, block: int, seqlen: int) -> torch.Tensor:
+    """The pairs of lists of key blocks: bools (1, heads, seqlen, seqlen)."""
+    assert lists.dtype == counts.dtype == torch.int32
+    valid = torch.arange(lists.shape[-1]) < counts[..., None]
+    chosen = torch.zeros(lists.shape, dtype=torch.bool).scatter_(-1, lists.long(), valid)
+    return chosen.repeat_interleave(block, 2).repeat_interleave(block, 3)[..., :seqlen, :seqlen]
+
+
 def result(name: str, tflops: float | None, *, own: bool = False, **fields: Any) -> GridResult:
     timing = None if tflops is None else Timing((1e3 / tflops, 2e3 / tflops, 1.5e3 / tflops), 12.0, True)
     status = "unsupported" if tflops is None else "measured"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from attngen import cli
 from attngen.errors import CallError
 from attngen.lab.bench import runner
 from attngen.lab.bench.machine import Ceilings
-from attngen.lab.bench.masks import contenders, first_calls
+from attngen.lab.bench.masks import contenders, first_calls, maps, rivals
 from attngen.lab.bench.masks import suite as tool
 from attngen.lab.bench.masks.cases import mask_cases
 from attngen.lab.bench.masks.cases.forms import Forms, MaskCase, Size
@@ -27,8 +28,13 @@ from attngen.lab.bench.masks.contenders import Contenders
 from attngen.lab.bench.masks.report import (
     CAUSAL,
     CONSTANTS,
+    CUDNN_BLOCKS,
+    CUDNN_FLEX,
+    CUEQUIVARIANCE,
+    FASTVIDEO,
     FLEX,
     FRONT_END,
+    RIVALS,
     SCALARS,
     UNLEARNED,
     MaskCell,
@@ -41,7 +47,7 @@ from attngen.lab.bench.runner import BenchOptions
 from attngen.lab.bench.timing import Timing
 from attngen.lab.commands import bench_masks as command
 from attngen.store.jobs import JobResult
-from tests.lab.bench_support import FakeMonitor, TickClock, bench_on_cpu
+from tests.lab.bench_support import FakeMonitor, StubCudnn, TickClock, bench_on_cpu, masked, of_lists, without_libraries
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in mask_cases()}
@@ -88,8 +94,10 @@ def test_both_forms_are_one_function(name: str, plain_flex: None) -> None:
     """Outputs and gradients of all attngen rows are those of FlexAttention's form, in float64."""
     cell = small(CASES[name])
     ready = compare(cell, CPU, {})
-    assert set(ready.results) == set(ready.contenders.names())
+    assert set(ready.results) == {*ready.contenders.names(), *RIVALS}
     for each in ready.results.values():
+        if each.contender in RIVALS:
+            continue
         assert each.status == "compared", each.reason
         assert (each.error is None) == (each.contender in (FLEX, CAUSAL))
         assert (each.error or 0) < 1e-6  # scores in float32 in one of the forms
@@ -125,6 +133,95 @@ def test_wrong_gradients_of_learned_tensors_are_noticed(plain_flex: None) -> Non
     ready = compare(replace(cell, case=replace(cell.case, make=wrong)), CPU, {})
     assert "gradients of its tensors differ" in str(ready.results[CONSTANTS].reason)
     assert ready.results[UNLEARNED].status == "compared"
+
+
+# --- other libraries ----------------------------------------------------------------------------------------------
+
+
+class StubLibrary(StubCudnn):
+    """All libraries in plain torch; ``fault`` is added to their outputs."""
+
+    fault = 0.0
+
+    @classmethod
+    def flex_attn_func(cls, *args: Any, **options: Any) -> Tensor:
+        return StubCudnn.flex_attn_func(*args, **options) + cls.fault
+
+    @staticmethod
+    def block_sparse_attn_from_indices(
+        q: Tensor, k: Tensor, v: Tensor, lists: Tensor, counts: Tensor, sizes: Tensor
+    ) -> tuple[Tensor, None]:
+        (block,) = set(sizes.tolist())
+        assert len(sizes) * block == k.shape[2]
+        return masked(q, k, v, of_lists(lists, counts, block, q.shape[2])), None
+
+    @staticmethod
+    def triangle_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        batch, rows, heads, seqlen, _ = q.shape
+        assert bias.shape == (batch, 1, heads, seqlen, seqlen)
+        assert mask.shape == (batch, rows, 1, 1, seqlen)
+        every = [masked(q[:, row], k[:, row], v[:, row], mask[:, row], bias[:, 0]) for row in range(rows)]
+        return torch.stack(every, 1)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> type[StubLibrary]:
+    """As if every library were installed."""
+    own = type("Library", (StubLibrary,), {})
+    monkeypatch.setattr(rivals, "lacking", lambda *names: None)
+    monkeypatch.setattr(rivals, "import_module", lambda name: own)
+    return own
+
+
+def taken(name: str, side: int | None = None) -> dict[str, MaskResult]:
+    """The results of the libraries that take a case, in which blocks have ``side`` tokens."""
+    cell = small(CASES[name]) if side is None else MaskCell(CASES[name], 4 * side, 8, 2)
+    results = compare(cell, CPU, {}).results
+    assert {one.status for one in results.values() if not one.peer} == {"compared"}
+    return {one: results[one] for one in RIVALS if results[one].status != "unsupported"}
+
+
+@pytest.mark.usefixtures("plain_flex", "library")
+@pytest.mark.parametrize(
+    ("name", "side", "names"),
+    [
+        ("sliding window", None, {CUDNN_FLEX}),
+        ("window of each head", None, {CUDNN_FLEX}),
+        ("blocks of 64 by lists", 64, {CUDNN_FLEX, CUDNN_BLOCKS, FASTVIDEO}),
+        ("blocks of 128 by lists", 128, {CUDNN_FLEX, CUDNN_BLOCKS}),
+        ("pair bias of folding, learned", None, {CUEQUIVARIANCE}),
+        ("ALiBi", None, set()),
+    ],
+)
+def test_libraries_compute_what_they_take(name: str, side: int | None, names: set[str]) -> None:
+    """Outputs and all gradients are those of FlexAttention's form, in float64."""
+    results = taken(name, side)
+    assert set(results) == names
+    assert all(one.status == "compared" and one.error is not None and one.error < 1e-6 for one in results.values())
+
+
+@pytest.mark.usefixtures("plain_flex")
+def test_a_library_that_is_wrong_or_raises_is_left_out(library: Any) -> None:
+    library.fault = 0.1
+    assert "differs from FlexAttention" in str(taken("sliding window")[CUDNN_FLEX].reason)
+    library.flex_attn_func = None
+    results = compare(small(CASES["sliding window"]), CPU, {}).results
+    assert (results[CUDNN_FLEX].status, results[CUDNN_FLEX].peer) == ("unsupported", True)
+    assert str(results[CUDNN_FLEX].reason).startswith("TypeError")
+    assert results[CUDNN_BLOCKS].reason == "takes lists of blocks only"
+    assert MaskReport(rows=(row_of(compare(small(CASES["sliding window"]), CPU, {})),)).ok
+
+
+def test_libraries_that_are_not_installed_say_how_to_get_them(
+    plain_flex: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_libraries(monkeypatch)
+    suite = MaskSuite(BenchOptions(cells=("sliding window",)))
+    command.print_plan(runner.dry_run(suite))
+    printed = capsys.readouterr().out
+    assert "cuDNN flex: not installed; pip install nvidia-cudnn-frontend" in printed
+    assert "FastVideo: not installed; pip install fastvideo-kernel" in printed
+    assert "cuEquivariance: not installed; pip install cuequivariance-torch" in printed
 
 
 def test_what_failed_in_another_process_is_not_called_here(plain_flex: None) -> None:
@@ -180,6 +277,58 @@ def test_one_that_fails_when_it_is_timed_is_named(plain_flex: None) -> None:
     row = timed(bench_on_cpu(rounds=2, pauseless_ms=15.0), ready)
     failed = [(one.contender, one.reason) for one in row.results if one.status == "failed"]
     assert failed == [(FLEX, "ZeroDivisionError: division by zero")]
+
+
+class HeldClock(TickClock):
+    """Marks are as far apart as the calls between them; counts the calls that were held."""
+
+    held = 0
+
+    def hold(self, milliseconds: float) -> None:
+        self.held += 1
+
+
+class MadeMaps(dict[object, Any]):
+    """Kept maps, by a call that makes those of two launches if they were dropped."""
+
+    clear_count = 0
+
+    def clear(self) -> None:
+        self.clear_count += 1
+        super().clear()
+
+    def call(self) -> None:
+        for number, milliseconds in enumerate((0.5, 0.25)):
+            self.setdefault(number, SimpleNamespace(times=[(1.0, 1.0 + milliseconds)]))
+
+
+def test_maps_are_timed_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each timed call makes its maps again; those of all launches of a backward pass count."""
+    made, clock = MadeMaps(), HeldClock()
+    monkeypatch.setattr(maps, "KEPT", made)
+    monkeypatch.setattr(maps, "kept_maps", lambda: made)
+    assert maps.milliseconds_of_maps(made.call, clock) == pytest.approx(0.75)
+    assert made.clear_count == clock.held + 1 > 5
+    assert not made
+    assert maps.milliseconds_of_maps(lambda: None, clock) is None
+
+
+def test_masks_whose_maps_may_change_are_those_that_read_tensors() -> None:
+    for name, reads in {"radial": False, "bigbird": True, "FIRE": False, "documents in the score": True}.items():
+        assert Contenders.of(small(CASES[name]), CPU).mask_reads_tensors() == reads
+
+
+def test_times_of_maps_are_in_the_document_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    own = replace(result(CONSTANTS, 0.5, 0.5, ("forward",)), maps={"forward": 0.125})
+    report = MaskReport(rows=(row(own, reads=True), row(own)))
+    first, second = report.to_dict()["rows"]
+    assert (first["mask_reads_tensors"], second["mask_reads_tensors"]) == (True, False)
+    assert first["results"][0]["forward"]["map_milliseconds"] == 0.125
+    assert first["results"][0]["backward"]["map_milliseconds"] is None
+    command.print_masks(report)
+    printed = capsys.readouterr().out
+    assert "0.125" in printed
+    assert printed.count("0.125 once") == 1
 
 
 def result(name: str, forward: float, backward: float, mapped: Sequence[str] = ()) -> MaskResult:

@@ -23,10 +23,20 @@ from attngen.build.pipeline import prepare
 from attngen.lab.bench import graphs
 from attngen.lab.bench.graphs import Replays
 from attngen.lab.bench.runner import BenchOptions, bench
+from attngen.lab.bench.serving import peers as serving
 from attngen.lab.bench.serving import suite as tool
-from attngen.lab.bench.serving.cells import WINDOW, CacheShape, Lane, Problem, ServingCell, ancestors, cells
+from attngen.lab.bench.serving.cells import (
+    LATENT_DIMS,
+    WINDOW,
+    CacheShape,
+    Lane,
+    Problem,
+    ServingCell,
+    ancestors,
+    cells,
+)
 from attngen.lab.bench.serving.contents import ServingInputs, ServingOracle
-from attngen.lab.bench.serving.peers import ServingSdpa, serving_peers
+from attngen.lab.bench.serving.peers import FlashMla, ServingSdpa, serving_peers
 from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.lab.bench.serving.suite import ServingSuite
 from attngen.lab.bench.timing import Contender, Timing, interleaved
@@ -43,6 +53,13 @@ arch: [sm90a]
 kernels:
   - {variant: [causal, softcap], head_dim: 128, dtype: bf16, layout: [dense, paged], split_kv: true}
   - {variant: causal, head_dim: 64, dtype: bf16, layout: paged}
+"""
+LATENT = """
+schema: 1
+package: mine
+arch: [sm90a]
+kernels:
+  - {variant: causal, head_dim: {qk: 576, v: 512}, v: key, layout: [dense, paged]}
 """
 SMALL = Problem(4, 2, (37, 64, 12), 3)
 
@@ -172,6 +189,65 @@ def test_the_oracle_knows_outputs_and_notices_wrong_ones(form: CacheShape, varia
     assert oracle.error(out + 0.1) > 1e-2
     out[2, 1, 3, 5] = math.nan
     assert oracle.error(out) == math.inf
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_flash_mla_is_called_right(tokens: int, monkeypatch: pytest.MonkeyPatch, clean_registry: None) -> None:
+    """A stub in its place computes what the arguments mean."""
+    from attngen.runtime.registry.lookup import package_of_kernels, registry
+
+    registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare(load_spec_text(LATENT))], "here"))
+    problem = Problem(16, 1, (37, 300), tokens, head_dims=LATENT_DIMS)
+    held, (form,) = contents(problem), FlashMla().forms(problem)
+    monkeypatch.setattr(serving, "import_module", lambda name: StubFlashMla)
+    contender = FlashMla().enter(held, form)
+    assert ServingOracle(held, problem, form, "mine").error(contender.as_bshd(contender.calls[-1]())) < 1e-2
+
+
+class StubFlashMla:
+    """FlashMLA's two functions in plain torch, on full pages of the table."""
+
+    @staticmethod
+    def get_mla_metadata(*args: Any) -> tuple[str, None]:
+        return "a schedule", None
+
+    @staticmethod
+    def flash_mla_with_kvcache(
+        q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, head_dim_v: int, schedule: str, splits: None,
+        *, causal: bool,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        assert (schedule, cache.shape[1:]) == ("a schedule", (64, 1, 576))
+        rows = []
+        for b, length in enumerate(lengths.tolist()):
+            keys = cache[table[b].long()].flatten(0, 2)[:length].float()
+            hidden = torch.ones(q.shape[1], length, dtype=torch.bool).triu(length - q.shape[1] + 1)
+            logits = torch.einsum("qhd,kd->hqk", q[b].float(), keys) / 576**0.5
+            weights = torch.softmax(logits.masked_fill(hidden & torch.tensor(causal), -math.inf), -1)
+            rows.append(torch.einsum("hqk,kd->qhd", weights, keys[:, :head_dim_v]))
+        return torch.stack(rows), None
+
+
+def test_latent_rows_are_read_once() -> None:
+    problem = Problem(16, 1, (100, 300), head_dims=LATENT_DIMS)
+    assert problem.cache_bytes == 400 * 576 * 2
+    assert problem.flops == 2 * (576 + 512) * 16 * 400
+    keys, values = contents(problem).cache(0, CacheShape(64))
+    assert (keys.data_ptr(), values.shape[-1]) == (values.data_ptr(), 512)
+
+
+def test_libraries_solve_problems_of_their_kind() -> None:
+    """FlashMLA those of latent rows, and no other library."""
+    for cell in cells():
+        names = {peer.name for peer, _, _ in tool._peers_of(cell, serving_peers())}
+        assert ("FlashMLA" in names) == (cell.group == "mla")
+        assert cell.group != "mla" or names == {"FlashMLA"}
+
+
+def test_kernels_of_latent_cells_are_those_of_their_head_dims() -> None:
+    prepared = [*prepare(load_spec_text(SPEC)), *prepare(load_spec_text(LATENT))]
+    chosen = [cell for cell in cells() if cell.group == "mla"]
+    kernels = tool._kernels(prepared, chosen, BenchOptions(), 90)
+    assert {(one.plan.head_dim_qk, one.plan.layout) for one in kernels} == {(576, "dense"), (576, "paged")}
 
 
 # --- timing -----------------------------------------------------------------------------------------------------
@@ -322,6 +398,7 @@ class Stub:
     name: str
     change: Callable[[Tensor], Tensor] = lambda out: out
     absent: str | None = None
+    latent: bool = False
 
     def missing(self) -> str | None:
         return self.absent
@@ -470,6 +547,7 @@ def test_libraries_that_are_not_here_say_so() -> None:
     reasons = {peer.name: peer.missing() for peer in serving_peers()}
     assert reasons["SDPA cuDNN"] is None
     assert reasons["XQA"] == "not installed: flashinfer"
+    assert reasons["FlashMLA"] == "not installed: flash_mla"
     assert reasons["FlashAttention-3"] == "not installed: flash_attn_interface or fa3_fwd_interface"
 
 

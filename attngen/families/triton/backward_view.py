@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from attngen.families.triton.backward import has_window, results_of, through_descriptor
 from attngen.families.triton.backward_math import BY_KEYS, BY_QUERIES, GradientLines, TileOrientation, gradients
 from attngen.families.triton.forward_view import (
+    BlockTests,
     begins,
+    block_tests,
     column_offsets,
     head_address,
     parameter_list,
@@ -95,6 +97,7 @@ class GradientClassifier:
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
     range_lines: tuple[str, ...]
+    blocks: BlockTests | None
     hoisted_lines: tuple[str, ...]
     lines: tuple[str, ...]
     uses_q_pos: bool
@@ -346,7 +349,7 @@ def _classifier(plan: Plan, part: Launch) -> GradientClassifier:
     own = plan.of_launch(part)
     by_keys = part.grid == "key_words"
     code = map_lines(own, (BY_KEYS if by_keys else BY_QUERIES).along)
-    read = reads([*code.range_lines, *code.hoisted, *code.lines])
+    read = code.reads
     return GradientClassifier(
         part=part,
         searches="first_at_least" in read,
@@ -354,6 +357,7 @@ def _classifier(plan: Plan, part: Launch) -> GradientClassifier:
         argument_lines=parameter_list(part.arguments),
         begin_lines=begins(own, read),
         range_lines=lines(code.range_lines),
+        blocks=block_tests(code.blocks),
         hoisted_lines=lines(code.hoisted),
         lines=lines(code.lines),
         uses_q_pos="q_pos" in read,

@@ -6,9 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from attngen.families.triton.forward import has_descriptor
+from attngen.lang.blocks import Block
 from attngen.lang.statements import Code, Statement, lines, reads
 from attngen.plan.arguments import block_suffix
 from attngen.plan.model import Argument, Columns, Plan
+from attngen.render.blocks import BlocksView
 from attngen.render.expressions import TRITON, in_product
 from attngen.render.header import argument_groups, command, summary
 from attngen.render.triton_math import Body, Math, Ranges, assign, classifier, math, ranges, sink, words
@@ -59,12 +61,28 @@ _TITLES = {
 
 
 @dataclass(frozen=True, slots=True)
+class BlockTests:
+    """Lines and conditions on a block of ``size`` (queries, keys), on which the mask reads tensors at one element."""
+
+    size: Block
+    lines: tuple[str, ...]
+    may: Code
+    must: Code
+
+
+def block_tests(blocks: BlocksView | None) -> BlockTests | None:
+    """Return the conditions on a block as text."""
+    return None if blocks is None else BlockTests(blocks.size, lines(blocks.lines), blocks.may, blocks.must)
+
+
+@dataclass(frozen=True, slots=True)
 class TritonClassifier:
     """The kernel that computes the tile map."""
 
     argument_lines: tuple[str, ...]
     begin_lines: tuple[str, ...]
     range_lines: tuple[str, ...]
+    blocks: BlockTests | None
     hoisted_lines: tuple[str, ...]
     lines: tuple[str, ...]
     uses_q_pos: bool
@@ -265,8 +283,9 @@ def _classifier(plan: Plan, *, uses_q_pos: bool) -> TritonClassifier:
     code = classifier(plan)
     return TritonClassifier(
         argument_lines=parameter_list(plan.launch("classify").arguments),
-        begin_lines=begins(plan, reads([*code.range_lines, *code.hoisted, *code.lines])),
+        begin_lines=begins(plan, code.reads),
         range_lines=lines(code.range_lines),
+        blocks=block_tests(code.blocks),
         hoisted_lines=lines(code.hoisted),
         lines=lines(code.lines),
         uses_q_pos=uses_q_pos,

@@ -29,7 +29,10 @@ from attngen.lab.verify.gpu import Gpu
 MATRIX, COPY_BYTES = 8192, 2**30
 
 #: Distributions whose versions a report holds, as far as they are installed.
-DISTRIBUTIONS = ("torch", "triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "flashinfer-python")
+DISTRIBUTIONS = (
+    "torch", "triton", "fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "flashinfer-python", "nvidia-cudnn-frontend",
+    "cuequivariance-torch", "fastvideo-kernel", "flash-mla",
+)  # fmt: skip
 
 #: Milliseconds between two readings of the card.
 _QUERY_MS = 20

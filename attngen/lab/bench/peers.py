@@ -17,8 +17,13 @@ from torch import Tensor
 
 from attngen.errors import CallError
 from attngen.lab.bench.cases import BenchCase
+from attngen.lab.bench.intervals import MOST, endpoints
 from attngen.lab.bench.timing import Contender
 from attngen.lab.bench.workloads import Flags, Terms, Workload
+
+#: The distribution of cuDNN's frontend, and why its flexible attention does not take a mask.
+CUDNN = "nvidia-cudnn-frontend"
+TOO_MANY_INTERVALS = f"queries see more than {MOST} intervals of keys"
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ def peers() -> tuple[Peer, ...]:
         FlexAttention(),
         FlashAttention3(),
         FlashAttention4(),
+        CudnnFrontend(),
+        CudnnFlex(),
     )
 
 
@@ -112,7 +119,7 @@ class Sdpa:
 
     def refuses(self, case: BenchCase, terms: Terms) -> str | None:
         """See ``Peer``."""
-        if terms.flags not in (Flags(), Flags(causal=True)):
+        if terms.flags not in (Flags(), Flags(causal=True)) or terms.sinks is not None:
             return "knows full and causal attention only"
         return _dtypes(case, "bf16", "fp16")
 
@@ -142,7 +149,7 @@ class FlexAttention:
 
     def refuses(self, case: BenchCase, terms: Terms) -> str | None:
         """See ``Peer``."""
-        return None
+        return "has no sinks" if terms.sinks is not None else None
 
     def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
         """See ``Peer``."""
@@ -174,7 +181,7 @@ class FlashAttention3:
 
     def missing(self) -> str | None:
         """See ``Peer``."""
-        return _lacking("fa3-fwd")
+        return lacking("fa3-fwd")
 
     def refuses(self, case: BenchCase, terms: Terms) -> str | None:
         """See ``Peer``."""
@@ -184,6 +191,8 @@ class FlashAttention3:
             return "fa3-fwd is built without windows"
         if case.direction == "backward":
             return "fa3-fwd is built without the backward"
+        if terms.sinks is not None:
+            return "has no sinks"
         return _dtypes(case, "bf16", "fp8_e4m3")
 
     def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
@@ -200,12 +209,14 @@ class FlashAttention4:
 
     def missing(self) -> str | None:
         """See ``Peer``."""
-        return _lacking("flash-attn-4")
+        return lacking("flash-attn-4")
 
     def refuses(self, case: BenchCase, terms: Terms) -> str | None:
         """See ``Peer``."""
         if terms.flags is None:
             return "takes custom masks and scores as CuTe code only"
+        if terms.sinks is not None and case.direction == "backward":
+            return "has no backward with sinks"
         return _dtypes(case, "bf16", "fp16")
 
     def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
@@ -214,9 +225,73 @@ class FlashAttention4:
         assert flags is not None
         window = (None, None) if flags.window is None else (flags.window - 1, 0)  # keys before and after the query
         attend = import_module("flash_attn.cute").flash_attn_func
+        sinks = {} if terms.sinks is None else {"learnable_sink": terms.sinks.bfloat16()}
         return _flash(
-            self.name, attend, inputs, causal=flags.causal, softcap=flags.softcap, window_size=window
+            self.name, attend, inputs, causal=flags.causal, softcap=flags.softcap, window_size=window, **sinks
         )  # fmt: skip
+
+
+class CudnnFrontend:
+    """The SDPA of cuDNN's frontend, which has more masks than torch calls cuDNN with."""
+
+    name = "cuDNN frontend"
+
+    def missing(self) -> str | None:
+        """See ``Peer``."""
+        return lacking(CUDNN)
+
+    def refuses(self, case: BenchCase, terms: Terms) -> str | None:
+        """See ``Peer``."""
+        if terms.flags is None:
+            return "takes no custom mask or score"
+        if terms.flags.softcap:
+            return "caps no logits"
+        if terms.sinks is not None and case.direction == "backward":
+            return "has no backward with sinks"
+        return _dtypes(case, "bf16", "fp16")
+
+    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
+        """See ``Peer``."""
+        flags = terms.flags
+        assert flags is not None
+        attend = partial(
+            import_module("cudnn").sdpa_torch,
+            is_causal=flags.causal,
+            window_left=-1 if flags.window is None else flags.window,  # with the query's own key
+            sinks=terms.sinks,
+            return_lse=inputs[0].q.requires_grad,  # its backward reads them
+        )
+        leaves = [one.heads_first for one in inputs]
+        calls = [partial(attend, *each) for each in leaves]
+        return Contender(self.name, calls, as_bshd=lambda out: _from_heads_first(output_of(out)), leaves=leaves)
+
+
+class CudnnFlex:
+    """The flexible attention of cuDNN's frontend: masks as intervals of keys, whose plan is made beforehand."""
+
+    name = "cuDNN flex"
+
+    def missing(self) -> str | None:
+        """See ``Peer``."""
+        return lacking(CUDNN)
+
+    def refuses(self, case: BenchCase, terms: Terms) -> str | None:
+        """See ``Peer``."""
+        if terms.score_mod is not None:
+            return "takes no scores"
+        if terms.sinks is not None:
+            return "has no sinks"
+        return _dtypes(case, "bf16", "fp16")
+
+    def enter(self, work: Workload, terms: Terms, inputs: Sequence[Tensors]) -> Contender:
+        """See ``Peer``."""
+        case, one = work.case, inputs[0]
+        ends = endpoints(terms.mask_mod, case.seqlen, one.q.device, batch=case.batch)
+        if ends is None:
+            raise CallError(TOO_MANY_INTERVALS)
+        cudnn = import_module("cudnn")
+        plan = cudnn.create_mask_plan(ends, *one.bshd, build_backward=one.q.requires_grad)
+        return _flash(self.name, cudnn.flex_attn_func, inputs, mask_plan=plan)
 
 
 def _flash(name: str, attend: Callable[..., Any], inputs: Sequence[Tensors], **arguments: Any) -> Contender:
@@ -238,10 +313,12 @@ def _dtypes(case: BenchCase, *known: str) -> str | None:
     return None if case.dtype in known else f"knows {' and '.join(known)} only"
 
 
-def _lacking(distribution: str) -> str | None:
-    """Reason that a distribution is not installed, or None."""
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return f"not installed; pip install {distribution}"
-    return None
+def lacking(*distributions: str) -> str | None:
+    """Reason that none of some distributions is installed, or None."""
+    for distribution in distributions:
+        try:
+            metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+        return None
+    return f"not installed; pip install {' or '.join(distributions)}"

@@ -47,7 +47,8 @@ class Terms:
     """A preset in the terms of other libraries.
 
     ``mask_mod`` and ``score_mod`` are FlexAttention's, None where they would change nothing; ``per_sequence`` says that
-    the mask differs between sequences. ``flags`` is None for what flags cannot express.
+    the mask differs between sequences. ``flags`` is None for what flags cannot express. ``sinks`` are logits of the
+    heads, float32.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Terms:
     score_mod: Callable[..., Any] | None = None
     per_sequence: bool = False
     flags: Flags | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def workload(variant: Variant, case: BenchCase, device: torch.device | str) -> W
     """
     terms = terms_of(variant, case, device)
     if terms is not None:
-        if terms.flags == Flags(causal=True):  # half of the square, as all libraries count it
+        if terms.flags == Flags(causal=True) and terms.sinks is None:  # half of the square, as all libraries count it
             pairs = case.batch * case.heads * case.seqlen**2 / 2
         else:
             pairs = visible_pairs(variant, case, terms.arguments, device)
@@ -156,6 +158,12 @@ def _causal(case: BenchCase, device: torch.device | str) -> Terms:
     return Terms(mask_mod=_causal_mask, flags=Flags(causal=True))
 
 
+def _causal_sink(case: BenchCase, device: torch.device | str) -> Terms:
+    # the same numbers in 16 bits, as some libraries take them
+    sinks = torch.linspace(-1.0, 1.0, case.heads, device=device, dtype=torch.float32).bfloat16().float()
+    return Terms({"sinks": sinks}, _causal_mask, flags=Flags(causal=True), sinks=sinks)
+
+
 def _sliding_window(case: BenchCase, device: torch.device | str) -> Terms:
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q >= kv) & (q - kv < WINDOW)
@@ -199,6 +207,7 @@ def _alibi(case: BenchCase, device: torch.device | str) -> Terms:
 _TERMS: dict[str, Callable[[BenchCase, torch.device | str], Terms]] = {
     "full": _full,
     "causal": _causal,
+    "causal_sink": _causal_sink,
     "sliding_window": _sliding_window,
     "prefix_lm": _prefix_lm,
     "packed_documents": _packed_documents,

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen.commands.output import counted, print_table
-from attngen.lab.commands.bench_output import ratio
+from attngen.lab.commands.bench_output import print_absent, ratio
 
 if TYPE_CHECKING:
     from attngen.lab.bench.masks.report import MaskReport, MaskResult, MaskRow
 
 _COLUMNS = (
-    "cell", "", "forward ms", "backward ms", "speed / FlexAttention", "", "per tile / causal", "", "first call s",
-    "second ms", "error",
+    "cell", "", "forward ms", "backward ms", "map ms", "", "speed / FlexAttention", "",
+    "per tile / causal", "", "first call s", "second ms", "error",
 )  # fmt: skip
 
 
@@ -22,6 +22,7 @@ def print_plan(report: MaskReport) -> None:
     """Print the cells."""
     rows = [[row.name, f"b1 s{row.cell.seqlen} h{row.cell.heads}/{row.cell.kv_heads}"] for row in report.rows]
     print_table(["cell", "shape"], rows)
+    print_absent(report, "cell")
     click.echo(f"masks: {counted(len(rows), 'cell')}; nothing was measured")
 
 
@@ -52,6 +53,7 @@ def print_masks(report: MaskReport) -> None:
     ):
         if named:
             click.echo("\n".join([f"{title}: {len(named)}", *(f"  {line}" for line in named)]))
+    print_absent(report, "cell")
     for line in report.failed:
         click.secho(line, fg="red", err=True)
     if report.gpu is not None:
@@ -71,6 +73,7 @@ def _cells(row: MaskRow, one: MaskResult) -> list[str]:
     return [
         one.contender,
         *(_milliseconds(one, each) for each in DIRECTIONS),
+        *(_of_map(row, one, each) for each in DIRECTIONS),
         *speeds,
         *(ratio(row.to_causal(one, each)) for each in DIRECTIONS),
         "" if one.first is None else f"{one.first:.1f}",
@@ -82,3 +85,8 @@ def _cells(row: MaskRow, one: MaskResult) -> list[str]:
 def _milliseconds(one: MaskResult, direction: str) -> str:
     timing = one.timings.get(direction)
     return "" if timing is None else f"{timing.milliseconds:.3f}{'*' if timing.host_bound else ''}"
+
+
+def _of_map(row: MaskRow, one: MaskResult, direction: str) -> str:
+    made = one.maps.get(direction)
+    return "" if made is None else f"{made:.3f}{'' if row.reads else ' once'}"

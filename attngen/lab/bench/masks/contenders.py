@@ -1,4 +1,4 @@
-"""Calls of one case: attngen with constants, with scalars and through its front end, FlexAttention, and causal."""
+"""Calls of one case: attngen with constants, with scalars and through its front end, other libraries, and causal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ from attngen import variant
 from attngen.integrations.flex import attention as front_end
 from attngen.lab.bench.cases import DIRECTIONS
 from attngen.lab.bench.masks.cases.forms import Forms, Mod, Size
-from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, FRONT_END, SCALARS, TILE, UNLEARNED, MaskCell
+from attngen.lab.bench.masks.report import (
+    CAUSAL,
+    CONSTANTS,
+    FLEX,
+    FRONT_END,
+    RIVALS,
+    SCALARS,
+    TILE,
+    UNLEARNED,
+    MaskCell,
+)
+from attngen.lab.bench.masks.rivals import rivals
 from attngen.runtime.operations.attention.entry import attention
 from attngen.runtime.operations.attention.introspection import explain
 
@@ -55,7 +66,7 @@ class MaskContender:
     """One way to compute a case.
 
     ``call`` returns the output in the order of axes of ``dout``; ``learned`` are the tensors that take gradients beside
-    q, k and v. ``explained`` are the arguments of ``attngen.explain``; None for FlexAttention.
+    q, k and v. ``explained`` are the arguments of ``attngen.explain``; None for other libraries.
     """
 
     name: str
@@ -103,10 +114,17 @@ class Contenders:
         forms = cell.case.make(Size(cell.seqlen, cell.heads, cell.head_dim, device))
         return cls(cell, device, forms, block_mask(forms.mask_mod, cell, device, quick=quick, by_head=forms.by_head))
 
+    def left_out(self) -> dict[str, str]:
+        """The libraries that do not take the cell, with the reasons."""
+        reasons = {one.name: one.missing() or one.refuses(self.cell, self.forms) for one in rivals()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
     def names(self) -> list[str]:
         """Their names, FlexAttention first."""
+        left_out = self.left_out()
         return [
-            FLEX, CONSTANTS, *([SCALARS] if self.forms.sizes else []), FRONT_END,
+            FLEX, *(name for name in RIVALS if name not in left_out),
+            CONSTANTS, *([SCALARS] if self.forms.sizes else []), FRONT_END,
             *([UNLEARNED] if self.forms.learned else []), CAUSAL,
         ]  # fmt: skip
 
@@ -120,6 +138,11 @@ class Contenders:
             attend = _with_own_code(_attend(forms.score_mod, self.block_mask, shared), cell.name)
             call = attend if self.device.type == "cpu" else torch.compile(attend, dynamic=False)
             return MaskContender(name, partial(call, *bhsd.leaves), bhsd, learned, heads_first=True)
+        for rival in rivals():
+            if rival.name == name:
+                given = bhsd if rival.heads_first else bshd
+                call = rival.enter(cell, forms, *given.leaves)
+                return MaskContender(name, call, given, learned, heads_first=rival.heads_first)
         if name == FRONT_END:
             mask = None
             if forms.mask_mod is not None:
@@ -140,6 +163,11 @@ class Contenders:
         own = variant(name=cell.case.identifier, **forms.fields(constant=constant))
         keywords = {"variant": own, **forms.arguments(constant=constant)}
         return _own(name, bshd, keywords, learned)
+
+    def mask_reads_tensors(self) -> bool:
+        """Whether tensors decide which pairs are visible; else one tile map serves all calls of a shape."""
+        own = variant(name=self.cell.case.identifier, **self.forms.fields(constant=True)).value
+        return bool(own.uses(own.mask)[1])
 
     def tiles(self) -> int:
         """Count the tiles of 128 x 128 pairs that are not empty, over all heads."""

@@ -17,6 +17,11 @@ from attngen.lab.bench.timing import Timing
 CONSTANTS, SCALARS, FRONT_END, UNLEARNED = "attngen", "attngen, scalars", "attngen, front end", "attngen, not learned"
 FLEX, CAUSAL = "FlexAttention", "causal"
 
+#: Libraries that take some of the cases.
+CUDNN_FLEX, CUDNN_BLOCKS, FASTVIDEO, CUEQUIVARIANCE = RIVALS = (
+    "cuDNN flex", "cuDNN block sparse", "FastVideo", "cuEquivariance",
+)  # fmt: skip
+
 #: Most time for a non-empty tile, over causal's: bounds in closed form, a tile map, tensors over pairs.
 CLOSED, MAPPED, PAIRS = 1.25, 1.4, 1.6
 
@@ -64,7 +69,7 @@ class MaskResult(Result):
     ``status`` may also be compared: no times were taken. ``first`` are the seconds of a process's first call with its
     gradients, compiling included, beside other compiles; ``second`` the milliseconds of the second forward pass.
     ``error`` is the largest difference from FlexAttention, relative by norm, of the output and the gradients.
-    ``mapped`` holds the directions whose kernels read a tile map.
+    ``mapped`` holds the directions whose kernels read a tile map, ``maps`` the milliseconds that making one takes.
     """
 
     timings: Mapping[str, Timing] = field(default_factory=dict)
@@ -72,11 +77,17 @@ class MaskResult(Result):
     second: float | None = None
     kernels: Mapping[str, str] = field(default_factory=dict)
     mapped: frozenset[str] = frozenset()
+    maps: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, contender: str, **fields: Any) -> MaskResult:
-        """A result of a contender; FlexAttention is the peer."""
-        return cls(contender, peer=contender == FLEX, **fields)
+        """A result of a contender; FlexAttention and its rivals are the peers."""
+        return cls(contender, peer=contender in (FLEX, *RIVALS), **fields)
+
+    @classmethod
+    def without(cls, contender: str, reason: str, **fields: Any) -> MaskResult:
+        """A result of a contender that raised: a rival need not take a case."""
+        return cls.of(contender, status="unsupported" if contender in RIVALS else "failed", reason=reason, **fields)
 
     def time(self, direction: str) -> float | None:
         """Median milliseconds of a call in one direction."""
@@ -96,6 +107,7 @@ class MaskResult(Result):
                     "host_bound": timing.host_bound,
                     "kernel": self.kernels.get(direction),
                     "tile_map": direction in self.mapped,
+                    "map_milliseconds": self.maps.get(direction),
                 }
                 for direction, timing in self.timings.items()
             },
@@ -105,13 +117,15 @@ class MaskResult(Result):
 @dataclass(frozen=True, kw_only=True)
 class MaskRow(Row[MaskResult]):
     """One cell. ``tiles`` counts its non-empty tiles over all heads, ``pair_bytes`` the bytes of tensors over pairs in
-    these. ``scored`` says whether the logits are changed, ``learns`` whether tensors take gradients."""
+    these. ``scored`` says whether the logits are changed, ``learns`` whether tensors take gradients, ``reads`` whether
+    the mask reads tensors, which may change with every call."""
 
     cell: MaskCell
     tiles: int = 0
     pair_bytes: int = 0
     scored: bool = False
     learns: bool = False
+    reads: bool = False
 
     def _time(self, contender: str, direction: str) -> float | None:
         return next((one.time(direction) for one in self.results if one.contender == contender), None)
@@ -215,6 +229,7 @@ class MaskRow(Row[MaskResult]):
             "tiles": self.tiles,
             "causal_tiles": self.causal_tiles,
             "pair_bytes": self.pair_bytes,
+            "mask_reads_tensors": self.reads,
             "speed": of_each(self.speed),
             "to_causal": of_each(self.to_causal),
             "to_causal_limit": of_each(lambda one, direction: self.limit(one, direction, copy_gbps)),

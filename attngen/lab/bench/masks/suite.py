@@ -20,7 +20,9 @@ from attngen.lab.bench.masks import first_calls
 from attngen.lab.bench.masks.cases import mask_cases
 from attngen.lab.bench.masks.cases.forms import Forms
 from attngen.lab.bench.masks.contenders import Contenders, MaskContender, seconds
+from attngen.lab.bench.masks.maps import milliseconds_of_maps
 from attngen.lab.bench.masks.report import CAUSAL, CONSTANTS, FLEX, MaskCell, MaskReport, MaskResult, MaskRow
+from attngen.lab.bench.masks.rivals import rivals
 from attngen.lab.bench.report import reason_of
 from attngen.lab.bench.runner import Bench, BenchOptions, Observer, Suite, by_parts
 from attngen.lab.verify.gpu import Gpu
@@ -97,8 +99,10 @@ class MaskSuite(Suite[MaskCell, MaskReport]):
             yield
 
     def planned(self, case: MaskCell) -> MaskRow:
-        """See ``Suite``."""
-        return MaskRow(results=(), cell=case)
+        """See ``Suite``; only libraries that are not installed are known."""
+        missing = [(one.name, one.missing()) for one in rivals()]
+        absent = [MaskResult.without(name, reason) for name, reason in missing if reason is not None]
+        return MaskRow(results=tuple(absent), cell=case)
 
     def compiled(self, gpu: Gpu, observer: Observer) -> MaskReport:
         """See ``Suite``: every contender is called in another process, then compared here."""
@@ -159,7 +163,7 @@ def compare(cell: MaskCell, device: torch.device, first: Mapping[str, float | st
     for name in ready.contenders.names():
         before = first.get(name)
         if isinstance(before, str):
-            ready.results[name] = MaskResult.of(name, status="failed", reason=before)
+            ready.results[name] = MaskResult.without(name, before)
             continue
         try:
             contender = ready.contenders.make(name)
@@ -185,7 +189,9 @@ def compare(cell: MaskCell, device: torch.device, first: Mapping[str, float | st
                 expected = results
             ready.results[name] = result
         except Exception as error:  # whatever a library raises for what it lacks, or a kernel on its way down
-            ready.results[name] = MaskResult.of(name, status="failed", reason=reason_of(error), first=before)
+            ready.results[name] = MaskResult.without(name, reason_of(error), first=before)
+    for name, reason in ready.contenders.left_out().items():
+        ready.results[name] = MaskResult.without(name, reason)
     return ready
 
 
@@ -204,6 +210,7 @@ def timed(bench: Bench, ready: Ready) -> MaskRow:
     """Time both directions of all contenders of a cell side by side."""
     began = time.monotonic()
     samplers: dict[tuple[str, str], timing.Sampler] = {}
+    calls: dict[str, dict[str, Callable[[], object]]] = {}
     for name, contender in list(ready.runnable.items()):
         try:
             out = contender.call()
@@ -212,8 +219,8 @@ def timed(bench: Bench, ready: Ready) -> MaskRow:
             ready.results[name] = replace(ready.results[name], status="failed", reason=reason_of(error))
             del ready.runnable[name]
             continue
-        calls: tuple[Callable[[], object], ...] = (contender.forward, partial(contender.gradients, out))
-        for direction, call in zip(DIRECTIONS, calls, strict=True):
+        calls[name] = dict(zip(DIRECTIONS, (contender.forward, partial(contender.gradients, out)), strict=True))
+        for direction, call in calls[name].items():
             one = timing.Contender(f"{name} {direction}", [call])
             samplers[name, direction] = timing.Batches(one, bench.clock, timing.UncheckedOutputs())
     row = row_of(ready)
@@ -223,12 +230,21 @@ def timed(bench: Bench, ready: Ready) -> MaskRow:
         failed = reason_of(error)
         return replace(row, results=tuple(replace(one, status="failed", reason=failed) for one in row.results))
     results = tuple(
-        replace(one, status="measured", timings={each: times[one.contender, each] for each in DIRECTIONS})
+        replace(
+            one, status="measured", timings={each: times[one.contender, each] for each in DIRECTIONS},
+            maps=_times_of_maps(bench, one, calls[one.contender]),
+        )
         if one.contender in ready.runnable
         else one
         for one in row.results
-    )
+    )  # fmt: skip
     return replace(row, results=results, reading=bench.reading_since(began))
+
+
+def _times_of_maps(bench: Bench, result: MaskResult, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The milliseconds of the tile maps of a contender, in the directions whose kernels read one."""
+    times = {each: milliseconds_of_maps(call, bench.clock) for each, call in calls.items() if each in result.mapped}
+    return {each: time for each, time in times.items() if time is not None}
 
 
 def row_of(ready: Ready) -> MaskRow:
@@ -238,6 +254,7 @@ def row_of(ready: Ready) -> MaskRow:
     return MaskRow(
         results=tuple(ready.results.values()), cell=ready.cell, tiles=tiles, pair_bytes=contenders.pair_bytes(tiles),
         scored=forms.score is not None and forms.hides is None, learns=bool(forms.learned),
+        reads=bool(ready.runnable) and contenders.mask_reads_tensors(),
     )  # fmt: skip
 
 

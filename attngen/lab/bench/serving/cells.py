@@ -11,9 +11,13 @@ from functools import cached_property
 from attngen.dtypes import dtype as dtype_row
 from attngen.operations import APPEND_VARIANT
 
-#: The same in all cells: the dtype of queries and caches, but for those in 8 bits.
+#: The same in all cells: the dtype of queries and caches, but for those in 8 bits, and the head dim, but for latent
+#: attention.
 DTYPE, HEAD_DIM = "bf16", 128
 EIGHT_BITS = "fp8_e4m3"
+
+#: Head dims of latent attention, whose values are the first columns of the keys.
+LATENT_DIMS = (576, 512)
 
 #: Keys that a window shows, and the bound of capped logits.
 WINDOW, SOFTCAP = 1024, 30.0
@@ -24,7 +28,10 @@ _RAGGED, _SHORTEST, _LONGEST = 64, 128, 32768
 
 @dataclass(frozen=True)
 class Problem:
-    """Queries at the ends of sequences: ``seqlen_q`` of each, and ``lengths`` keys, including those of the queries."""
+    """Queries at the ends of sequences: ``seqlen_q`` of each, and ``lengths`` keys, including those of the queries.
+
+    ``head_dims`` are those of q and k, and of v.
+    """
 
     heads: int
     kv_heads: int
@@ -33,6 +40,17 @@ class Problem:
     variant: str = "causal"
     dtype: str = DTYPE
     kv_dtype: str = DTYPE
+    head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
+
+    @property
+    def latent(self) -> bool:
+        """Whether values are the first columns of the keys."""
+        return self.head_dims == LATENT_DIMS
+
+    @property
+    def call(self) -> tuple[str, tuple[int, int]]:
+        """Variant and head dims, by which kernels are chosen."""
+        return self.variant, self.head_dims
 
     @property
     def batch(self) -> int:
@@ -67,12 +85,13 @@ class Problem:
         keys = sum(self.lengths)
         if self.variant == "sliding_window":
             keys = sum(min(length, WINDOW + self.seqlen_q - 1) for length in self.lengths)
-        return keys * self.kv_heads * 2 * HEAD_DIM * dtype_row(self.kv_dtype).bytes
+        columns = self.head_dims[0] if self.latent else sum(self.head_dims)
+        return keys * self.kv_heads * columns * dtype_row(self.kv_dtype).bytes
 
     @property
     def flops(self) -> int:
         """Floating-point operations of its two products."""
-        return 4 * HEAD_DIM * self.pairs
+        return 2 * sum(self.head_dims) * self.pairs
 
     def of(self, variant: str) -> Problem:
         """The problem with another variant."""
@@ -132,7 +151,7 @@ class ServingCell:
 
 def cells() -> tuple[ServingCell, ...]:
     """All cells, in the order in which they are run."""
-    return (*_decode(), *_append(), *_prefill(), *_eight_bits(), *_variants(), *_writes())
+    return (*_decode(), *_append(), *_prefill(), *_latent(), *_eight_bits(), *_variants(), *_writes())
 
 
 def _decode() -> Iterable[ServingCell]:
@@ -159,6 +178,17 @@ def _prefill() -> Iterable[ServingCell]:
     sizes = (16, 64, 256)
     yield _over_pages("prefill", "prefill 512 at 8k b4 32/8", Problem(32, 8, (8192,) * 4, 512), sizes)
     yield _over_pages("prefill", "prefill 4k b8 32/8", Problem(32, 8, (4096,) * 8, 4096), sizes)
+
+
+def _latent() -> Iterable[ServingCell]:
+    """Decoding over a cache of latent rows, which all heads share."""
+    for batch, heads, length, tokens in (
+        (128, 128, 4096, 1), (128, 128, 16384, 1), (16, 128, 4096, 1), (1, 128, 65536, 1), (64, 64, 8192, 1),
+        (128, 16, 4096, 1), (16, 16, 4096, 1), (16, 64, 8192, 2),
+    ):  # fmt: skip
+        problem = Problem(heads, 1, (length,) * batch, tokens, head_dims=LATENT_DIMS)
+        queries = "" if tokens == 1 else f" {tokens} queries"
+        yield _over_pages("mla", f"mla b{batch} {heads}/1 {length // 1024}k{queries}", problem, (64,))
 
 
 def _eight_bits() -> Iterable[ServingCell]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.lab.bench.check import relative_error
-from attngen.lab.bench.serving.cells import EIGHT_BITS, HEAD_DIM, SOFTCAP, WINDOW, CacheShape, Problem, ancestors
+from attngen.lab.bench.serving.cells import EIGHT_BITS, SOFTCAP, WINDOW, CacheShape, Problem, ancestors
 from attngen.lab.bench.timing import input_sets
 from attngen.runtime.operations.attention.entry import attention
 
@@ -50,10 +50,10 @@ class ServingInputs:
             made = getattr(torch, dtype_row(dtype).torch)
             return [torch.randn(shape, generator=generator, device=device, dtype=drawn).to(made) for _ in range(sets)]
 
-        self.queries = new(problem.dtype, problem.batch, problem.seqlen_q, problem.heads, HEAD_DIM)
-        self._keys, self._values = (
-            new(problem.kv_dtype, problem.batch * self.room, problem.kv_heads, HEAD_DIM) for _ in "kv"
-        )
+        self.queries = new(problem.dtype, problem.batch, problem.seqlen_q, problem.heads, problem.head_dims[0])
+        cached = (problem.kv_dtype, problem.batch * self.room, problem.kv_heads)
+        self._keys = new(*cached, problem.head_dims[0])
+        self._values = self._keys if problem.latent else new(*cached, problem.head_dims[1])
         #: The scales of tensors in 8 bits, one for each sequence and KV head.
         self.scales = {
             f"{name}_descale": torch.full((problem.batch, problem.kv_heads), _SCALE, device=device, dtype=torch.float32)
@@ -76,8 +76,9 @@ class ServingInputs:
     def cache(self, number: int, form: CacheShape) -> tuple[Tensor, Tensor]:
         """Keys and values of a set in a form of cache."""
         rows, heads = form.page_size or self.room, self.problem.kv_heads
-        shape = (-1, heads, rows, HEAD_DIM) if form.heads_first else (-1, rows, heads, HEAD_DIM)
-        return self._keys[number].view(shape), self._values[number].view(shape)
+        axes = (-1, heads, rows) if form.heads_first else (-1, rows, heads)
+        keys, values = (each[number].view(*axes, each[number].shape[-1]) for each in (self._keys, self._values))
+        return keys, values[..., : self.problem.head_dims[1]]
 
     def pages(self, page_size: int) -> SequencePages:
         """The pages of each sequence, in random order."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class ServingPeer(Protocol):
     @property
     def name(self) -> str:
         """The name of its rows."""
+
+    @property
+    def latent(self) -> bool:
+        """Whether it solves problems of latent attention, and no others."""
 
     def missing(self) -> str | None:
         """Reason why it cannot be used here at all, or None. Imports nothing."""
@@ -54,6 +58,7 @@ def serving_peers() -> tuple[ServingPeer, ...]:
         FlashInferPrefill("FlashInfer fa2", "fa2"),
         FlashInferPrefill("FlashInfer fa3", "fa3"),
         CudnnPrefill(),
+        FlashMla(),
     )
 
 
@@ -69,6 +74,7 @@ class ServingSdpa:
 
     name: str
     backend: str
+    latent: ClassVar[bool] = False
 
     def missing(self) -> str | None:
         """See ``ServingPeer``."""
@@ -98,7 +104,7 @@ class ServingSdpa:
 class ServingFlashAttention3:
     """FlashAttention-3: a build of its sources has pages, the wheel ``fa3-fwd`` only dense caches."""
 
-    name = "FlashAttention-3"
+    name, latent = "FlashAttention-3", False
     _WITH_PAGES, _WHEEL = "flash_attn_interface", "fa3_fwd_interface"
 
     def missing(self) -> str | None:
@@ -133,6 +139,8 @@ class ServingFlashAttention3:
 
 class _FlashInfer:
     """Common base of the calls of FlashInfer."""
+
+    latent: ClassVar[bool] = False
 
     def missing(self) -> str | None:
         """See ``ServingPeer``."""
@@ -232,6 +240,37 @@ class CudnnPrefill(_FlashInfer):
             max_sequence_kv=max(problem.lengths),
         )  # fmt: skip
         return _planned(self.name, wrapper, contents, form)
+
+
+class FlashMla:
+    """FlashMLA's decoding over pages of 64 latent rows; its schedule is made by the first call."""
+
+    name, latent = "FlashMLA", True
+
+    def missing(self) -> str | None:
+        """See ``ServingPeer``."""
+        return _lacking("flash_mla")
+
+    def forms(self, problem: Problem) -> Sequence[CacheShape]:
+        """See ``ServingPeer``."""
+        return (CacheShape(64),)
+
+    def enter(self, contents: ServingInputs, form: CacheShape) -> Contender:
+        """See ``ServingPeer``."""
+        assert form.page_size is not None
+        problem, table = contents.problem, contents.pages(form.page_size).table
+        library = import_module("flash_mla")
+        # newer versions ignore the arguments
+        rows = problem.seqlen_q * problem.heads // problem.kv_heads
+        schedule = library.get_mla_metadata(contents.lengths, rows, problem.kv_heads)
+        calls = [
+            partial(
+                library.flash_mla_with_kvcache, q, contents.cache(number, form)[0], table, contents.lengths,
+                problem.head_dims[1], *schedule, causal=problem.seqlen_q > 1,
+            )
+            for number, q in enumerate(contents.queries)
+        ]  # fmt: skip
+        return Contender(self.name, calls, as_bshd=output_of)
 
 
 def _prefill(contents: ServingInputs, form: CacheShape, backend: str, **more: Any) -> Any:

@@ -18,13 +18,14 @@ from attngen.lab.bench.kernels import chosen, compiled
 from attngen.lab.bench.report import shortened
 from attngen.lab.bench.runner import Bench, BenchOptions, Observer, ReadyContender, Suite, by_parts
 from attngen.lab.bench.serving.appending import Appending, kernel_of
-from attngen.lab.bench.serving.cells import DTYPE, EIGHT_BITS, HEAD_DIM, CacheShape, Lane, Problem, ServingCell, cells
+from attngen.lab.bench.serving.cells import DTYPE, EIGHT_BITS, CacheShape, Lane, Problem, ServingCell, cells
 from attngen.lab.bench.serving.contents import ServingInputs, ServingOracle
 from attngen.lab.bench.serving.peers import ServingPeer, missing, serving_peers
 from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.lab.bench.timing import Contender, Sampler
 from attngen.lab.verify.gpu import Gpu
 from attngen.operations import APPEND, APPEND_VARIANT, WIDEN
+from attngen.plan.naming import head_dim_label
 from attngen.runtime.operations.attention.entry import attention, attention_paged
 from attngen.runtime.operations.attention.introspection import explain
 from attngen.runtime.registry.lookup import package_of_kernels, registry
@@ -44,12 +45,12 @@ class ServingSuite(Suite[ServingCell, ServingReport]):
         loaded = load_spec(spec)
         self.cases = by_parts(cells(), options.cells, "cell", lambda cell: cell.name)
         self.kernels = _kernels(prepare(loaded), self.cases, options, capability)
-        self.variants = frozenset(kernel.plan.variant.name for kernel in self.kernels)
+        self.calls = frozenset(_call_of(kernel) for kernel in self.kernels)
         peers = serving_peers()
         left_out = missing(peers)
         self.peers = [peer for peer in peers if peer.name not in left_out]
         self.report = ServingReport(spec=str(spec), package=loaded.package, left_out=left_out)
-        self.errors: Mapping[str, str] = {}  # of variants whose kernels did not compile
+        self.errors: Mapping[tuple[str, tuple[int, int]], str] = {}  # of calls whose kernels did not compile
 
     def planned(self, case: ServingCell) -> ServingRow:
         """See ``Suite``."""
@@ -61,8 +62,8 @@ class ServingSuite(Suite[ServingCell, ServingReport]):
         kernels, errors = compiled(self.kernels, self.options.jobs)
         if kernels:
             registry.add(package_of_kernels(list(kernels.values()), self.report.spec))
-        variants = {kernel.plan.name: kernel.plan.variant.name for kernel in self.kernels}
-        self.errors = {variants[name]: f"{name}: {error}" for name, error in errors.items()}
+        calls = {kernel.plan.name: _call_of(kernel) for kernel in self.kernels}
+        self.errors = {calls[name]: f"{name}: {error}" for name, error in errors.items()}
         return self.report
 
     def measured(self, bench: Bench, case: ServingCell) -> ServingRow:
@@ -85,19 +86,25 @@ class ServingSuite(Suite[ServingCell, ServingReport]):
         """The result of attngen before it is called: unsupported without a kernel of its variant."""
         problem = lane.problem
         result = ServingResult(f"attngen {lane.name}", problem=problem, form=lane.form, lane=lane, flops=problem.flops)
-        if problem.variant not in self.variants:
-            reason = f"no kernel of {problem.variant} in {DTYPE} at head_dim {HEAD_DIM} is chosen from the spec"
+        if problem.call not in self.calls:
+            dims = head_dim_label(*problem.head_dims)
+            reason = f"no kernel of {problem.variant} in {DTYPE} at head_dim {dims} is chosen from the spec"
             return replace(result, status="unsupported", reason=reason)
-        if problem.variant in self.errors:
-            return replace(result, status="failed", reason=shortened(self.errors[problem.variant]))
+        if problem.call in self.errors:
+            return replace(result, status="failed", reason=shortened(self.errors[problem.call]))
         return result
+
+
+def _call_of(kernel: Prepared) -> tuple[str, tuple[int, int]]:
+    """As ``Problem.call``."""
+    return kernel.plan.variant.name, (kernel.plan.head_dim_qk, kernel.plan.head_dim_v)
 
 
 def _kernels(
     prepared: Sequence[Prepared], cells: Sequence[ServingCell], options: BenchOptions, capability: int | None
 ) -> list[Prepared]:
     """The kernels that cells may run on, those that widen a cache last. Raises CallError if there is none."""
-    variants = {lane.problem.variant for cell in cells for lane in cell.lanes}
+    calls = {lane.problem.call for cell in cells for lane in cell.lanes}
 
     def runs(kernel: Prepared, *directions: str) -> bool:
         here = capability is None or kernel.plan.arch.runs_on(capability)
@@ -109,14 +116,15 @@ def _kernels(
         if runs(kernel, "forward", APPEND)
         and kernel.plan.dtype_name in (DTYPE, EIGHT_BITS)
         and kernel.plan.layout in ("dense", "paged")
-        and (kernel.plan.head_dim_qk, kernel.plan.head_dim_v) == (HEAD_DIM, HEAD_DIM)
-        and kernel.plan.variant.name in variants
+        and _call_of(kernel) in calls
     ]
     if not kept:
         here = "" if capability is None else f", which sm{capability} would run"
+        variants = ", ".join(sorted({variant for variant, _ in calls}))
+        dims = " or ".join(head_dim_label(*dims) for dims in sorted({dims for _, dims in calls}))
         raise CallError(
-            f"the cells of the serving suite take forward kernels of {', '.join(sorted(variants))} in {DTYPE} at "
-            f"head_dim {HEAD_DIM}, dense or paged; the spec has none{here}"
+            f"the cells of the serving suite take forward kernels of {variants} in {DTYPE} at head_dim {dims}, dense "
+            f"or paged; the spec has none{here}"
         )
     return [*kept, *(kernel for kernel in prepared if runs(kernel, WIDEN) and kernel.plan.dtype_name == DTYPE)]
 
@@ -174,7 +182,8 @@ def _entry_of_lane(bench: Bench, shelf: _Shelf, lane: Lane) -> ReadyContender:
             keywords["seqused_k"] = contents.lengths
         calls = [partial(attention, q, *cache, **keywords) for q, cache in zip(contents.queries, caches, strict=True)]
     else:
-        table, out = contents.pages(form.page_size).table, torch.empty_like(contents.queries[0], dtype=torch.bfloat16)
+        table, q = contents.pages(form.page_size).table, contents.queries[0]
+        out = q.new_empty((*q.shape[:-1], problem.head_dims[1]), dtype=torch.bfloat16)
         calls = [
             partial(attention_paged, q, *cache, table, contents.lengths, out=out, **keywords)
             for q, cache in zip(contents.queries, caches, strict=True)
@@ -190,7 +199,7 @@ def _peers_of(cell: ServingCell, peers: Sequence[ServingPeer]) -> Iterator[tuple
     for problem in cell.problems_of_peers:
         kinds = {lane.form.page_size is None for lane in cell.lanes if lane.problem == problem}
         for peer in peers:
-            for form in peer.forms(problem):
+            for form in peer.forms(problem) if peer.latent == problem.latent else ():
                 if (form.page_size is None) in kinds:
                     yield peer, problem, form
 

@@ -60,6 +60,7 @@ def _(size: Size) -> Forms:
         declared={"bias": floats("h", *PAIR, dtype="bf16"), "keep": bools("seqlen_k")},
         tensors={"bias": bias, "keep": keep},
         learned=("bias",),
+        pair_bias=("bias", "keep"),
     )
 
 

@@ -61,6 +61,10 @@ class Forms:
     fields of ``attngen.variant``, over the names in ``sizes`` and ``tensors``. ``learned`` names tensors that take
     gradients; the functions for FlexAttention capture the same tensors. ``hides`` is the mask that a score of −inf
     stands for, by which tiles are counted.
+
+    Of libraries that take less than a function: ``blocks`` names a tensor of bools over (heads, query blocks, key
+    blocks) of ``sizes["block"]`` tokens each, which alone is the mask; ``pair_bias`` names a bias over (heads, queries,
+    keys) and bools of keys, which alone are score and mask.
     """
 
     mask_mod: Mod | None = None
@@ -73,6 +77,8 @@ class Forms:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     learned: tuple[str, ...] = ()
     hides: Mod | None = None
+    blocks: str | None = None
+    pair_bias: tuple[str, str] | None = None
 
     @property
     def over_pairs(self) -> tuple[Tensor, ...]:

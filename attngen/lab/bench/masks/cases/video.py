@@ -148,3 +148,29 @@ def _(size: Size) -> Forms:
         declared={"temporal": bools("h")},
         tensors={"temporal": temporal},
     )  # fmt: skip
+
+
+@case("blocks of 64 by lists", seqlen=32768)
+def _(size: Size) -> Forms:
+    """Video sparse attention: an eighth of the blocks, chosen for each head and block of queries."""
+    return _chosen_blocks(size, 64)
+
+
+@case("blocks of 128 by lists", seqlen=32768)
+def _(size: Size) -> Forms:
+    return _chosen_blocks(size, 128)
+
+
+def _chosen_blocks(size: Size, most: int) -> Forms:
+    block = min(most, size.fraction(2))
+    blocks = -(-size.seqlen // block)
+    best = size.uniform(size.heads, blocks, blocks).topk(max(blocks // 8, 1)).indices
+    chosen = torch.zeros(size.heads, blocks, blocks, dtype=torch.bool, device=size.device).scatter_(2, best, True)
+    return Forms(
+        lambda b, h, q, kv: chosen[h, q // block, kv // block],
+        mask="chosen[h, q // block, kv // block]",
+        sizes={"block": block},
+        declared={"chosen": bools("h", "rows", "columns")},
+        tensors={"chosen": chosen},
+        blocks="chosen",
+    )
