@@ -170,5 +170,6 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
         parts = roles.parts_of(qk) + roles.parts_of(v)
         return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
     if roles.pingpong:
-        return 2 * loop + keys * roles.own_spans  # of a step that the consumer's keys do not see, dQ before it alone
+        # of a step that the consumer's keys do not see, dQ before it alone; the three of dQ stand there over half of the keys, too
+        return 2 * loop + keys * roles.own_spans + 3 * keys // 2 * (roles.map_rows > 0)
     return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
