@@ -84,6 +84,10 @@ _COSTLY_VALUES = 2
 #: "Tiles of biases").
 _BIAS_STAGES = (2, 1)
 
+#: Stages of Q and of dO where consumers skip steps: each may have a step of its own under way while the next one comes.
+#: Not measured: follows from the barriers.
+_STAGES_BY_BLOCKS = 3
+
 #: Query tiles that all heads of a group visit before the next ones (docs/notebook/hopper_backward.md, "Stripes").
 _QUERY_CHUNK = 8
 
@@ -264,8 +268,7 @@ def _tile(
     choice, map_rows = (by_blocks, KEYS_OF_CONSUMER) if by_blocks else (choice, 0)
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
-    # of steps that one consumer sees, each has one under way
-    stages = (spec.backward or Backward()).dkdv.stages or (choice.q_stages if map_rows else parts + more)
+    stages = (spec.backward or Backward()).dkdv.stages or (_STAGES_BY_BLOCKS if map_rows else parts + more)
     varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
     reads_ds = _reads_ds(spec)
@@ -287,7 +290,7 @@ def _tile(
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
         rows_early=choice.rows_ahead > 0 and (by_rows or not varlen) and not relief.lean and not relief.late,
-        q_stages=choice.q_stages,
+        q_stages=_STAGES_BY_BLOCKS if map_rows else choice.q_stages,
         box_bytes=widest_box(
             *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
         ),
