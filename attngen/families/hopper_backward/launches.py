@@ -16,7 +16,14 @@ from attngen.parts.backward_launches import (
     tile_map_axes,
 )
 from attngen.plan import arguments
-from attngen.plan.allowances import MAPPED_BIAS_SPILLS, PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills
+from attngen.plan.allowances import (
+    MAP_ROW_SPILLS,
+    MAPPED_BIAS_SPILLS,
+    PINGPONG_SPILLS,
+    READER_SPILLS,
+    SPILLS,
+    Spills,
+)
 from attngen.plan.draft import row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 
@@ -48,6 +55,8 @@ def _spills(roles: HopperBackward) -> Spills:
         return READER_SPILLS
     if roles.pingpong and roles.slots and roles.biases:
         return MAPPED_BIAS_SPILLS
+    if roles.map_rows:
+        return MAP_ROW_SPILLS
     return PINGPONG_SPILLS if roles.pingpong else SPILLS
 
 
