@@ -179,6 +179,8 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
         parts = roles.parts_of(qk) + roles.parts_of(v)
         return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
     if roles.pingpong:
-        # of a step that the consumer's keys do not see, dQ before it alone; the three of dQ stand there over half of the keys, too
-        return 2 * loop + keys * roles.own_spans + 3 * keys // 2 * (roles.map_rows > 0)
+        # of a step that the consumer's keys do not see, dQ before it alone
+        places = 2 + roles.own_spans
+        over_half = keys // 2 if roles.map_rows else 0  # dQ over half of the keys stands beside that over all
+        return 2 * loop + keys * roles.own_spans + places * over_half
     return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows

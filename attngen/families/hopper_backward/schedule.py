@@ -371,17 +371,22 @@ def _has_own_spans(spec: KernelSpec, choice: BackwardChoice, family: str, iterat
 def _by_blocks(
     spec: KernelSpec, choice: BackwardChoice, brought: Brought, family: str, iteration: str
 ) -> BackwardChoice | None:
-    """The choice with queries of a step such that the mask is constant on them and the keys of a consumer, and not on
-    those of all: then the tile map has a row for the keys of each consumer, which skips steps that it does not see.
-    None for others, and for kernels whose tiles of dS are read whole or come with tiles of biases."""
+    """The choice of a kernel whose tile map has a row for the keys of each consumer: the mask is constant on the queries
+    of a step and these keys, and not on those of all. None for others, and where tiles of dS are read whole, or tiles
+    of biases come with steps."""
     alone = choice.overlap == "pingpong" and family != "varying_derivative" and not brought.bias_bytes
     if not alone or iteration != "tile_map" or spec.deterministic or is_wide(spec) or _reads_ds(spec):
         return None
+    given = (spec.backward or Backward()).dkdv.tile_m
     for queries in dict.fromkeys((choice.tile.m, KEYS_OF_CONSUMER)):
+        if given not in (None, queries):
+            continue
         if mask_block(spec.variant, (queries, _KEYS)) == (queries, _KEYS):
             return None
         if mask_block(spec.variant, (queries, KEYS_OF_CONSUMER)) == (queries, KEYS_OF_CONSUMER):
-            return choice.model_copy(update={"tile": choice.tile.model_copy(update={"m": queries})})
+            tile = choice.tile.model_copy(update={"m": queries})
+            measured = dict.fromkeys(("gpu", "date", "method", "speedup"))  # for other kernels
+            return choice.model_copy(update={"tile": tile, **measured})
     return None
 
 
@@ -488,7 +493,7 @@ def _memory_layouts(
     tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
 ) -> Iterator[HopperBackward]:
     """Yield the roles with their regions of shared memory, from the most stages of Q and biases to the fewest; beside
-    biases, dQ may be rounded without shared memory, and beside a third stage of dO it is."""
+    biases, dQ may be rounded without shared memory, and where each consumer has steps of its own it is."""
     pipes = backward_pipes if draft.cluster == 1 else cluster_pipes
     of_biases = _BIAS_STAGES if draft.biases else (0,)
     of_dq = (True, False) if draft.biases else (not draft.map_rows,)
