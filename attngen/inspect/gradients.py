@@ -16,7 +16,7 @@ from attngen.parts.floors import (
     gradient_floor,
     row_sums_bytes,
 )
-from attngen.plan.model import Plan
+from attngen.plan.model import Launch, Plan
 
 if TYPE_CHECKING:
     from attngen.inspect.visits import Visits
@@ -100,10 +100,15 @@ class GradientFloors:
             yield f"  seqlen {head.seqlen:6d}: steps {steps} for a head, {head.clocks} clocks; {whole}"
 
 
+def _steps(launch: Launch, visited: Visits) -> int:
+    """Return the steps of a launch, whose consumers may each visit a part of the keys of a tile."""
+    return ceil((visited.full + visited.partial) * visited.step_pairs / (launch.tile_m * launch.tile_n))
+
+
 def _head(plan: Plan, kernels: Sequence[GradientFloor], visited: Sequence[Visits]) -> HeadGradientFloor:
     """Return the floor of one head: the kernels run one after the other, after the row statistics."""
     seqlen, pairs = visited[0].seqlen, visited[0].visible_pairs
-    steps = {low.launch.name: each.full + each.partial for low, each in zip(kernels, visited, strict=True)}
+    steps = {low.launch.name: _steps(low.launch, each) for low, each in zip(kernels, visited, strict=True)}
     clocks = ceil(seqlen * row_sums_bytes(plan) / MEMORY_PER_CLOCK)
     for low in kernels:
         kept = low.launch.tile_n if low.launch.grid == "keys" else low.launch.tile_m

@@ -98,7 +98,10 @@ def visits(
     """
     if plan.structure.map_rows:  # each consumer visits its own blocks, as if it had a tile of them alone
         alone = replace(plan.structure, consumers=1)
-        plan = replace(plan, tile_m=alone.map_rows, tile_n=alone.block_keys, structure=alone)
+        if plan.direction == "forward":
+            plan = replace(plan, tile_m=alone.map_rows, tile_n=alone.block_keys, structure=alone)
+        else:
+            plan = replace(plan, tile_n=alone.map_rows, structure=alone)
     tiles = -(-seqlen // plan.tile_m)
     some = _sample(tiles, plan.tile_m * seqlen * _cost(plan.variant.mask) * of)
     first = some * plan.tile_m

@@ -33,9 +33,10 @@ def leading_launches(plan: Plan, preprocess_arguments: tuple[Argument, ...], *, 
     yield launch_of(plan, "preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=preprocess_arguments, pdl=pdl)
     if plan.iteration == "tile_map":
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
+        rows = plan.structure.map_rows
         yield launch_of(
-            plan, "classify_dqkv", "key_words", classifier_warps(plan), iteration="tile_map",
-            tile_map=tile_map_axes(plan), arguments=own,
+            plan, "classify_dqkv", "key_map_rows" if rows else "key_words", classifier_warps(plan),
+            iteration="tile_map", tile_map=tile_map_axes(plan), arguments=own, tile_n=rows or plan.tile_n,
         )  # fmt: skip
 
 

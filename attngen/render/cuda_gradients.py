@@ -27,7 +27,7 @@ from attngen.plan.model import Plan
 from attngen.plan.own_gradients import derivative
 from attngen.plan.symbols import pointer_name
 from attngen.render.biases import bias_bindings, go_beyond_queries, lookup_bindings, with_biases, with_lookups
-from attngen.render.cuda_masking import bit_of, hide, masking, row_values
+from attngen.render.cuda_masking import bit_of, corners_of_block, hide, masking, row_values
 from attngen.render.cuda_math import (
     ScoreValue,
     Steps,
@@ -180,7 +180,7 @@ def probabilities(plan: Plan) -> ProbabilitySteps:
 
 def _visible(plan: Plan) -> Steps:
     """Return the steps that evaluate the mask of a partial tile into ``bits``."""
-    mask = masking(plan, _elements(plan), (), key="8 * {row}", along=QUERIES)
+    mask = masking(plan, _elements(plan) | corners_of_block(plan), (), key="8 * {row}", along=QUERIES)
     return _steps(plan, mask.hoisted, [*mask.body, *mask.ends, bit_of(mask.hidden, _ELEMENT)])
 
 
@@ -319,7 +319,8 @@ def query_word(plan: Plan) -> tuple[Statement, ...]:
 
 def classified_query_word(plan: Plan, by: TileBounds | None = None) -> tuple[Statement, ...]:
     """Return the statements that make the bits of 32 tiles by their bounds."""
-    code, may, must = (by or TileBounds(plan.variant.mask)).emitted(plan, QUERIES)
+    along = replace(QUERIES, keys="kMapRows") if plan.structure.map_rows else QUERIES
+    code, may, must = (by or TileBounds(plan.variant.mask)).emitted(plan, along)
     asked = names(may) | names(must)
     lines = [int_constant("candidate", "32 * {word} + {lane}")]
     if asked & {"q_lo", "q_hi", "q_pos_lo", "q_pos_hi"}:
@@ -333,5 +334,5 @@ def classified_query_word(plan: Plan, by: TileBounds | None = None) -> tuple[Sta
     seen = inside if may == TRUE else written("{} && (({}) || {})", inside, code.results[0], behind)
     whole = Code("false") if must == FALSE else written("({}) && !({})", code.results[1], behind)
     if by is not None and must != FALSE:  # a map says so only of whole tiles of keys
-        whole = written("{} && {kv_start} + kBlockN <= {seqlen_k}", whole)
-    return with_corners([*lines, *code.hoisted, *code.body, *words_of_votes(seen, whole)], along=QUERIES)
+        whole = written(f"{{}} && {{kv_start}} + {along.keys or 'kBlockN'} <= {{seqlen_k}}", whole)
+    return with_corners([*lines, *code.hoisted, *code.body, *words_of_votes(seen, whole)], along=along)

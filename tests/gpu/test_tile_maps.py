@@ -140,6 +140,8 @@ def test_consumers_visit_their_own_blocks(
         sel[0, 0] &= share == 1.0  # a row without keys
         if seed == 1:  # one consumer sees much more than the other
             sel[:, ::2] &= torch.rand(heads, 1, 1, device=DEVICE) < 0.5
+        if seed == 2:  # the same of keys
+            sel[:, :, ::2] &= torch.rand(heads, 1, 1, device=DEVICE) < 0.5
         shapes = [(batch, queries, heads, head_dim), *[(batch, keys, kv_heads, head_dim)] * 2]
         inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
         dout = torch.randn(shapes[0], device=DEVICE, dtype=torch.bfloat16)
@@ -157,14 +159,16 @@ def test_blocks_of_packed_sequences() -> None:
     sizes = (300, 1, 129, 511, 0)
     torch.manual_seed(0)
     bounds = torch.tensor([0, *sizes], device=DEVICE).cumsum(0).int()
-    inputs = [torch.randn(sum(sizes), 2, 128, device=DEVICE, dtype=torch.bfloat16) for _ in "qkv"]
+    inputs = [torch.randn(sum(sizes), 2, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
     sel = torch.rand(2, 8, 8, device=DEVICE) < 0.5
+    dout = torch.randn(sum(sizes), 2, 128, device=DEVICE, dtype=torch.bfloat16)
     packing = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 511, "max_seqlen_k": 511}
+    exact = [one.detach().double().requires_grad_() for one in inputs]
     out = attngen.attention_varlen(*inputs, **packing, variant="causal_blocks", sel=sel)
-    wanted = attngen.attention_varlen(
-        *(one.double() for one in inputs), **packing, variant="causal_blocks", sel=sel, backend="reference"
-    )
-    torch.testing.assert_close(out.double(), wanted, atol=0.03, rtol=0.03)
+    wanted = attngen.attention_varlen(*exact, **packing, variant="causal_blocks", sel=sel, backend="reference")
+    results = (out, *torch.autograd.grad(out, inputs, dout))
+    for actual, one in zip(results, (wanted, *torch.autograd.grad(wanted, exact, dout.double())), strict=True):
+        torch.testing.assert_close(actual.double(), one, atol=0.03, rtol=0.03)
 
 
 def test_a_map_of_blocks_is_made_in_each_replay_of_a_graph() -> None:

@@ -16,7 +16,14 @@ from attngen.parts.backward_launches import (
     tile_map_axes,
 )
 from attngen.plan import arguments
-from attngen.plan.allowances import MAPPED_BIAS_SPILLS, PINGPONG_SPILLS, READER_SPILLS, SPILLS, Spills
+from attngen.plan.allowances import (
+    MAP_ROW_SPILLS,
+    MAPPED_BIAS_SPILLS,
+    PINGPONG_SPILLS,
+    READER_SPILLS,
+    SPILLS,
+    Spills,
+)
 from attngen.plan.draft import row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Workspace
 
@@ -48,6 +55,8 @@ def _spills(roles: HopperBackward) -> Spills:
         return READER_SPILLS
     if roles.pingpong and roles.slots and roles.biases:
         return MAPPED_BIAS_SPILLS
+    if roles.map_rows:
+        return MAP_ROW_SPILLS
     return PINGPONG_SPILLS if roles.pingpong else SPILLS
 
 
@@ -170,5 +179,8 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
         parts = roles.parts_of(qk) + roles.parts_of(v)
         return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
     if roles.pingpong:
-        return 2 * loop + keys * roles.own_spans  # of a step that the consumer's keys do not see, dQ before it alone
+        # of a step that the consumer's keys do not see, dQ before it alone
+        places = 2 + roles.own_spans
+        over_half = keys // 2 if roles.map_rows else 0  # dQ over half of the keys stands beside that over all
+        return 2 * loop + keys * roles.own_spans + places * over_half
     return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
