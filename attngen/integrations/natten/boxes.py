@@ -1,7 +1,7 @@
 """Boxes of a grid of tokens: each holds 128 tokens, which are consecutive rows of a call.
 
-A tile of queries then sees the tiles of keys whose boxes its windows touch. Row by row, the windows of a tile are wide along
-one axis, and it touches many more.
+A tile of queries then sees the tiles of keys whose boxes its windows touch. Tiles of rows of the grid would be as long as
+a row along one axis, and touch many more.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def chosen(axes: Axes) -> Boxes:
     visits = [{pair: axis.visits(*pair) for pair in product(powers, powers)} for axis in axes]
     choices = []
     for q, k in product(_SHAPES, _SHAPES):
-        some, every = zip(*(along[pair] for along, pair in zip(visits, zip(q, k, strict=True), strict=True)), strict=True)
+        pairs = zip(q, k, strict=True)
+        some, every = zip(*(along[pair] for along, pair in zip(visits, pairs, strict=True)), strict=True)
         choices.append(Boxes(q, k, prod(some), prod(every)))
     return min(choices, key=lambda each: (each.visited, -each.full, each.q != each.k))

@@ -1,14 +1,13 @@
 """NATTEN's functions on kernels of attngen: ``na1d``, ``na2d`` and ``na3d``, argument for argument.
 
-Tokens are brought into the order of boxes, and results back. Keys that all queries see follow the tokens of the grid, so that
-one call serves both.
+Tokens are brought into the order of boxes, and results back. Keys that all queries see follow the tokens of the grid,
+so that one call serves both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -92,9 +91,8 @@ def na1d(
         NoKernelError: No kernel takes the call; it names the spec to build.
     """
     _check_tuning(backend, kernel_schedule, attention_kwargs)
-    return _neighbourhood(
-        1, query, key, value, kernel_size, stride, dilation, is_causal, scale, additional_keys, additional_values, return_lse
-    )
+    more = additional_keys, additional_values
+    return _neighbourhood(1, query, key, value, kernel_size, stride, dilation, is_causal, scale, more, return_lse)
 
 
 def na2d(
@@ -123,13 +121,12 @@ def na2d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Neighbourhood attention on a grid (batch, X, Y, heads, head_dim): as ``na1d`` along each axis.
 
-    ``kernel_size``, ``stride``, ``dilation`` and ``is_causal`` have a value for each axis, or one for both. A query sees the
-    keys that are in its window along both axes.
+    ``kernel_size``, ``stride``, ``dilation`` and ``is_causal`` have a value for each axis, or one for both. A query
+    sees the keys that are in its window along both axes.
     """
     _check_tuning(backend, kernel_schedule, attention_kwargs)
-    return _neighbourhood(
-        2, query, key, value, kernel_size, stride, dilation, is_causal, scale, additional_keys, additional_values, return_lse
-    )
+    more = additional_keys, additional_values
+    return _neighbourhood(2, query, key, value, kernel_size, stride, dilation, is_causal, scale, more, return_lse)
 
 
 def na3d(
@@ -158,9 +155,8 @@ def na3d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Neighbourhood attention on a grid (batch, X, Y, Z, heads, head_dim): as ``na2d`` along three axes."""
     _check_tuning(backend, kernel_schedule, attention_kwargs)
-    return _neighbourhood(
-        3, query, key, value, kernel_size, stride, dilation, is_causal, scale, additional_keys, additional_values, return_lse
-    )
+    more = additional_keys, additional_values
+    return _neighbourhood(3, query, key, value, kernel_size, stride, dilation, is_causal, scale, more, return_lse)
 
 
 class Geometry(NamedTuple):
@@ -222,10 +218,10 @@ def _neighbourhood(
     dilation: Any,
     is_causal: Any,
     scale: float | None,
-    more_keys: Tensor | None,
-    more_values: Tensor | None,
+    more: tuple[Tensor | None, Tensor | None],
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
+    more_keys, more_values = more
     grid = _check_tensors(rank, query, key, value, more_keys, more_values)
     axes = _axes(grid, kernel_size, stride, dilation, is_causal)
     whole = all(axis.size == axis.tokens and not axis.causal for axis in axes)
@@ -278,13 +274,10 @@ def _check_tensors(
                 batch, heads, columns = wanted
                 count = more_keys.shape[1] if more_keys.dim() == 4 and name == "additional_values" else "keys"
                 raise CallError(f"{name} must have shape ({batch}, {count}, {heads}, {columns}), got {shape}")
-    # a compiled program has numbers for tokens, no symbols: boxes depend on them
-    return tuple(len(range(tokens)) for tokens in query.shape[1 : rank + 1])
+    return tuple(_number(tokens) for tokens in query.shape[1 : rank + 1])
 
 
-def _axes(
-    grid: tuple[int, ...], kernel_size: Any, stride: Any, dilation: Any, is_causal: Any
-) -> Axes:
+def _axes(grid: tuple[int, ...], kernel_size: Any, stride: Any, dilation: Any, is_causal: Any) -> Axes:
     """Check the neighbourhood against the grid, and return it along three axes; one token along those that lack."""
     rank = len(grid)
     sizes, steps, dilations = (
@@ -313,7 +306,12 @@ def _integers(name: str, given: Any, rank: int) -> Sequence[int]:
     values = _by_axis(name, given, rank)
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in values):
         raise CallError(f"{name} must be a positive integer, or {rank} of them, got {given!r}")
-    return values
+    return tuple(_number(one) for one in values)
+
+
+def _number(value: int) -> int:
+    """The value itself, and never a symbol of a compiled program: boxes depend on it."""
+    return len(range(value))
 
 
 def _by_axis(name: str, given: Any, rank: int) -> Sequence[Any]:
@@ -329,7 +327,8 @@ def _check_tuning(backend: Any, kernel_schedule: Any, attention_kwargs: Mapping[
     """Refuse names that NATTEN lacks; those that it has choose among its own kernels."""
     for name, given, allowed in (("backend", backend, _BACKENDS), ("kernel_schedule", kernel_schedule, _SCHEDULES)):
         if isinstance(given, str) and given not in allowed:
-            raise CallError(f"{name} must be None or one of {', '.join(allowed)}, got {given!r}{suggest(given, allowed)}")
+            names = ", ".join(allowed)
+            raise CallError(f"{name} must be None or one of {names}, got {given!r}{suggest(given, allowed)}")
     for name in attention_kwargs or {}:
         if name not in _ATTENTION_KWARGS:
             raise CallError(f"attention_kwargs: '{name}' is not supported{suggest(str(name), _ATTENTION_KWARGS)}")

@@ -1,4 +1,4 @@
-"""Tokens of a grid in the order of boxes, and back: copies without arithmetic, which autograd passes gradients through."""
+"""Tokens of a grid in the order of boxes, and back: differentiable copies."""
 
 from __future__ import annotations
 
