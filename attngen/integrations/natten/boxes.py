@@ -1,7 +1,7 @@
 """Boxes of a grid of tokens: each holds 128 tokens, which are consecutive rows of a call.
 
-A tile of queries then sees the tiles of keys whose boxes its windows touch. Tiles of rows of the grid would be as long as
-a row along one axis, and touch many more.
+A tile of queries then sees the tiles of keys whose boxes its windows touch. Tiles of rows of the grid would be as long
+as a row along one axis, and touch many more.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attngen.errors import CallError, suggest
 from attngen.integrations.natten.boxes import Axes, Axis, Boxes, chosen
-from attngen.integrations.natten.order import Order
+from attngen.integrations.natten.order import BoxOrder
 from attngen.integrations.shared.arguments import contiguous_last, tensor
 from attngen.integrations.shared.choice import VariantCandidate, attend
 from attngen.runtime.arguments.torch_state import is_compiling
@@ -159,36 +159,36 @@ def na3d(
     return _neighbourhood(3, query, key, value, kernel_size, stride, dilation, is_causal, scale, more, return_lse)
 
 
-class Geometry(NamedTuple):
+class Neighbourhoods(NamedTuple):
     """The orders of queries and of keys, the scalars of the variant ``natten``, and the boxes that were chosen."""
 
-    queries: Order
-    keys: Order
+    queries: BoxOrder
+    keys: BoxOrder
     scalars: Mapping[str, int]
     boxes: Boxes
 
 
-def geometry_of(axes: Axes) -> Geometry:
+def orders_of(axes: Axes) -> Neighbourhoods:
     """Return the orders of tokens for neighbourhoods along three axes, kept outside of traces."""
-    return _geometry(axes, _traced_boxes(axes)) if is_compiling() else _kept_geometry(axes)
+    return _orders(axes, _traced_boxes(axes)) if is_compiling() else _kept_orders(axes)
 
 
 @lru_cache(maxsize=256)
-def _kept_geometry(axes: Axes) -> Geometry:
-    return _geometry(axes, chosen(axes))
+def _kept_orders(axes: Axes) -> Neighbourhoods:
+    return _orders(axes, chosen(axes))
 
 
 @torch.compiler.assume_constant_result
 def _traced_boxes(axes: Axes) -> Boxes:
-    return _kept_geometry(axes).boxes
+    return _kept_orders(axes).boxes
 
 
-def _geometry(axes: Axes, boxes: Boxes) -> Geometry:
+def _orders(axes: Axes, boxes: Boxes) -> Neighbourhoods:
     first, second, third = (axis.extent(*lengths) for axis, *lengths in zip(axes, boxes.q, boxes.k, strict=True))
     tokens = axes[0].tokens, axes[1].tokens, axes[2].tokens
     dilations = axes[0].dilation, axes[1].dilation, axes[2].dilation
     extents = first, second, third
-    queries, keys = (Order(tokens, dilations, extents, lengths) for lengths in (boxes.q, boxes.k))
+    queries, keys = (BoxOrder(tokens, dilations, extents, lengths) for lengths in (boxes.q, boxes.k))
     scalars = {}
     for name, order in (("q", queries), ("k", keys)):
         scalars |= {f"{name}_boxes{axis}": order.boxes[axis] for axis in (1, 2)}
@@ -205,7 +205,7 @@ def _geometry(axes: Axes, boxes: Boxes) -> Geometry:
             "beyond": 1 if axis.causal else extent,
         }
         scalars |= {f"{name}{number}": value for name, value in own.items()}
-    return Geometry(queries, keys, scalars, boxes)
+    return Neighbourhoods(queries, keys, scalars, boxes)
 
 
 def _neighbourhood(
@@ -236,7 +236,7 @@ def _neighbourhood(
         variant = "natten" if more_keys is None else "natten_and_more"
         ones = (1,) * (3 - rank)
         q, k, v = (given.reshape(given.shape[0], *ones, *given.shape[1:]) for given in (query, key, value))
-        queries, keys, arguments, _ = geometry_of(axes)
+        queries, keys, arguments, _ = orders_of(axes)
         if more_keys is not None:
             arguments = {**arguments, "own": keys.rows}
         q, k, v = queries.to_rows(q), keys.to_rows(k, more_keys), keys.to_rows(v, more_values)

@@ -20,7 +20,7 @@ _WIDE = (torch.complex128, torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
-class Order:
+class BoxOrder:
     """An order of the tokens of a grid: box by box, and within a box row by row.
 
     With a dilation, tokens whose coordinates along an axis are equal modulo it come together: an axis consists of its
@@ -172,7 +172,7 @@ class _ToRows(torch.autograd.Function):
     """Rows of a grid, with more rows after them."""
 
     @staticmethod
-    def forward(ctx: Any, grid: Tensor, more: Tensor | None, order: Order) -> Tensor:
+    def forward(ctx: Any, grid: Tensor, more: Tensor | None, order: BoxOrder) -> Tensor:
         ctx.order, ctx.more = order, more is not None
         count = 0 if more is None else more.shape[1]
         rows = grid.new_empty(grid.shape[0], order.rows + count, *grid.shape[4:])
@@ -193,7 +193,7 @@ class _ToGrid(torch.autograd.Function):
     """The grid of rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: BoxOrder) -> Tensor:
         ctx.order = order
         grid = rows.new_empty(rows.shape[0], *order.tokens, *rows.shape[2:])
         wide_rows, wide_grid = _wide(rows, grid)

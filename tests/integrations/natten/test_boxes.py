@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attngen.inspect.seen import seen
 from attngen.integrations.natten.boxes import BOX, Axis, chosen
-from attngen.integrations.natten.functions import geometry_of
+from attngen.integrations.natten.functions import orders_of
 from attngen.integrations.shared.catalogue import variant
 from tests.integrations.natten.neighbourhoods import Neighbourhood
 
@@ -30,7 +30,7 @@ def of_grid(rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("axes", AXES, ids=lambda axes: "x".join(str(axis[0]) for axis in axes))
 def test_counts_are_those_of_the_mask(axes: list[tuple[int, int, int, int, bool]]) -> None:
     first, second, third = (Axis(*axis) for axis in axes)
-    queries, keys, scalars, boxes = geometry_of((first, second, third))
+    queries, keys, scalars, boxes = orders_of((first, second, third))
     mask = seen(variant("natten"), (queries.rows, keys.rows), None, scalars)[0, 0]
     padded = torch.zeros(-(-queries.rows // BOX) * BOX, -(-keys.rows // BOX) * BOX, dtype=torch.bool)
     padded[: queries.rows, : keys.rows] = mask
@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_mask(axes: list[tuple[int, int, int, int, bool]
 def test_visited_tiles_over_visible_pairs(
     grid: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], most: float
 ) -> None:
-    """Where strides are whole boxes, no tile has a pair that is hidden."""
+    """No tile has a hidden pair where strides are whole boxes."""
     first, second, third = (Axis(n, k, s, 1, causal=False) for n, k, s in zip(grid, size, stride, strict=True))
     boxes = chosen((first, second, third))
     assert boxes.visited <= most * prod(grid) * prod(size) / BOX**2
