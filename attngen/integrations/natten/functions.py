@@ -189,7 +189,7 @@ def _orders(axes: Axes, boxes: Boxes) -> Neighbourhoods:
     dilations = axes[0].dilation, axes[1].dilation, axes[2].dilation
     extents = first, second, third
     queries, keys = (BoxOrder(tokens, dilations, extents, lengths) for lengths in (boxes.q, boxes.k))
-    scalars = {}
+    scalars: dict[str, int] = {}
     for name, order in (("q", queries), ("k", keys)):
         scalars |= {f"{name}_boxes{axis}": order.boxes[axis] for axis in (1, 2)}
         scalars |= {f"{name}_bits{axis}": order.lengths[axis].bit_length() - 1 for axis in range(3)}
