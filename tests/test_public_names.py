@@ -31,6 +31,7 @@ PUBLIC = {
     "attngen.integrations.flash_mla": "FlashMLASchedMeta flash_mla_sparse_fwd flash_mla_with_kvcache get_mla_metadata",
     "attngen.integrations.flex_attention": "AuxOutput AuxRequest BlockMask FlexKernelOptions and_masks "
     "create_block_mask create_mask create_nested_block_mask flex_attention noop_mask or_masks",
+    "attngen.integrations.natten": "na1d na2d na3d",
     "attngen.integrations.sageattention": "sageattn sageattn_varlen",
     "attngen.integrations.sglang": "register",
     "attngen.integrations.torch_flash": "activate register",

@@ -51,6 +51,11 @@ def _engines(spec: KernelSpec, plan: Plan) -> bool:
     return plan.dtype_name == "bf16" and plan.head_dim_qk == wide
 
 
+def _natten(spec: KernelSpec, plan: Plan) -> bool:
+    wide = 128 if plan.variant.name == "natten" else 64
+    return plan.dtype_name == "bf16" and plan.head_dim_qk <= wide
+
+
 def near_duplicate(parameters: Mapping[str, Any]) -> bool:
     """Whether a test with these parameters calls kernels that only ``-m exhaustive`` compiles."""
     dims = parameters.get("dim", parameters.get("dims", 64))
@@ -63,6 +68,7 @@ CALLED: dict[str, Callable[[KernelSpec, Plan], bool]] = {
     "flash_attn": _flash_attn,
     "flash_attn_kvcache": _caches,
     "engines": _engines,
+    "natten": _natten,
     "transformers": lambda spec, plan: plan.dtype_name == "bf16" and plan.head_dim_qk == 64,
 }
 

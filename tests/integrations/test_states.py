@@ -14,6 +14,7 @@ from torch import Tensor
 from attngen.integrations import flex_attention, sdpa
 from attngen.integrations.flash_attn import v2 as flash_attn
 from attngen.integrations.flash_mla.functions import flash_mla_with_kvcache
+from attngen.integrations.natten import na2d
 from attngen.integrations.shared import choice, constants, recalled
 from attngen.integrations.shared.catalogue import variant
 from attngen.integrations.torch_sdpa import routing
@@ -39,6 +40,10 @@ def by_heads() -> list[Tensor]:
     return [random(2, 2, 5, 64) for _ in range(3)]
 
 
+def on_a_grid() -> list[Tensor]:
+    return [random(1, 5, 6, 2, 64) for _ in range(3)]
+
+
 def listed() -> list[Tensor]:
     return [random(2, 1, 3, 576), random(4, 16, 1, 576), torch.randint(64, (2, 1, 12), dtype=torch.int32)]
 
@@ -59,6 +64,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], list[Tensor]]]] = {
     "sdpa": (routed, by_heads),
     "flex_attention": (lambda q, k, v: flex_attention.flex_attention(q, k, v, block_mask=MASK), by_heads),
     "flash_mla": (flash_mla, listed),
+    "natten": (lambda q, k, v: na2d(q, k, v, 3, is_causal=(True, False)), on_a_grid),
 }
 
 
@@ -69,7 +75,7 @@ def _gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr(choice, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     registry.clear()
-    kernels = [kernel(variant(name)) for name in ("causal", "causal_top_left")]
+    kernels = [kernel(variant(name)) for name in ("causal", "causal_top_left", "natten")]
     kernels += [kernel(variant("listed_keys"), head_dim=(576, 512), layout=layout) for layout in ("dense", "paged")]
     registry.add(package_of_kernels(kernels, "memory"))
     with drivers.use(FakeDriver()):

@@ -15,6 +15,7 @@ from attngen.integrations import sdpa
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.flash_attn import v3 as flash_attn_3
 from attngen.integrations.flash_mla import functions as flash_mla
+from attngen.integrations.natten import functions as natten
 from attngen.integrations.sageattention import functions as sageattention
 from attngen.integrations.torch_sdpa import flash as torch_flash
 from attngen.integrations.vllm import flash_attn as vllm_flash_attn
@@ -64,6 +65,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "simulate method": lambda x: parallel.simulate("causal", 2, tokens=512, method=x),
     "sdpa backend": lambda x: sdpa(backend=x),
     "sageattn tensor_layout": lambda x: sageattention.sageattn(Q, Q, Q, tensor_layout=x),
+    "na1d kernel_size": lambda x: natten.na1d(Q, Q, Q, x),
+    "na1d backend": lambda x: natten.na1d(Q, Q, Q, 3, backend=x),
+    "na1d kernel_schedule": lambda x: natten.na1d(Q, Q, Q, 3, kernel_schedule=x),
     "torch_flash dispatch_key": lambda x: torch_flash.activate(x),
     "flash_attn_3 window_size": lambda x: flash_attn_3.flash_attn_func(Q, Q, Q, window_size=x),
     "flash_mla kv_format": lambda x: flash_mla.flash_mla_with_kvcache(

@@ -20,6 +20,7 @@ from attngen.integrations.flash_attn import v3 as flash_attn_3
 from attngen.integrations.flash_attn import v4 as flash_attn_4
 from attngen.integrations.flash_mla import functions as flash_mla
 from attngen.integrations.flex.attention import AuxRequest, create_block_mask, flex_attention
+from attngen.integrations.natten import functions as natten
 from attngen.integrations.sageattention import functions as sageattention
 from tests.sampling import few, sampled
 
@@ -164,6 +165,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "flash_attn_4": lambda: flash_attn_4.flash_attn_func(LONG, LONG, LONG, causal=True, window_size=(3, 0)),
     "flash_mla": of_latents,
     "sageattention": lambda: sageattention.sageattn(*(x.bfloat16() for x in HEADS_FIRST)),
+    "natten": lambda: natten.na2d(*(x[:, None] for x in (LONG, LONG, LONG)), (1, 3), dilation=(1, 2)),
     "padding": lambda: bert_padding.unpad_input(Q, PADDING)[:2],
     "plan": lambda: parallel.plan(OF_SEQUENCE, 512, 2, doc=FLEX_DOC.repeat(2)).rows(1),
     "plan of documents": lambda: parallel.plan("causal", 512, 2, cu_seqlens=[0, 200, 512]).positions(1),

@@ -17,10 +17,14 @@ from attngen.formats import VERSION
 from attngen.lang.variant import Variant
 from attngen.manifest import SHARES, Argument, KernelFields, LaunchEntry, LaunchFields, WorkLimits, parse_manifest
 from attngen.records import shared
+from attngen.runtime.cache import RecentCache
 from attngen.runtime.device.driver import COOPERATIVE, DEPENDENT, PLAIN
 from attngen.runtime.device.interface import Driver, Handle
 from attngen.runtime.kernels.folder import read_manifest
 from attngen.runtime.kernels.packing import Packer, ParameterLayout, lay_out
+
+#: Variants by the text of manifests: the kernels of a package have few, and parsing a long mask takes half a second.
+_VARIANTS: RecentCache[Variant] = RecentCache(512)
 
 
 class Entry:
@@ -201,8 +205,14 @@ class Kernel(KernelFields):
         """The variant that the kernel computes; LoadError if the manifest is damaged."""
         from attngen.lang.check import restore_variant
 
+        text = repr(self._entries.variant)
+        known = _VARIANTS[text]
+        if known is not None:
+            return known
         try:
-            return restore_variant(self._entries.variant)
+            restored = restore_variant(self._entries.variant)
+            _VARIANTS.put(text, restored)
+            return restored
         except Exception as error:  # whatever its expressions do to the parser
             raise LoadError(f"{self.origin}: the manifest's variant cannot be read: {error}") from error
 
