@@ -20,6 +20,7 @@ PUBLIC = {
     "attngen.integrations.bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input "
     "unpad_input_for_concatenated_sequences",
     "attngen.integrations.context_parallel": "context_parallel",
+    "attngen.integrations.cuequivariance": "triangle_attention",
     "attngen.integrations.diffusers": "register served",
     "attngen.integrations.engines": "Mask Step",
     "attngen.integrations.flash_attn": "_flash_attn_backward _flash_attn_forward _flash_attn_varlen_backward "

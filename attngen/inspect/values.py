@@ -8,16 +8,17 @@ mixed tiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from attngen.dtypes import dtype as dtype_row
 from attngen.inspect.cases import Case
+from attngen.lang.biases import is_of_tile
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
-from attngen.lang.ir import Load, walk
+from attngen.lang.ir import Expr, Load, walk
 from attngen.lang.ranges import DTYPE_RANGES, Range
 from attngen.lang.variant import Bound, Scalar, Tensor, Variant
 
@@ -88,12 +89,15 @@ class _Chooser:
         known = extents_of(case, layout).keys() | {scalar.name for scalar in variant.scalars}
         named = (extent for tensor in variant.tensors for extent in tensor.shape if isinstance(extent, str))
         self._free = frozenset(named) - known  # extents that the call binds
+        by_rows = {extent for load in self._loads() for extent, index in self._indices(load)
+                   if not is_of_tile(variant, index)}  # fmt: skip
+        self._few = self._free - by_rows  # those of groups of sequences or heads
 
     def arguments(self, values: str) -> dict[str, Any] | None:
         """Return all arguments, or None if a tensor would be too large with such scalars."""
         self._values = values
         self._extents = extents_of(self._case, self._layout)
-        self._extents |= dict.fromkeys(self._free, max(self._case.seqlen_k, 1))
+        self._extents |= dict.fromkeys(self._free, max(self._case.seqlen_k, 1)) | dict.fromkeys(self._few, 1)
         scalars = {scalar.name: self._scalar(scalar) for scalar in self._variant.scalars}
         shaping = {extent for tensor in self._variant.tensors for extent in tensor.shape}
         self._extents |= {name: int(value) for name, value in scalars.items() if name in shaping}
@@ -123,15 +127,22 @@ class _Chooser:
         """Make extents that the call binds large enough for every index that an expression can form."""
         ranges = self._index_ranges() | {name: (value, value) for name, value in scalars.items()}
         ranges |= {tensor.name: self._limits(tensor) for tensor in self._variant.tensors}
+        for load in self._loads():
+            for extent, index in self._indices(load):
+                if extent in self._free:
+                    high = bounds(index, ranges)[1]
+                    if math.isfinite(high):
+                        self._extents[str(extent)] = max(self._extents[str(extent)], int(high) + 1)
+
+    def _loads(self) -> Iterator[Load]:
         for expression in (self._variant.mask, self._variant.score, self._variant.sink):
             for node in walk(expression) if expression is not None else ():
-                if not isinstance(node, Load):
-                    continue
-                for extent, index in zip(self._variant.tensor(node.tensor).shape, node.indices, strict=True):
-                    if extent in self._free:
-                        high = bounds(index, ranges)[1]
-                        if math.isfinite(high):
-                            self._extents[str(extent)] = max(self._extents[str(extent)], int(high) + 1)
+                if isinstance(node, Load):
+                    yield node
+
+    def _indices(self, load: Load) -> Iterator[tuple[int | str, Expr]]:
+        """Yield the extent of each axis, and the index along it."""
+        yield from zip(self._variant.tensor(load.tensor).shape, load.indices, strict=True)
 
     def _index_ranges(self) -> dict[str, Range]:
         """Return the ranges of the indices in this call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from attngen.dtypes import DTYPES
-from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, own, rewrite, walk
+from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, holds_int64, names, own, rewrite, walk
 from attngen.lang.literals import fold_literals
 from attngen.lang.ranges import Range
 from attngen.lang.variant import Tensor, Variant
@@ -20,8 +20,10 @@ MOST_HELD = 2 * LANES
 
 #: Any integer, in a condition on a bias.
 _ANY = own("any integer")
-#: Last two indices of a bias, and the indices allowed before them, which are constant over a tile.
-_PAIR, _OF_TILE = (Var("q", Type.INT), Var("kv", Type.INT)), frozenset({"b", "h", "hk"})
+#: Last two indices of a bias; what the indices before them may name beside integer scalars, constant over a tile; those
+#: that tell work tiles apart.
+_PAIR, _OF_TILE = (Var("q", Type.INT), Var("kv", Type.INT)), frozenset({"b", "h", "hk", "heads", "kv_heads"})
+_OF_WORK = frozenset({"b", "h", "hk"})
 _MOST_AXES = 5  # of a tensor map
 
 
@@ -33,8 +35,8 @@ def is_of_pair(node: Expr) -> bool:
 def biases(variant: Variant, room: int | None = None) -> tuple[Load, ...]:
     """The elements of up to 4 bytes that a score reads at ``[..., q, kv]``, of which kernels can load tiles.
 
-    The other indices are ``b``, ``h``, ``hk`` or numbers. The widest come first; ``room`` is the most bytes that they
-    may take together for each pair, and those that do not fit are left out.
+    The other indices are functions of ``b``, ``h``, ``hk`` and scalars. The widest come first; ``room`` is the most
+    bytes that they may take together for each pair, and those that do not fit are left out.
     """
     if variant.score is None:
         return ()
@@ -43,7 +45,7 @@ def biases(variant: Variant, room: int | None = None) -> tuple[Load, ...]:
     loads = dict.fromkeys(
         node
         for node in nodes
-        if isinstance(node, Load) and node.tensor in tiled and is_of_pair(node) and _comes_in_tiles(node)
+        if isinstance(node, Load) and node.tensor in tiled and is_of_pair(node) and _comes_in_tiles(variant, node)
     )
     taken, left = [], room
     for load in sorted(loads, key=lambda load: -_bytes(variant, load)):
@@ -83,15 +85,20 @@ def _has_tiles(tensor: Tensor, values: Range | None) -> bool:
     return dtype.kind in _KINDS and dtype.bytes in _BYTES and inside
 
 
-def _comes_in_tiles(load: Load) -> bool:
-    return _is_of_tile(load, 2) and len(load.indices) <= _MOST_AXES
+def _comes_in_tiles(variant: Variant, load: Load) -> bool:
+    return len(load.indices) <= _MOST_AXES and all(is_of_tile(variant, index) for index in load.indices[:-2])
 
 
-def _is_of_tile(load: Load, last: int) -> bool:
-    """Whether all indices, the ``last`` so many aside, are the same for all pairs of a tile."""
-    return all(
-        isinstance(one, Const) or (isinstance(one, Var) and one.name in _OF_TILE) for one in load.indices[:-last]
-    )
+def is_of_tile(variant: Variant, index: Expr) -> bool:
+    """Whether an index is an int32 that is the same for all pairs of a tile, and reads no tensor, as ``b // rows``."""
+    scalars = {scalar.name for scalar in variant.arguments if scalar.dtype == "int32"}
+    reads_tensors = any(not isinstance(node, Const | Var | Op) for node in walk(index))
+    return names(index) <= _OF_TILE | scalars and not (reads_tensors or holds_int64(index))
+
+
+def _is_of_work(load: Load) -> bool:
+    """Whether all indices but the last one are numbers, or names that tell work tiles apart."""
+    return all(isinstance(one, Const) or (isinstance(one, Var) and one.name in _OF_WORK) for one in load.indices[:-1])
 
 
 def lookups(variant: Variant, room: int, most: int = LANES) -> frozenset[Load]:
@@ -109,7 +116,7 @@ def lookups(variant: Variant, room: int, most: int = LANES) -> frozenset[Load]:
         node
         for node in walk(score)
         if isinstance(node, Load) and node.tensor in small and asked_by(node.indices[-1])[0] in integers
-        and _is_of_tile(node, 1)
+        and _is_of_work(node)
     )  # fmt: skip
     around = rewrite(score, lambda node: Var("s", Type.FLOAT) if node in held else None)
     chooses = any(isinstance(node, Op) and node.op == "select" for node in walk(around))

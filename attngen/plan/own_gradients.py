@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from attngen.lang.biases import is_of_pair
+from attngen.lang.biases import is_of_pair, is_of_tile
 from attngen.lang.folding import ONE, PRODUCT, Slope, fold_slope, fold_variant, split_slope_factors
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own
 from attngen.lang.simplify import linear, mul
@@ -18,7 +18,6 @@ APART = own("apart")
 
 _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
 _FEW = frozenset({"b", "h", "hk", "heads", "kv_heads", "batch"})  # extents that are never long
-_PREFIX = frozenset({"b", "h", "hk"})  # indices of a bias before those of query and key
 
 
 def differentiable(plan: Plan) -> tuple[str, ...]:
@@ -120,7 +119,7 @@ def _gradient(variant: Variant, load: Load, by_load: Expr, *, by_tile: bool) -> 
         return gradient
     if not used & _KEYS:
         return gradient if names(varying) & _KEYS else replace(gradient, way=Way.ROW)
-    if is_of_pair(load) and varying == ONE and all(map(_comes_first, load.indices[:-2])):
+    if is_of_pair(load) and varying == ONE and all(is_of_tile(variant, index) for index in load.indices[:-2]):
         return replace(gradient, way=Way.PAIR)
     moved = [_along_diagonal(each) for each in (*load.indices, varying)]
     if is_large(variant, load) or any(names(each) & (_ROWS | _KEYS) for each in moved):
@@ -159,10 +158,6 @@ def _direction(node: Expr) -> int | None:
 def _ends(node: Expr) -> bool:
     """Whether a function is clamped somewhere."""
     return isinstance(node, Op) and (node.op in ("min", "max") or any(map(_ends, node.args)))
-
-
-def _comes_first(index: Expr) -> bool:
-    return isinstance(index, Const) or (isinstance(index, Var) and index.name in _PREFIX)
 
 
 def _along_diagonal(node: Expr) -> Expr:

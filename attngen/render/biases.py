@@ -8,16 +8,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from attngen.dtypes import dtype
-from attngen.lang.biases import LANES, MOST_HELD, asked_by, biases, box_bytes, element_bytes, hiding_entries, lookups
+from attngen.lang.biases import LANES, MOST_HELD, asked_by, box_bytes, element_bytes, hiding_entries, lookups
 from attngen.lang.emit import Binding
 from attngen.lang.folding import LOG2E
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own, rewrite, spelled
 from attngen.lang.literals import fold_literals
-from attngen.lang.ranges import INT32, Range
-from attngen.lang.statements import Statement
+from attngen.lang.naming import label
+from attngen.lang.statements import Statement, written
+from attngen.lang.variant import Tensor
 from attngen.plan.model import Plan
 from attngen.plan.symbols import extent_name, map_name, strides
+from attngen.render.bias_symbols import bias_ranges, bias_symbols
 from attngen.render.cuda_statements import int_constant
+from attngen.render.expressions import CUDA, emit_for, scalar_bindings
 
 #: Axes up to which there is a copy of tiles that are read once.
 _MOST_AXES_ONCE = 4
@@ -49,43 +52,22 @@ class Bias:
 
 def biases_of(plan: Plan) -> tuple[Bias, ...]:
     """The biases whose tiles a plan has room for."""
-    count = plan.structure.biases
-    loads = biases(plan.variant, plan.structure.bias_bytes)
-    assert len(loads) == count, f"{plan.name}: other biases than planned"
     before = accumulate(element_bytes(plan.variant, plan.structure.bias_bytes), initial=0)
     return tuple(
-        _bias(plan, load, f"_{number}" if count > 1 else "", at)
-        for number, (load, at) in enumerate(zip(loads, before, strict=False))
+        _bias(plan, load, symbol, at) for (load, symbol), at in zip(bias_symbols(plan).items(), before, strict=False)
     )
 
 
-def bias_ranges(plan: Plan) -> dict[str, Range]:
-    """The ranges of the integer biases, by the symbols that stand for them."""
-    return {
-        each.symbol.name: plan.variant.ranges.get(each.load.tensor, INT32)
-        for each in biases_of(plan)
-        if each.symbol.type is Type.INT
-    }
-
-
-def _bias(plan: Plan, load: Load, suffix: str, before: int) -> Bias:
+def _bias(plan: Plan, load: Load, symbol: Var, before: int) -> Bias:
     tensor = next(one for one in plan.variant.tensors if one.name == load.tensor)
-    steps, lines, places = strides(tensor), [], []
-    for axis, index in enumerate(load.indices[:-2]):
-        if isinstance(index, Const):
-            places.append(str(index.value))
-            continue
-        assert isinstance(index, Var)
-        name, step, extent = f"bias{suffix}_{index.name}", steps[axis], extent_name(tensor, axis)
-        # the tensor map of an axis that the call expanded has one place
-        value = f"{{{step}}} == 0 && {{{extent}}} > 1 ? 0 : {{{index.name}}}"
-        lines.append(int_constant(name, value))
-        places.append(name)
-    by_head = any("h" in names(index) for index in load.indices[:-2])
+    tile = spelled(symbol.name)
+    suffix = tile.removeprefix("bias")
+    places, lines = _places(plan, tensor, load.indices[:-2], tile)
+    once = any("h" in names(index) for index in load.indices[:-2]) and not any(map(_is_shared, load.indices[:-2]))
     return Bias(
         load=load,
-        symbol=own(f"bias{suffix}", load.type),
-        tile=f"bias{suffix}",
+        symbol=symbol,
+        tile=tile,
         pairs=f"bias_pairs{suffix}",
         words=_words(plan, dtype(tensor.dtype).bytes),
         element=dtype(tensor.dtype).cuda,
@@ -94,9 +76,29 @@ def _bias(plan: Plan, load: Load, suffix: str, before: int) -> Bias:
         box_bytes=box_bytes(_keys_of_tile(plan), dtype(tensor.dtype).bytes),
         map=map_name(tensor.name),
         places=tuple(reversed(places)) or ("0",),  # a tensor map has at least three axes
-        load_box="load_box_once" if by_head and len(load.indices) <= _MOST_AXES_ONCE else "load_box",
-        lines=tuple(lines),
+        load_box="load_box_once" if once and len(load.indices) <= _MOST_AXES_ONCE else "load_box",
+        lines=lines,
     )
+
+
+def _is_shared(index: Expr) -> bool:
+    """Whether batch entries or heads have an index in common, as with ``b // rows``."""
+    return isinstance(index, Op)
+
+
+def _places(plan: Plan, tensor: Tensor, indices: Sequence[Expr], tile: str) -> tuple[list[str], tuple[Statement, ...]]:
+    """The coordinates of a tile along the axes before that of queries, and the lines that compute them."""
+    code = emit_for(plan, CUDA, indices, scalar_bindings(plan, CUDA), prefix=f"{tile}_")
+    steps, lines, places = strides(tensor), [*code.hoisted, *code.body], []
+    for axis, (index, value) in enumerate(zip(indices, code.results, strict=True)):
+        if isinstance(index, Const):
+            places.append(str(index.value))
+            continue
+        place, step, extent = f"{tile}_{label(index) or axis}", steps[axis], extent_name(tensor, axis)
+        # the tensor map of an axis that the call expanded has one place
+        lines.append(int_constant(place, written(f"{{{step}}} == 0 && {{{extent}}} > 1 ? 0 : {{}}", value)))
+        places.append(place)
+    return places, tuple(lines)
 
 
 def _keys_of_tile(plan: Plan) -> int:
@@ -123,7 +125,7 @@ def bias_bindings(plan: Plan, element: str, function: str = "element_of") -> dic
 
 def with_biases(plan: Plan, value: Expr) -> Expr:
     """An expression with symbols for the biases that come as tiles."""
-    symbols: dict[Expr, Expr] = {each.load: each.symbol for each in biases_of(plan)}
+    symbols: dict[Expr, Expr] = dict(bias_symbols(plan))
     return rewrite(rewrite(value, fold_literals), symbols.get) if symbols else value
 
 

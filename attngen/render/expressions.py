@@ -21,7 +21,7 @@ from attngen.lang.simplify import add, ceildiv, floordiv, integer, make, maximum
 from attngen.lang.statements import Code, Statement, leaf, written
 from attngen.plan.model import Plan
 from attngen.plan.symbols import PREFIX, argument_name, divisor_name, extent_name, pointer_name, strides
-from attngen.render.biases import bias_ranges
+from attngen.render.bias_symbols import bias_ranges
 
 TILE_N, WHOLE_TILES, KV_TILES = own("BLOCK_N"), own("whole_tiles"), own("kv_tiles")
 SEQLEN_K = Var("seqlen_k", Type.INT)

@@ -1,9 +1,10 @@
-"""Dense attention in float64, from the documentation of flash-attn and of torch, not from attngen's variants."""
+"""Dense attention in float64, from the documentation of flash-attn, torch and cuEquivariance, not from attngen's
+variants."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,3 +71,22 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
             q.double(), k.double(), v.double(), attn_mask=mask, **options
         )
+
+
+class Triangle(NamedTuple):
+    """Output (B, N, H, Q, d), log-sum-exp and largest logit (B, N, H, Q)."""
+
+    out: Tensor
+    lse: Tensor
+    most: Tensor
+
+
+def triangle(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> Triangle:
+    """Triangle attention as cuEquivariance documents it, of (B, N, H, tokens, d), in the dtype of q."""
+    logits = torch.einsum("bnhqd,bnhkd->bnhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
+    if mask is not None:
+        logits = torch.where(mask, logits, -1e9)
+    out = torch.einsum("bnhqk,bnhkd->bnhqd", logits.softmax(-1), v)
+    return Triangle(out, logits.logsumexp(-1), logits.amax(-1))

@@ -54,6 +54,8 @@ def backward(score: str, **fields: object) -> Plan:
         ("s + table[h, clamp(q_pos - kv, 0, 256)] * q", [Way.EACH]),
         ("s + bias[h, q, kv]", [Way.PAIR]),
         ("s + 0.5 * wide[b, h, q, kv]", [Way.PAIR]),
+        ("s + wide[b // 4, h % 2, q, kv]", [Way.PAIR]),
+        ("s + wide[q // 4, h, q, kv]", [Way.EACH]),
         ("s + wide[b, h, q, kv] * wide[b, h, q, kv]", [Way.EACH]),
         ("s * table[h, clamp(q_pos - kv, 0, 256)]", [Way.EACH]),
         ("s * gate[h] + bias[h, q, kv]", [Way.HEAD, Way.EACH]),

@@ -17,6 +17,7 @@ from tests.plan.specs import kernel_spec, planned
 
 TABLE = "bias: {{dtype: {}}}, table: {{dtype: fp32, shape: [h, 6]}}"
 OF_HEADS = "bias: {dtype: bf16, shape: [h, seqlen_q, seqlen_k]}"
+OF_GROUPS = "bias: {dtype: bf16, shape: [groups, h, seqlen_q, seqlen_k]}"
 OF_FLOATS = "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}"
 
 
@@ -42,6 +43,10 @@ def tiled(plan: Plan) -> int:
         ("s + 0.5 * bias[q, kv]", "bias: {dtype: fp16, shape: [seqlen_q, seqlen_k]}", 1),
         ("s + bias[b, hk, q, kv]", "bias: {dtype: bf16, shape: [b, hk, seqlen_q, seqlen_k]}", 1),
         ("s + bias[0, q, kv] + bias[1, q, kv]", "bias: {dtype: bf16, shape: [2, seqlen_q, seqlen_k]}", 2),
+        ("s + bias[b // 4, heads - 1 - h, q, kv]", OF_GROUPS, 1),
+        ("s + bias[b * total_q, h, q, kv]", OF_GROUPS, 0),
+        ("s + bias[int(h * 0.5), h, q, kv]", OF_GROUPS, 1),
+        ("s + bias[first[b], h, q, kv]", f"{OF_GROUPS}, first: {{dtype: int32, shape: [b]}}", 0),  # read from memory
         ("s * exp(bias[h, q, kv]) + bias[h, q, kv]", OF_HEADS, 1),
         ("s + bias[h, q, kv]", "bias: {dtype: fp32, shape: [h, seqlen_q, seqlen_k]}", 1),
         ("s + 0.5 * bias[q, kv]", "bias: {dtype: int8, shape: [seqlen_q, seqlen_k]}", 1),
@@ -68,6 +73,20 @@ def test_the_loader_brings_them_and_consumers_read_no_element() -> None:
     assert "const int bias_h = stride_u_bias_1 == 0 && extent_u_bias_1 > 1 ? 0 : h;" in loader
     assert "u_bias[" not in text
     assert "element_of<bf16>(bias_pairs, i, row)" in consumer
+
+
+def test_tiles_that_several_batch_entries_read_stay_in_l2() -> None:
+    """The loader computes the index that they share, without a division."""
+    rows = "scalars: {rows: {type: int32, min: 1}}"
+    declared = f"variants:\n  own: {{score: 's + bias[b // rows, h, q, kv]', {rows}, tensors: {{{OF_GROUPS}}}}}\n"
+    fields = {"head_dim": 32, "dtype": "bf16", "arch": "sm90a", "declared": declared}
+    forward = render(planned("own", **fields, backend="cuda")).text
+    passed = render(planned("own", **fields, passes="backward", backward="{backend: cuda}")).text
+    for text in (forward, passed):
+        group = "const int bias_b_div_rows = stride_u_bias_0 == 0 && extent_u_bias_0 > 1 ? 0 : b / by_u_rows;"
+        assert text.count(group) == 1
+        assert "q_start, bias_h, bias_b_div_rows);" in text
+        assert "load_box_once(" not in text
 
 
 @pytest.mark.parametrize(
@@ -232,6 +251,7 @@ def tiled_by_keys(plan: Plan) -> int:
         # a tile has zeros beyond the tensor
         ("s + table[h, bias[q, kv]]", TABLE.format("int8, shape: [seqlen_q, seqlen_k], range: {min: 1, max: 5}"), 0),
         ("s + bias[h, q_pos, kv]", OF_HEADS, 0),
+        ("s + bias[b // 4, h, q, kv]", OF_GROUPS, 1),
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])

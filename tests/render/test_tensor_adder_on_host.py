@@ -64,6 +64,7 @@ DECLARED = """variants:
       row: {{dtype: float32, shape: [b, h, seqlen_q], grad: true}}
       bias: {{dtype: {dtype}, shape: [h, seqlen_q, seqlen_k], grad: true}}
       half: {{dtype: float32, shape: [b, h, seqlen_q, seqlen_k], grad: true}}
+      shared: {{dtype: float32, shape: [1, h, seqlen_q, seqlen_k], grad: true}}
 """
 
 
@@ -85,7 +86,7 @@ def place_of(name: str, step: Step, q: int, kv: int, lengths: tuple[int, int], f
             return 41 * step.h + index, 1 / (1 + abs(apart)) if form == "decay" else 2.0
         case "row":
             return (2 * step.b + step.h) * seqlen_q + q, 1.0
-        case "bias":
+        case "bias" | "shared":
             return (step.h * seqlen_q + q) * seqlen_k + kv, 1.0
     return ((2 * step.b + step.h) * seqlen_q + q) * seqlen_k + kv, 0.5
 
@@ -93,6 +94,7 @@ def place_of(name: str, step: Step, q: int, kv: int, lengths: tuple[int, int], f
 FORMS = {
     "all": "s + 2.0 * table[h, clamp(q_pos - kv + 20, 0, 40)] + row[b, h, q] + bias[h, q, kv]"
     " + 0.5 * half[b, h, q, kv]",
+    "shared": "s + shared[b // 2, h, q, kv]",
     "decay": "s + table[h, clamp(q_pos - kv + 20, 0, 40)] / (1 + abs(q_pos - kv))",
 }
 
@@ -107,6 +109,7 @@ FORMS = {
         pytest.param("all", 128, "fp16", "dense", (150, 304), 0, marks=pytest.mark.exhaustive),
         pytest.param("all", 64, "fp16", "varlen", (149, 301), 1, marks=pytest.mark.exhaustive),
         ("decay", 32, "fp16", "dense", (150, 300), 0),
+        ("shared", 32, "bf16", "dense", (80, 136), 0),
     ],
 )
 def test_sums_are_those_of_float64(
@@ -133,9 +136,10 @@ def test_sums_are_those_of_float64(
          for i in range(plan.tile_m)]
         for step in steps
     ]  # fmt: skip
-    names = [name for name in ("table", "row", "bias", "half") if f"{name}[" in score]
+    names = [name for name in ("table", "row", "bias", "half", "shared") if f"{name}[" in score]
     sizes = {
         "table": 2 * 41, "row": 4 * seqlen_q, "bias": 2 * seqlen_q * seqlen_k, "half": 4 * seqlen_q * seqlen_k,
+        "shared": 2 * seqlen_q * seqlen_k,
     }  # fmt: skip
     wanted = {name: [0.0] * sizes[name] for name in names}
     for step, rows in zip(steps, pairs, strict=True):

@@ -69,6 +69,11 @@ def arguments(name: str, batch: int, heads: int, seqlen_q: int, seqlen_k: int, s
             return {"radius": 4, "table": torch.randn(heads, 11, generator=random)}
         case "sink_window":
             return {"sinks": 3, "window": 6}
+        case "triangle":
+            bias = torch.randn(-(-batch // 2), heads, seqlen_q, seqlen_k + 3, generator=random)
+            real = torch.rand(batch, seqlen_k, generator=random) < 0.7
+            real[:, :1] = True
+            return {"rows": 2, "bias": bias, "real": real}
         case "sliding_window":
             return {"window": 6}
         case "softcap":
@@ -128,6 +133,11 @@ def hand(name: str, given: dict[str, Any], b: int, heads: int, seqlen_q: int, se
             visible = everything
             entry = (kv - pos).clamp(-given["radius"], given["radius"]) + given["radius"]
             score = lambda logits: logits + given["table"].to(logits.dtype)[:, entry]  # noqa: E731
+        case "triangle":
+            visible = everything
+            more = torch.where(given["real"][b, :seqlen_k], 0.0, -1e9)
+            more = given["bias"][b // given["rows"], :, :seqlen_q, :seqlen_k] + more
+            score = lambda logits: logits + more.to(logits.dtype)  # noqa: E731
         case "sink_window":
             visible = causal & ((kv < given["sinks"]) | (pos < kv + given["window"]))
         case "sliding_window" | "sliding_window_sink":

@@ -24,6 +24,10 @@ def starts(length: int) -> torch.Tensor:
     return torch.tensor([[i // 3 * 3 for i in range(length)], [i // 4 * 4 for i in range(length)]], dtype=torch.int32)
 
 
+def real_keys(length: int) -> torch.Tensor:
+    return torch.arange(length).expand(2, length) != 3
+
+
 def same_document(b: int, i: int, j: int) -> bool:
     size = (3, 4)[b]
     return i // size == j // size
@@ -51,6 +55,10 @@ MASKS: dict[str, tuple[Visible, dict[str, Any]]] = {
         lambda b, i, p, j: True,
         {"radius": 2, "table": torch.arange(HEADS * 5, dtype=torch.float32).reshape(HEADS, 5)},
     ),
+    "triangle": (
+        lambda b, i, p, j: True,
+        {"rows": 2, "bias": torch.arange(HEADS).float()[:, None, None].expand(1, -1, 12, 16), "real": real_keys},
+    ),
     "neighbourhood_2d": (
         lambda b, i, p, j: abs(i // 3 - j // 3) <= 1 and abs(i % 3 - j % 3) <= 1,
         {"width": 3, "radius": 1},
@@ -65,11 +73,13 @@ MASKS: dict[str, tuple[Visible, dict[str, Any]]] = {
     ),
 }
 
-SCORES: dict[str, Callable[[float, int, int], float]] = {
-    "alibi": lambda s, h, distance: s - (0.5, 0.25, 0.125)[h] * distance,
-    "softcap": lambda s, h, distance: 2 * math.tanh(s / 2),
-    "softcap_window": lambda s, h, distance: 2 * math.tanh(s / 2),
-    "relative_bias": lambda s, h, distance: s + 5 * h + max(-2, min(2, -distance)) + 2,
+#: Preset → the score of a logit of head h, so far from key j.
+SCORES: dict[str, Callable[[float, int, int, int], float]] = {
+    "alibi": lambda s, h, distance, j: s - (0.5, 0.25, 0.125)[h] * distance,
+    "softcap": lambda s, h, distance, j: 2 * math.tanh(s / 2),
+    "softcap_window": lambda s, h, distance, j: 2 * math.tanh(s / 2),
+    "triangle": lambda s, h, distance, j: s + h if j != 3 else -1e9,
+    "relative_bias": lambda s, h, distance, j: s + 5 * h + max(-2, min(2, -distance)) + 2,
 }
 
 
@@ -120,7 +130,7 @@ def test_scores(name, lengths):
     scores = evaluate(score, env | {"s": logits}, tensors).expand(BATCH, HEADS, seqlen_q, seqlen_k)[0]
     expected = [
         [
-            [SCORES[name](float(logits[i, j]), h, i + seqlen_k - seqlen_q - j) for j in range(seqlen_k)]
+            [SCORES[name](float(logits[i, j]), h, i + seqlen_k - seqlen_q - j, j) for j in range(seqlen_k)]
             for i in range(seqlen_q)
         ]
         for h in range(HEADS)
