@@ -98,12 +98,13 @@ def spec_of(name: str) -> KernelSpec:
 def others() -> dict[str, KernelSpec]:
     """Specs of schedules of no shipped spec, and of those beside attention that kernels of attention bring."""
     text = (
-        "schema: 1\narch: sm90a\nkernels:\n"
+        "schema: 1\narch: sm90a\nvariants:\n  blockwise: {blocks: 64}\nkernels:\n"
         "  - {variant: causal, head_dim: 64, layout: paged}\n"
         "  - {variant: causal, head_dim: 64, dtype: fp8_e4m3}\n"
         "  - {variant: causal, head_dim: 64, kv_dtype: fp8_e4m3, split_kv: true}\n"
         "  - {variant: causal, head_dim: 64}\n"
         "  - {variant: causal, head_dim: 64, passes: index_scores}\n"
+        "  - {variant: blockwise, head_dim: 64}\n"
     )
     kernels = expand(load_spec_text(text))
     made = [spec for row in OPERATIONS if row.specs for spec in resolve_name(row.specs)(kernels)]
