@@ -39,5 +39,4 @@ def _traced(call: BlockLists) -> Tensor:
     """Call the operator; what is traced is this function and nothing below it."""
     from attngen.runtime.operations.block_mask import operator as block_mask_operator
 
-    check(call)
-    return block_mask_operator.call(call)
+    return block_mask_operator.call(call._replace(key_blocks=check(call).key_blocks))
