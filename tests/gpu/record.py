@@ -74,7 +74,7 @@ FAMILIES = {
     "integrations": (
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
         "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4",
-        "engines",
+        "engines", "natten",
     ),
     "generated specs": ("fuzzed", "generated", "random_masks"),
     "commands, packages and examples": ("bench", "examples", "first_call", "package"),
