@@ -371,9 +371,9 @@ def _has_own_spans(spec: KernelSpec, choice: BackwardChoice, family: str, iterat
 def _by_blocks(
     spec: KernelSpec, choice: BackwardChoice, brought: Brought, family: str, iteration: str
 ) -> BackwardChoice | None:
-    """The choice of a kernel whose tile map has a row for the keys of each consumer: the mask is constant on the queries
-    of a step and these keys, and not on those of all. None for others, and where tiles of dS are read whole, or tiles
-    of biases come with steps."""
+    """The choice of a kernel whose tile map has a row for the keys of each consumer: the mask is constant on the
+    queries of a step and these keys, and not on those of all. None for others, and where tiles of dS are read whole,
+    or tiles of biases come with steps."""
     alone = choice.overlap == "pingpong" and family != "varying_derivative" and not brought.bias_bytes
     if not alone or iteration != "tile_map" or spec.deterministic or is_wide(spec) or _reads_ds(spec):
         return None
