@@ -92,6 +92,7 @@ class ClassifierView:
     listed: SideView
     pairs: PairsView | None
     blocks: BlocksView | None  # in place of bounds and pairs
+    rows_alike: bool  # all queries of a block see the same of its keys
     bounds: tuple[Statement, ...]
     hoisted: tuple[Statement, ...]
     query_values: tuple[tuple[str, str], ...]  # of a query, which pairs use: the type and the name of each
@@ -143,6 +144,7 @@ def classifier_view(
         listed=keys if along.axis == "kv" else queries,
         pairs=pairs,
         blocks=blocks,
+        rows_alike=names(mask).isdisjoint(("q", "q_pos", "q_global")),
         bounds=bounds,
         hoisted=hoisted,
         query_values=query_values,

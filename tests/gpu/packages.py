@@ -52,7 +52,7 @@ def _engines(spec: KernelSpec, plan: Plan) -> bool:
 
 
 def _natten(spec: KernelSpec, plan: Plan) -> bool:
-    wide = 128 if plan.variant.name == "natten" else 64
+    wide = 128 if plan.variant.name in ("natten", "full") else 64
     return plan.dtype_name == "bf16" and plan.head_dim_qk <= wide
 
 
