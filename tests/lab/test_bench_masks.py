@@ -521,7 +521,8 @@ def test_a_whole_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert [one["name"] for one in document["rows"]] == ["sliding window d8 100", "tanh d8 100"]
     by_name = {one["contender"]: one for one in document["rows"][0]["results"]}
     assert by_name[CONSTANTS]["first_seconds"] == 2.5
-    assert {one["status"] for one in by_name.values()} == {"measured"}
+    assert {by_name[name]["status"] for name in by_name.keys() - set(RIVALS)} == {"measured"}
+    assert {by_name[name]["status"] for name in RIVALS} == {"unsupported"}
     assert document["means"][CONSTANTS]["backward"]["cells"] == 2
 
 
