@@ -125,7 +125,7 @@ def bias_bindings(plan: Plan, element: str, function: str = "element_of") -> dic
 
 def with_biases(plan: Plan, value: Expr) -> Expr:
     """An expression with symbols for the biases that come as tiles."""
-    symbols: dict[Expr, Expr] = dict(bias_symbols(plan))
+    symbols: dict[Expr, Expr] = {**bias_symbols(plan)}
     return rewrite(rewrite(value, fold_literals), symbols.get) if symbols else value
 
 

@@ -73,7 +73,7 @@ FAMILIES = {
     "dropout and sinks": ("dropout", "sinks", "weights"),
     "integrations": (
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
-        "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4",
+        "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4", "triangle",
         "engines",
     ),
     "generated specs": ("fuzzed", "generated", "random_masks"),
