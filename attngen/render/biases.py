@@ -125,8 +125,10 @@ def bias_bindings(plan: Plan, element: str, function: str = "element_of") -> dic
 
 def with_biases(plan: Plan, value: Expr) -> Expr:
     """An expression with symbols for the biases that come as tiles."""
-    symbols: dict[Expr, Expr] = dict(bias_symbols(plan))
-    return rewrite(rewrite(value, fold_literals), symbols.get) if symbols else value
+    symbols = bias_symbols(plan)
+    if not symbols:
+        return value
+    return rewrite(rewrite(value, fold_literals), lambda node: symbols.get(node) if isinstance(node, Load) else None)
 
 
 @dataclass(frozen=True, slots=True)

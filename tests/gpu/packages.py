@@ -56,6 +56,13 @@ def _natten(spec: KernelSpec, plan: Plan) -> bool:
     return plan.dtype_name == "bf16" and plan.head_dim_qk <= wide
 
 
+def _cuequivariance(spec: KernelSpec, plan: Plan) -> bool:
+    if plan.dtype_name == "fp16":
+        return plan.head_dim_qk == 32 and plan.variant.name in ("triangle", "triangle_unmasked")
+    bf16 = plan.head_dim_qk == 64 or (plan.head_dim_qk, plan.variant.name) == (16, "triangle")
+    return plan.head_dim_qk == 32 or (bf16 and plan.variant.name != "triangle_unmasked")
+
+
 def near_duplicate(parameters: Mapping[str, Any]) -> bool:
     """Whether a test with these parameters calls kernels that only ``-m exhaustive`` compiles."""
     dims = parameters.get("dim", parameters.get("dims", 64))
@@ -64,6 +71,7 @@ def near_duplicate(parameters: Mapping[str, Any]) -> bool:
 
 #: Of the kernels of each shipped spec those that tests and examples call: one of them all takes minutes to compile.
 CALLED: dict[str, Callable[[KernelSpec, Plan], bool]] = {
+    "cuequivariance": _cuequivariance,
     "sdpa": _sdpa,
     "flash_attn": _flash_attn,
     "flash_attn_kvcache": _caches,

@@ -73,8 +73,7 @@ FAMILIES = {
     "dropout and sinks": ("dropout", "sinks", "weights"),
     "integrations": (
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
-        "flex_attention", "flex_looks", "models_first_call", "model_spec", "flash_grids", "flash_attn_4",
-        "engines", "natten",
+        "engines", "flash_attn_4", "flash_grids", "flex_attention", "flex_looks", "model_spec", "models_first_call", "natten", "triangle",
     ),
     "generated specs": ("fuzzed", "generated", "random_masks"),
     "commands, packages and examples": ("bench", "examples", "first_call", "package"),

@@ -87,6 +87,6 @@ def triangle(
     """Triangle attention as cuEquivariance documents it, of (B, N, H, tokens, d), in the dtype of q."""
     logits = torch.einsum("bnhqd,bnhkd->bnhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
     if mask is not None:
-        logits = torch.where(mask, logits, -1e9)
+        logits = torch.where(mask, logits, max(-1e9, torch.finfo(logits.dtype).min))
     out = torch.einsum("bnhqk,bnhkd->bnhqd", logits.softmax(-1), v)
     return Triangle(out, logits.logsumexp(-1), logits.amax(-1))

@@ -37,7 +37,7 @@ PADDING = (torch.arange(9) < torch.tensor([[9], [5]])).int()
 INDEXED = torch.randn(1, 4, 2, 128), torch.randn(1, 4, 128), torch.randn(1, 4, 2)
 LATENTS, LATENT_Q = torch.randn(2, 64, 1, 576), torch.randn(1, 1, 2, 576)
 NUMBERS = torch.randn(2, 20)
-TRIANGLES = torch.randn(3, 2, 4, 5, 16)
+TRIANGLES, TRIANGLE_BIAS = torch.randn(3, 2, 4, 5, 16), torch.randn(1, 4, 5, 5)
 
 BIASED = attngen.variant(mask="kv / 3 <= q + 1", score="s + kv / (q + 2) + sqrt(kv) * slope[h]", sink="h / 3",
                          tensors={"slope": {"dtype": "float32", "shape": ["h"], "grad": True}})  # fmt: skip
@@ -167,10 +167,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "flash_attn_4": lambda: flash_attn_4.flash_attn_func(LONG, LONG, LONG, causal=True, window_size=(3, 0)),
     "flash_mla": of_latents,
     "triangle attention": lambda: cuequivariance.triangle_attention(
-        *TRIANGLES, torch.zeros(1, 4, 5, 5), ALLOWED[:2, None, None, :5], return_aux=True
+        *TRIANGLES, TRIANGLE_BIAS, ALLOWED[:2, None, None, :5], return_aux=True
     ),
     "lengths of triangle attention": lambda: cuequivariance.triangle_attention(
-        *TRIANGLES, torch.zeros(1, 4, 5, 5), kv_lengths=USED.view(1, 2, 1, 1, 1), return_aux=True
+        *TRIANGLES, TRIANGLE_BIAS, kv_lengths=USED.view(1, 2, 1, 1, 1), return_aux=True
     ),
     "sageattention": lambda: sageattention.sageattn(*(x.bfloat16() for x in HEADS_FIRST)),
     "natten": lambda: natten.na2d(*(x[:, None] for x in (LONG, LONG, LONG)), (1, 3), dilation=(1, 2)),

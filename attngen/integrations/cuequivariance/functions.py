@@ -66,20 +66,20 @@ def triangle_attention(
     candidate = VariantCandidate(
         name if kind == "fp32" else f"{name}_{kind}", own if real is None else {**own, "real": real}
     )
-    # attention's order of axes: batch, tokens, heads, head dim
-    flat = [contiguous_last(x.flatten(0, 1)).transpose(1, 2) for x in (q, k, v)]
-    result = attend([candidate], *flat, spec=_SPEC, softmax_scale=scale, seqused_k=lengths, return_lse=return_aux)
+    flat = [contiguous_last(x.flatten(0, 1)) for x in (q, k, v)]
+    result = attend(
+        [candidate], *flat, spec=_SPEC, softmax_scale=scale, seqused_k=lengths, return_lse=return_aux, heads_first=True
+    )
     if not return_aux:
-        return _by_rows(result, batch)
-    out, lse = result
-    lse = lse.unflatten(0, (batch, rows))
+        return result.view(batch, rows, *result.shape[1:])
+    out, lse = (one.view(batch, rows, *one.shape[1:]) for one in result)
     most = _largest(q, k, bias, real, lengths, q.shape[-1] ** -0.5 if scale is None else scale)
     if lengths is not None:  # a row of length 0 has zeros there, too
         empty = (lengths <= 0).view(batch, rows, 1, 1)
         lse, most = lse.masked_fill(empty, 0.0), most.masked_fill(empty, 0.0)
     elif real is not None:  # kernels bound logits that are this small
         lse = lse.masked_fill(~real.any(-1).view(batch, rows, 1, 1), _HIDDEN)
-    return _by_rows(out, batch), lse, most
+    return out, lse, most
 
 
 def _with_batch(name: str, given: Tensor) -> Tensor:
@@ -87,11 +87,6 @@ def _with_batch(name: str, given: Tensor) -> Tensor:
     if tensor(name, given).dim() not in (4, 5):
         raise CallError(f"{name} must have 5 axes, or 4 where the batch is 1, got the shape {tuple(given.shape)}")
     return given if given.dim() == 5 else given[None]
-
-
-def _by_rows(out: Tensor, batch: int) -> Tensor:
-    """The output (B · N, Q, H, d) as (B, N, H, Q, d)."""
-    return out.transpose(1, 2).unflatten(0, (batch, out.shape[0] // batch))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> None:
@@ -149,7 +144,10 @@ def _largest(q: Tensor, k: Tensor, bias: Tensor, real: Tensor | None, lengths: T
     dtype = torch.promote_types(q.dtype, torch.float32)
     if real is None and lengths is not None:
         real = torch.arange(keys, device=q.device) < lengths[:, None]
-    hidden = None if real is None else torch.where(real, 0.0, _HIDDEN if lengths is None else -torch.inf)
+    hidden = None
+    if real is not None:
+        value = _HIDDEN if lengths is None else -torch.inf
+        hidden = torch.zeros_like(real, dtype=dtype).masked_fill_(~real, value).view(batch, rows, 1, 1, keys)
     most = q.new_empty((batch, rows, heads, queries), dtype=torch.float32)
     step = max(1, _MOST_LOGITS // max(1, heads * queries * keys))
     for entry in range(batch):
@@ -157,6 +155,6 @@ def _largest(q: Tensor, k: Tensor, bias: Tensor, real: Tensor | None, lengths: T
             chosen = slice(first, first + step)
             logits = (q[entry, chosen].to(dtype) @ k[entry, chosen].to(dtype).mT) * scale + bias[entry]
             if hidden is not None:
-                logits += hidden.view(batch, rows, 1, 1, keys)[entry, chosen]
+                logits += hidden[entry, chosen]
             most[entry, chosen] = logits.amax(-1)
     return most

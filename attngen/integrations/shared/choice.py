@@ -109,9 +109,10 @@ def attend(
     or_reference: bool = False,
     deterministic: bool = False,
     descales: Mapping[str, Tensor] | None = None,
+    heads_first: bool = False,
 ) -> Any:
-    """Run the first candidate that a kernel takes: q (b, s, h, d), or (total, h, d) with ``packing``. With ``pages``
-    k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
+    """Run the first candidate that a kernel takes: q (b, s, h, d), or (b, h, s, d) if ``heads_first``, or (total, h, d)
+    with ``packing``. With ``pages`` k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
 
     Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
     on the reference, built or not, traced or not. Candidates with dropout share one state of random numbers, drawn
@@ -121,7 +122,7 @@ def attend(
     """
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend,
-        "deterministic": deterministic, **(descales or {}),
+        "deterministic": deterministic, **(descales or {}), **({"layout": "bhsd"} if heads_first else {}),
     }  # fmt: skip
     if DROPOUT_P.name in candidates[0].arguments and RNG_STATE.name not in candidates[0].arguments:
         state = {RNG_STATE.name: random_state(q)}
