@@ -49,26 +49,33 @@ static char* shared_memory_of(size_t index) {
   return static_cast<char*>(std::memset(all[index], 0xff, kSharedBytes));
 }
 
-// Runs so many clusters at once, and their threads until all are done; a warp goes on as long as any lane can. In an `order`
-// other than 0 some blocks are slow.
+// Runs so many clusters at once, and another one when all threads of one are done; a warp goes on as long as any lane can.
+// In an `order` other than 0 clusters begin in any order, and some are slow.
 static void launch(int grid, int cluster_blocks, int threads_of_block, int at_once = 1) {
   blocks_of_grid = grid;
-  const int blocks_at_once = std::min(at_once * cluster_blocks, grid);
-  for (int first = 0; first < grid; first += blocks_at_once) {
-    std::vector<Cluster> clusters(at_once, Cluster{{}, cluster_blocks * threads_of_block});
-    std::vector<Block*> blocks;
-    std::vector<Thread*> threads;
-    for (int number = 0; number < std::min(blocks_at_once, grid - first); ++number) {
-      Cluster& cluster = clusters[number / cluster_blocks];
-      Block* block = new Block{first + number, number % cluster_blocks, number, &cluster, shared_memory_of(number)};
-      block->warps.resize(threads_of_block / 32);
+  const int warps_of_block = threads_of_block / 32;
+  std::vector<int> waiting(grid / cluster_blocks);  // clusters that have not begun, the next one last
+  for (size_t i = 0; i < waiting.size(); ++i) waiting[i] = static_cast<int>(waiting.size() - 1 - i);
+  for (size_t i = waiting.size(); order != 0 && i > 1; --i) std::swap(waiting[i - 1], waiting[any_below(i)]);
+  at_once = std::min(at_once, static_cast<int>(waiting.size()));
+  std::vector<Cluster> clusters(at_once);
+  std::vector<Block*> blocks(at_once * cluster_blocks);
+  std::vector<Thread*> threads(blocks.size() * threads_of_block);
+  std::vector<uint32_t> slowness(blocks.size());
+  const auto begin = [&](int slot) {
+    clusters[slot] = {{}, cluster_blocks * threads_of_block};
+    for (int rank = 0; rank < cluster_blocks; ++rank) {
+      const int number = slot * cluster_blocks + rank;
+      Block* block = new Block{waiting.back() * cluster_blocks + rank, rank, number, &clusters[slot], shared_memory_of(number)};
+      block->warps.resize(warps_of_block);
 #if RACES
-      for (int warp = 0; warp < threads_of_block / 32; ++warp) block->warps[warp].actor = races::new_actor("warp", warp, number);
+      for (int warp = 0; warp < warps_of_block; ++warp) block->warps[warp].actor = races::new_actor("warp", warp, number);
 #endif
-      cluster.blocks.push_back(block);
-      blocks.push_back(block);
+      clusters[slot].blocks.push_back(block);
+      blocks[number] = block;
+      slowness[number] = order != 0 ? 1 + any_below(3) * any_below(8) : 1;
       for (int i = 0; i < threads_of_block; ++i) {
-        Thread* thread = fiber(threads.size());
+        Thread* thread = fiber(number * threads_of_block + i);
         thread->index = {i, 0, 0};
         thread->block = block;
         thread->warp = &block->warps[i / 32];
@@ -76,55 +83,13 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
         thread->done = false;
         thread->products = thread->copies = thread->stores = 0;
         thread->held.count = 0;
-        threads.push_back(thread);
+        threads[number * threads_of_block + i] = thread;
       }
     }
-#if RACES
-    const std::clock_t last_clock = std::clock() + 10 * CLOCKS_PER_SEC;
-    long long turns = 0;
-#endif
-    std::vector<uint32_t> slowness(blocks.size(), 1);
-    for (uint32_t& one : slowness) {
-      if (order != 0) one = 1 + any_below(3) * any_below(8);
-    }
-    const size_t warps_of_block = threads_of_block / 32;
-    size_t first_warp = order != 0 ? any_below(threads.size() / 32) : 0;
-    bool all_go = true;
-    long long rounds = 0, seen = 0;  // in which warps only read again and again, and what they may have seen
-    for (bool all_done = false; !all_done;) {
-      bool any_moved = clock_read = false, any_polled = false;
-      all_done = true;
-      bool any_left_out = false;
-      for (size_t number = 0; number < threads.size() / 32; ++number) {
-        const size_t warp = 32 * ((first_warp + number) % (threads.size() / 32));
-        if (!all_go && any_below(slowness[warp / 32 / warps_of_block]) != 0) {
-          any_left_out = true;
-          all_done = false;
-          continue;
-        }
-        do {
-          moved = polled = false;
-#if RACES
-          if (++turns % 1024 == 0 && std::clock() > last_clock) fail("threads wait for others again and again");
-#endif
-          for (int lane = 0; lane < 32; ++lane) {
-            if (!threads[warp + lane]->done) resume(threads[warp + lane]);
-          }
-          any_moved = any_moved || (moved && !polled);
-          any_polled = any_polled || polled;
-        } while (moved && !polled);
-        for (int lane = 0; lane < 32; ++lane) all_done = all_done && threads[warp + lane]->done;
-      }
-      all_go = order == 0 || !any_moved;
-      if (order != 0) first_warp = any_below(threads.size() / 32);
-      if (any_left_out) continue;
-      rounds = any_moved || seen != publications ? 0 : rounds + 1;
-      seen = publications;
-      if (all_done || any_moved || (any_polled && rounds < 1000)) continue;
-      if (!clock_read || blocks_at_once == grid) fail("all threads wait for others");
-      now += 1ll << 32;  // who waits for blocks that have not begun gives up
-    }
-    for (Block* block : blocks) {
+    waiting.pop_back();
+  };
+  const auto end = [&](int slot) {
+    for (Block* block : clusters[slot].blocks) {
 #if RACES
       races::end(block->slot);
 #endif
@@ -133,6 +98,53 @@ static void launch(int grid, int cluster_blocks, int threads_of_block, int at_on
       }
       delete block;
     }
+    clusters[slot].blocks.clear();
+  };
+  for (int slot = 0; slot < at_once; ++slot) begin(slot);
+#if RACES
+  const std::clock_t last_clock = std::clock() + 10 * CLOCKS_PER_SEC;
+  long long turns = 0;
+#endif
+  const size_t warps = threads.size() / 32;
+  size_t first_warp = order != 0 ? any_below(warps) : 0;
+  bool all_go = true;
+  long long rounds = 0, seen = 0;  // in which warps only read again and again, and what they may have seen
+  for (int running = at_once; running > 0;) {
+    bool any_moved = clock_read = false, any_polled = false, any_left_out = false;
+    for (size_t number = 0; number < warps; ++number) {
+      const size_t warp = (first_warp + number) % warps;
+      if (clusters[warp / warps_of_block / cluster_blocks].threads == 0) continue;
+      if (!all_go && any_below(slowness[warp / warps_of_block]) != 0) {
+        any_left_out = true;
+        continue;
+      }
+      do {
+        moved = polled = false;
+#if RACES
+        if (++turns % 1024 == 0 && std::clock() > last_clock) fail("threads wait for others again and again");
+#endif
+        for (size_t thread = 32 * warp; thread < 32 * warp + 32; ++thread) {
+          if (!threads[thread]->done) resume(threads[thread]);
+        }
+        any_moved = any_moved || (moved && !polled);
+        any_polled = any_polled || polled;
+      } while (moved && !polled);
+    }
+    for (int slot = 0; slot < at_once; ++slot) {
+      if (clusters[slot].threads > 0 || clusters[slot].blocks.empty()) continue;
+      end(slot);
+      any_moved = true;
+      if (waiting.empty()) --running;
+      else begin(slot);
+    }
+    all_go = order == 0 || !any_moved;
+    if (order != 0) first_warp = any_below(warps);
+    if (any_left_out) continue;
+    rounds = any_moved || seen != publications ? 0 : rounds + 1;
+    seen = publications;
+    if (any_moved || (any_polled && rounds < 1000)) continue;
+    if (!clock_read || waiting.empty()) fail("all threads wait for others");
+    now += 1ll << 32;  // who waits for blocks that have not begun gives up
   }
 }
 

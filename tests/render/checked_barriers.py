@@ -66,9 +66,10 @@ _CALL = r"\((?:[^()]|\([^()]*\))*\);"
 #: blocks tell each other.
 OPERATION = re.compile(
     r"(?:\w+(?:\([^()]*\))?\.(?:acquire|arrive|arrive_expecting|wait|release|release_last|advance)|Event<\w+>::arrive"
-    r"|\w+\.arrive|named_sync|named_arrive|wait_products<\d+>|wait_stores_read|wait_stores_written|wait_copies<\d+>"
-    r"|__syncthreads|arrive_at|arrive_expecting|arrive_when_copied|arrive_once_loaded|sync_cluster"
-    r"|leave_cluster|arrive_cluster|wait_cluster|wait_all_copies|await_turn|store_release|add_release|arrive_counted"
+    r"|\w+\.arrive|named_sync|named_arrive|wait_products<\d+>|wait_stores_read|wait_stores_written"
+    r"|wait_copies<[^<>;]+>|__syncthreads|arrive_at|arrive_expecting|arrive_when_copied|arrive_once_loaded|sync_cluster"
+    r"|leave_cluster|arrive_cluster|wait_cluster|wait_all_copies|await_turn|store_release|store_relaxed|add_release"
+    r"|arrive_counted"
     r"|__threadfence)" + _CALL
 )
 WAITS = re.compile(r"wait|acquire|sync")
