@@ -47,6 +47,11 @@ OF_BLOCKS = {"wait_products<0>(); (removed*": "where O is written, when no produ
 LISTED = {"declared": "variants:\n  listed: {keys: counted_index}\n", "layout": "dense", **LATENT}
 
 
+def masked(mask: str) -> dict[str, str]:
+    """The fields of a row whose variant is ``masked``."""
+    return {"declared": f'variants:\n  masked: {{mask: "{mask}"}}\n'}
+
+
 @dataclass(frozen=True)
 class Size:
     """A call: queries, keys, query and KV heads of a sequence, and how many sequences."""
@@ -111,15 +116,21 @@ OF_CLUSTER = {
     "VRing(0, 0, here).wait(); (removed*": "for blocks without a step",
     "sync_cluster(); (removed*": "at the end: in these calls no arrival comes after a block has left",
 }
+#: A window, and keys that all see: tiles of keys in between begin later, and end earlier, than the first one.
+SINKS = "q_pos >= kv and (kv < 100 or q_pos - kv < 100)"
 #: Of four tiles of keys nothing sees the first one. The second one goes from the last queries to the first ones with a
-#: leap. The third one, which begins later and ends earlier, and the last one, which all queries see, wait for it.
-APART = {
-    "declared": "variants:\n  apart: {mask: 'kv >= 128 and kv < 256 and (q >= 448 or q < 320) or "
-    "kv >= 256 and kv < 384 and q >= 128 and q < 384 or kv >= 384'}\n"
-}
+#: leap, while the third one, which begins later and ends earlier, and the last one, which begins between, wait for it.
+APART = (
+    "kv >= 128 and kv < 256 and (q >= 448 or q < 320) or kv >= 256 and kv < 384 and q >= 128 and q < 384 or "
+    "kv >= 384 and q < 448"
+)
 #: Of turns in a sum.
 OF_TURNS = dict.fromkeys(
-    ("store_release(counter, passed); (removed*", "store_release(counter, turn); (removed*"),
+    (
+        "store_release(counter, passed); (removed*",
+        "store_release(counter, turn); (removed*",
+        "store_relaxed(counter, kNoneBefore*",
+    ),
     "others wait longer, until this block has ended",
 )
 #: It is not known why these are not missed in calls of a row.
@@ -138,9 +149,13 @@ OF_LISTED = OF_LATENT | dict.fromkeys(
     ),
     UNNOTICED,
 )  # fmt: skip
-OF_ORDER = {
-    "store_release(counter_at(counter), sum.turn); (removed*": "others wait longer, until a later turn has passed",
-}
+OF_ORDER = dict.fromkeys(
+    (
+        "store_release(counter_at(counter), sum.turn); (removed*",
+        "store_relaxed(counter_at(unit * kv_tiles + kv_tile), kNoneBefore*",
+    ),
+    "others wait longer, until a later turn has passed",
+) | {"work_ring.acquire(); (removed*": "blocks of this call take no more tiles of keys than there are stages"}
 OF_CUTS = {
     "work_ring.acquire(); (removed*": "blocks of these calls take no more tiles and parts than there are stages",
     "add_release(done(unit), done_parts); (removed*": "for those without a step, of which these calls have none",
@@ -154,7 +169,7 @@ WHOLE_WORK = (
 ALONE = dict.fromkeys(
     (
         "add_release(done(unit), done_parts); (removed*", "await_turn(*; (removed*",
-        "store_release(counter, *; (removed*",
+        "store_release(counter, *; (removed*", "store_relaxed(counter*; (removed*",
     ),
     "tells other blocks what is done",
 )  # fmt: skip
@@ -202,8 +217,12 @@ ROWS = (
     # Blocks that wait for each other.
     Row("first", {**BACKWARD}, (Size(200, 300),), spared=OF_GROUP | OF_Q, blocks=3, orders=3),
     Row(
-        "order", {**BACKWARD, "head_dim": 128, "deterministic": "true", **APART}, (Size(500, 512, 1),), variant="apart",
-        spared=OF_ORDER, blocks=4, orders=4,
+        "order", {**BACKWARD, "head_dim": 128, "deterministic": "true", **masked(APART)}, (Size(500, 512, 1),),
+        variant="masked", spared=OF_ORDER, blocks=4, orders=4,
+    ),
+    Row(
+        "order-sinks", {**BACKWARD, "head_dim": 128, "deterministic": "true", **masked(SINKS)}, (Size(500, 600, 1),),
+        variant="masked", blocks=5, orders=6,
     ),
     Row(
         "order-window", {**BACKWARD, "head_dim": 128, "deterministic": "true"}, (Size(130, 500),),
@@ -258,7 +277,7 @@ def library(row: Row) -> Library:
 def call(plan: Plan, name: str, size: Size, arguments: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Results of a kernel, each with that of plain torch."""
     torch.manual_seed(0)
-    variant: Any = plan.variant if name == "apart" else name
+    variant: Any = plan.variant if name == "masked" else name
     dtype = getattr(torch, plan.operands.q.torch)
     qk, columns = plan.head_dim_qk, plan.head_dim_v
     q = torch.randn(size.batch, size.rows, size.heads, qk).to(dtype)
@@ -336,9 +355,8 @@ EXPLAINED = tuple(
     for row in ROWS
     if row.name
     not in (
-        "forward-split", "backward-ordered", "cluster-halves", "first", "order-window",
+        "forward-split", "backward-ordered", "cluster-halves", "first", "order-window", "order-sinks",
         "cluster-order", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
-        "mma-backward-ordered",
     )
 )  # fmt: skip
 
@@ -361,7 +379,7 @@ CHANGES = {
     ),
     "others wait for it": ("first", "while (now != kStored) now = load_acquire(state);", ""),
     "a tile that is passed over leaves the one before it to be asked": (
-        "order", "at -= lanes_before(asked);", "if (!(asked & 1)) break; at -= lanes_before(asked);",
+        "order-sinks", "at -= lanes_before(asked);", "if (!(asked & 1)) break; at -= lanes_before(asked);",
     ),
     "it is passed over for this turn alone": ("order", "lanes_before(left);", "lanes_before(asked);"),
     "what is known from before it is not kept": (
