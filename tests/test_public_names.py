@@ -21,6 +21,7 @@ PUBLIC = {
     "unpad_input_for_concatenated_sequences",
     "attngen.integrations.context_parallel": "context_parallel",
     "attngen.integrations.cuequivariance": "triangle_attention",
+    "attngen.integrations.cudnn": "BSA block_sparse_attention_backward block_sparse_attention_forward",
     "attngen.integrations.diffusers": "register served",
     "attngen.integrations.engines": "Mask Step",
     "attngen.integrations.flash_attn": "_flash_attn_backward _flash_attn_forward _flash_attn_varlen_backward "
