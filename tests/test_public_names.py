@@ -24,6 +24,8 @@ PUBLIC = {
     "attngen.integrations.cudnn": "BSA block_sparse_attention_backward block_sparse_attention_forward",
     "attngen.integrations.diffusers": "register served",
     "attngen.integrations.engines": "Mask Step",
+    "attngen.integrations.fastvideo": "block_sparse_attn block_sparse_attn_from_indices video_sparse_attn "
+    "video_sparse_attn_bshd",
     "attngen.integrations.flash_attn": "_flash_attn_backward _flash_attn_forward _flash_attn_varlen_backward "
     "_flash_attn_varlen_forward flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func "
     "flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache",

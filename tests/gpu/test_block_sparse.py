@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.integrations import cudnn
+from attngen.integrations import cudnn, fastvideo
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import no_worse
+from tests.integrations.fastvideo import test_video_sparse as videos
 from tests.integrations.oracles import lists_of, masked_attention, pairs_of_blocks
 
 BATCH, HEADS = 2, 4
@@ -70,3 +71,40 @@ def test_cudnn(block: int, dim: int, kv_heads: int, sized: bool) -> None:
     given = [each.detach() for each in (*inputs, out, lse)]
     apart = cudnn.block_sparse_attention_backward(dout, *given, indices, **options)
     check(out, inputs, seen, dout, list(apart))
+
+
+@pytest.mark.parametrize(("block_size", "tokens"), [((4, 4, 4), 64), ((2, 8, 8), 128)])
+@pytest.mark.parametrize("topk", [2, 9])
+def test_fastvideo(block_size: tuple[int, int, int], tokens: int, topk: int) -> None:
+    torch.manual_seed(tokens + topk)
+    sizes = torch.randint(1, tokens + 1, (9,), dtype=torch.int32)
+    here = videos.inputs_of(sizes, sizes, tokens, torch.bfloat16, dim=64)
+    weight = torch.randn_like(here[0]).requires_grad_()
+    leaves = [x.detach().cuda().requires_grad_() for x in (*here, weight)]
+    q, k = leaves[:2]
+    means = [
+        (x.unflatten(2, (-1, tokens)).sum(3, dtype=torch.float32) / sizes.cuda()[:, None]).bfloat16() for x in (q, k)
+    ]
+    scores = means[0] @ means[1].mT / 8.0  # those that choose
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True).cpu()
+    out = fastvideo.video_sparse_attn(*leaves[:3], sizes.cuda(), sizes.cuda(), topk, block_size, leaves[3])
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    true, plain = (
+        videos.exact(here, sizes, sizes, tokens, topk, weight, dtype, chosen)[0] for dtype in (torch.float64, out.dtype)
+    )
+    no_worse(out.detach().cpu(), plain.detach(), true.detach())
+    of_true, of_plain = (torch.autograd.grad(x, [*here, weight], dout.cpu().to(x.dtype)) for x in (true, plain))
+    for one, other, exact in zip(gradients, of_plain, of_true, strict=True):
+        no_worse(one.cpu(), other, exact, times=4)
+
+
+def test_fastvideo_of_lists() -> None:
+    inputs, shown = call_of(64, HEADS, 128, 640, 960)
+    sizes = torch.randint(0, 65, (15,), device="cuda", dtype=torch.int32)
+    seen = pairs_of_blocks(shown, 64, 64, 640, 960)
+    seen = seen & (torch.arange(64, device="cuda") < sizes[:, None]).flatten()
+    out, _ = fastvideo.block_sparse_attn_from_indices(*inputs, *lists_of(shown, 15), sizes)
+    dout = torch.randn_like(out)
+    check(out, inputs, seen, dout, torch.autograd.grad(out, inputs, dout))
