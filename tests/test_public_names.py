@@ -19,6 +19,8 @@ PUBLIC = {
     "attngen.integrations": "sdpa",  # beside its modules below
     "attngen.integrations.bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input "
     "unpad_input_for_concatenated_sequences",
+    "attngen.integrations.block_sparse_attn": "block_sparse_attn_func block_streaming_attn_func "
+    "token_streaming_attn_func",
     "attngen.integrations.context_parallel": "context_parallel",
     "attngen.integrations.cuequivariance": "triangle_attention",
     "attngen.integrations.cudnn": "BSA block_sparse_attention_backward block_sparse_attention_forward",

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.integrations import cudnn, fastvideo
+from attngen.integrations import block_sparse_attn, cudnn, fastvideo
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import no_worse
+from tests.integrations.block_sparse_attn import test_block_sparse_attn as heads
+from tests.integrations.drops import next_factors
 from tests.integrations.fastvideo import test_video_sparse as videos
 from tests.integrations.oracles import lists_of, masked_attention, pairs_of_blocks
 
@@ -108,3 +110,29 @@ def test_fastvideo_of_lists() -> None:
     out, _ = fastvideo.block_sparse_attn_from_indices(*inputs, *lists_of(shown, 15), sizes)
     dout = torch.randn_like(out)
     check(out, inputs, seen, dout, torch.autograd.grad(out, inputs, dout))
+
+
+@pytest.mark.parametrize(("causal", "exact"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("rate", "dim", "deterministic"), [(0.0, 128, False), (0.0, 64, True), (0.25, 64, False)])
+def test_heads_of_several_types(causal: bool, exact: bool, rate: float, dim: int, deterministic: bool) -> None:
+    torch.manual_seed(dim)
+    inputs, packing = heads.call_of("cuda", torch.bfloat16, dim)
+    blocks, streaming = heads.masks("cuda"), heads.KEYS if exact else heads.BLOCKS
+    seen = [heads.seen_of(i, blocks, streaming, causal, exact, heads.TYPES) for i in range(len(heads.LENGTHS))]
+    torch.manual_seed(4)
+    factors = next_factors(rate, heads.LENGTHS, heads.HEADS, "cuda") if rate else None
+    torch.manual_seed(4)
+    types, info = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (heads.TYPES, streaming))
+    out = block_sparse_attn.block_sparse_attn_func(
+        *inputs, *packing[:2], types, info, blocks, *packing[2:], rate, deterministic, is_causal=causal,
+        exact_streaming=exact,
+    )  # fmt: skip
+    exact_out, plain = (
+        heads.exact_of(inputs, seen, factors=factors, compute=dtype)[0] for dtype in (torch.float64, torch.bfloat16)
+    )
+    no_worse(out.detach(), plain.detach(), exact_out.detach())
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    of_exact, of_plain = (torch.autograd.grad(x, inputs, dout.to(x.dtype)) for x in (exact_out, plain))
+    for one, other, true in zip(gradients, of_plain, of_exact, strict=True):
+        no_worse(one, other, true, times=4)
