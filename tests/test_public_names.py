@@ -33,7 +33,7 @@ PUBLIC = {
     "flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache",
     "attngen.integrations.flash_attn_3": "_flash_attn_backward _flash_attn_forward flash_attn_combine flash_attn_func "
     "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache get_scheduler_metadata",
-    "attngen.integrations.flash_attn_4": "flash_attn_func flash_attn_varlen_func",
+    "attngen.integrations.flash_attn_4": "BlockSparseTensorsTorch flash_attn_func flash_attn_varlen_func",
     "attngen.integrations.flash_mla": "FlashMLASchedMeta flash_mla_sparse_fwd flash_mla_with_kvcache get_mla_metadata",
     "attngen.integrations.flex_attention": "AuxOutput AuxRequest BlockMask FlexKernelOptions and_masks "
     "create_block_mask create_mask create_nested_block_mask flex_attention noop_mask or_masks",

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.integrations import block_sparse_attn, cudnn, fastvideo
+from attngen.integrations import block_sparse_attn, cudnn, fastvideo, flash_attn_4
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import no_worse
 from tests.integrations.block_sparse_attn import test_block_sparse_attn as heads
 from tests.integrations.drops import next_factors
 from tests.integrations.fastvideo import test_video_sparse as videos
+from tests.integrations.flash_attn import test_flash_attn_4_blocks as lists
 from tests.integrations.oracles import lists_of, masked_attention, pairs_of_blocks
 
 BATCH, HEADS = 2, 4
@@ -136,3 +137,26 @@ def test_heads_of_several_types(causal: bool, exact: bool, rate: float, dim: int
     of_exact, of_plain = (torch.autograd.grad(x, inputs, dout.to(x.dtype)) for x in (exact_out, plain))
     for one, other, true in zip(gradients, of_plain, of_exact, strict=True):
         no_worse(one, other, true, times=4)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "causal", "full", "deterministic"),
+    [((64, 64), False, True, False), ((256, 128), True, False, True), ((64, 192), True, True, False)],
+)
+def test_flash_attn_4(block_size: tuple[int, int], causal: bool, full: bool, deterministic: bool) -> None:
+    torch.manual_seed(7)
+    queries, keys = lists.QUERIES, lists.KEYS
+    given, seen = lists.call_of(block_size, BATCH, HEADS, full, "cuda")
+    if causal:
+        behind = torch.arange(queries, device="cuda")[:, None] + keys - queries
+        seen = seen & (behind >= torch.arange(keys, device="cuda"))
+    inputs = [
+        torch.randn(BATCH, h, n, 128, device="cuda").bfloat16().requires_grad_()
+        for n, h in ((queries, HEADS), (keys, 2), (keys, 2))
+    ]
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    out, _ = flash_attn_4.flash_attn_func(
+        q, k, v, causal=causal, block_sparse_tensors=given, deterministic=deterministic
+    )
+    dout = torch.randn_like(out).transpose(1, 2)
+    check(out.transpose(1, 2), inputs, seen, dout, torch.autograd.grad(out.transpose(1, 2), inputs, dout))
