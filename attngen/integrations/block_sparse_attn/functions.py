@@ -19,6 +19,7 @@ from attngen.integrations.shared.arguments import contiguous_rows, tensor
 from attngen.integrations.shared.blocks import SPEC, Pairs, candidate, of_bools
 from attngen.integrations.shared.choice import VariantCandidate, attend, with_dropout
 from attngen.lang.blocks import BLOCK_MASK
+from attngen.runtime.arguments.torch_state import is_traced
 
 __all__ = ["block_sparse_attn_func", "block_streaming_attn_func", "token_streaming_attn_func"]
 
@@ -184,7 +185,7 @@ def _streams(
 
 
 def _check(heads: _Heads, pairs: Pairs, causal: bool) -> None:
-    """Raise CallError for what disagrees. Numbers are read on the CPU alone."""
+    """Raise CallError for what disagrees. Numbers are read on the CPU alone, and not in a trace."""
     _check_integers("head_mask_type", heads.types, [(pairs.heads,)])
     if heads.streaming is not None:
         _check_integers("streaming_info", heads.streaming, [(2 * pairs.heads,), (pairs.heads, 2)])
@@ -195,7 +196,7 @@ def _check(heads: _Heads, pairs: Pairs, causal: bool) -> None:
         if tensor("base_blockmask", blocks).dim() != 4 or not blocks.shape[1]:
             raise CallError(f"base_blockmask must have 4 dimensions and a head, got shape {tuple(blocks.shape)}")
         of_bools("base_blockmask", blocks, pairs._replace(heads=blocks.shape[1]))
-    if heads.types.device.type != "cpu":
+    if heads.types.device.type != "cpu" or is_traced(heads.types):
         return
     types = heads.types.tolist()
     if heads.streaming is None and min(types, default=0) < 0:

@@ -145,6 +145,18 @@ def test_dropout(causal: bool, exact: bool) -> None:
     near(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(wanted, inputs, dout.double()))
 
 
+def test_compiled_programs() -> None:
+    """No number is read, so that nothing breaks the graph."""
+    inputs, packing = call_of()
+    given = (*packing[:2], torch.tensor(TYPES).int(), torch.tensor(KEYS).int(), masks(), *packing[2:], 0.0)
+
+    def program(*tensors: Tensor) -> Any:
+        return block_sparse_attn_func(*tensors, *given, is_causal=True, exact_streaming=True, return_attn_probs=True)
+
+    actual = torch.compile(program, backend="aot_eager", fullgraph=True)(*inputs)
+    near(actual[:2], program(*inputs)[:2])
+
+
 INFO, ALL_BLOCKS = torch.zeros(12, dtype=torch.int32), torch.ones(4, 2, 4, 5, dtype=torch.bool)
 
 
