@@ -19,16 +19,21 @@ PUBLIC = {
     "attngen.integrations": "sdpa",  # beside its modules below
     "attngen.integrations.bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input "
     "unpad_input_for_concatenated_sequences",
+    "attngen.integrations.block_sparse_attn": "block_sparse_attn_func block_streaming_attn_func "
+    "token_streaming_attn_func",
     "attngen.integrations.context_parallel": "context_parallel",
     "attngen.integrations.cuequivariance": "triangle_attention",
+    "attngen.integrations.cudnn": "BSA block_sparse_attention_backward block_sparse_attention_forward",
     "attngen.integrations.diffusers": "register served",
     "attngen.integrations.engines": "Mask Step",
+    "attngen.integrations.fastvideo": "block_sparse_attn block_sparse_attn_from_indices video_sparse_attn "
+    "video_sparse_attn_bshd",
     "attngen.integrations.flash_attn": "_flash_attn_backward _flash_attn_forward _flash_attn_varlen_backward "
     "_flash_attn_varlen_forward flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func "
     "flash_attn_varlen_func flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache",
     "attngen.integrations.flash_attn_3": "_flash_attn_backward _flash_attn_forward flash_attn_combine flash_attn_func "
     "flash_attn_qkvpacked_func flash_attn_varlen_func flash_attn_with_kvcache get_scheduler_metadata",
-    "attngen.integrations.flash_attn_4": "flash_attn_func flash_attn_varlen_func",
+    "attngen.integrations.flash_attn_4": "BlockSparseTensorsTorch flash_attn_func flash_attn_varlen_func",
     "attngen.integrations.flash_mla": "FlashMLASchedMeta flash_mla_sparse_fwd flash_mla_with_kvcache get_mla_metadata",
     "attngen.integrations.flex_attention": "AuxOutput AuxRequest BlockMask FlexKernelOptions and_masks "
     "create_block_mask create_mask create_nested_block_mask flex_attention noop_mask or_masks",

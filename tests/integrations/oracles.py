@@ -90,3 +90,39 @@ def triangle(
         logits = torch.where(mask, logits, max(-1e9, torch.finfo(logits.dtype).min))
     out = torch.einsum("bnhqk,bnhkd->bnhqd", logits.softmax(-1), v)
     return Triangle(out, logits.logsumexp(-1), logits.amax(-1))
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    softmax_scale: float | None = None,
+    factors: Tensor | None = None,
+    compute: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Return out (b, h, sq, d) and natural lse (b, h, sq) of q, k and v (b, h, s, d), without a key 0 and −inf.
+
+    ``seen`` (b or 1, h or 1, sq, sk) is true for pairs that are seen. Dropout multiplies the probabilities by
+    ``factors``.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.to(compute).repeat_interleave(groups, dim=1) for t in (k, v))
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    scores = ((q.to(compute) @ k.mT) * scale).masked_fill(~seen, -math.inf)
+    lse = torch.logsumexp(scores.to(torch.promote_types(compute, torch.float32)), dim=-1)
+    p = torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)
+    return (p if factors is None else p * factors.to(compute)) @ v, lse
+
+
+def pairs_of_blocks(shown: Tensor, rows: int, columns: int, queries: int, keys: int) -> Tensor:
+    """Pairs (b, h, queries, keys) of a block mask with blocks of ``rows`` queries and ``columns`` keys."""
+    return shown.repeat_interleave(rows, 2).repeat_interleave(columns, 3)[..., :queries, :keys]
+
+
+def lists_of(shown: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Lists of blocks in random order, int32, and their lengths; entries that do not count name no block."""
+    counts = shown.sum(-1)
+    order = torch.where(shown, torch.rand(shown.shape, device=shown.device), 2.0).argsort(-1)[..., :capacity]
+    listed = torch.arange(capacity, device=shown.device) < counts[..., None]
+    return torch.where(listed, order, 99999).int(), counts.int()

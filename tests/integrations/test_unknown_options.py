@@ -11,7 +11,7 @@ import torch
 import attngen
 from attngen import parallel
 from attngen.errors import CallError, SpecError
-from attngen.integrations import sdpa
+from attngen.integrations import cudnn, fastvideo, sdpa
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.flash_attn import v3 as flash_attn_3
 from attngen.integrations.flash_mla import functions as flash_mla
@@ -25,6 +25,7 @@ PAGES, ROW = torch.randn(2, 16, 2, 64), torch.randn(1, 1, 2, 64)
 TABLE, USED = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
 STARTS = torch.tensor([0, 4], dtype=torch.int32)
 LATENTS = torch.randn(2, 64, 1, 576)
+LISTS = torch.zeros(1, 4, 1, 1, dtype=torch.int32)
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "attention layout": lambda x: attngen.attention(Q, Q, Q, layout=x),
@@ -63,6 +64,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "sink_in_lse": lambda x: attngen.variant(sink="1.0", sink_in_lse=x),
     "plan method": lambda x: parallel.plan("causal", 512, 2, method=x),
     "simulate method": lambda x: parallel.simulate("causal", 2, tokens=512, method=x),
+    "cudnn layout": lambda x: cudnn.block_sparse_attention_forward(Q, Q, Q, LISTS, layout=x),
+    "cudnn sparse_block_size": lambda x: cudnn.block_sparse_attention_forward(Q, Q, Q, LISTS, sparse_block_size=x),
+    "fastvideo block_size": lambda x: fastvideo.video_sparse_attn(Q, Q, Q, USED, USED, 1, x),
     "sdpa backend": lambda x: sdpa(backend=x),
     "sageattn tensor_layout": lambda x: sageattention.sageattn(Q, Q, Q, tensor_layout=x),
     "na1d kernel_size": lambda x: natten.na1d(Q, Q, Q, x),

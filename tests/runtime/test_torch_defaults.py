@@ -13,7 +13,7 @@ from torch import Tensor
 
 import attngen
 from attngen import parallel
-from attngen.integrations import sdpa
+from attngen.integrations import block_sparse_attn, cudnn, fastvideo, sdpa
 from attngen.integrations.cuequivariance import functions as cuequivariance
 from attngen.integrations.flash_attn import bert_padding
 from attngen.integrations.flash_attn import v2 as flash_attn
@@ -38,6 +38,9 @@ INDEXED = torch.randn(1, 4, 2, 128), torch.randn(1, 4, 128), torch.randn(1, 4, 2
 LATENTS, LATENT_Q = torch.randn(2, 64, 1, 576), torch.randn(1, 1, 2, 576)
 NUMBERS = torch.randn(2, 20)
 TRIANGLES, TRIANGLE_BIAS = torch.randn(3, 2, 4, 5, 16), torch.randn(1, 4, 5, 5)
+VIDEO, TILES = torch.randn(1, 2, 192, 16), torch.tensor([64, 64, 9])
+TYPES, STREAMS = torch.tensor([1, -1, 0, 1]).int(), torch.ones(8).int()
+LISTS, SIZED = torch.zeros(1, 1, 1, 1).int(), torch.tensor([10]).int()
 
 BIASED = attngen.variant(mask="kv / 3 <= q + 1", score="s + kv / (q + 2) + sqrt(kv) * slope[h]", sink="h / 3",
                          tensors={"slope": {"dtype": "float32", "shape": ["h"], "grad": True}})  # fmt: skip
@@ -174,6 +177,12 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "sageattention": lambda: sageattention.sageattn(*(x.bfloat16() for x in HEADS_FIRST)),
     "natten": lambda: natten.na2d(*(x[:, None] for x in (LONG, LONG, LONG)), (1, 3), dilation=(1, 2)),
+    "cudnn": lambda: cudnn.block_sparse_attention_forward(*HEADS_FIRST, LISTS.expand(2, 4, 1, 1), block_sizes=SIZED),
+    "fastvideo": lambda: fastvideo.video_sparse_attn(VIDEO, VIDEO, VIDEO, TILES, TILES, 2),
+    "block_sparse_attn": lambda: block_sparse_attn.block_sparse_attn_func(
+        Q[0], K[0], V[0], STARTS_Q, STARTS_K, TYPES, STREAMS, LISTS.expand(2, 2, 1, 1) == 0, 5, 7, 0.0,
+        is_causal=True, exact_streaming=True, return_attn_probs=True,
+    ),
     "padding": lambda: bert_padding.unpad_input(Q, PADDING)[:2],
     "plan": lambda: parallel.plan(OF_SEQUENCE, 512, 2, doc=FLEX_DOC.repeat(2)).rows(1),
     "plan of documents": lambda: parallel.plan("causal", 512, 2, cu_seqlens=[0, 200, 512]).positions(1),

@@ -16,9 +16,9 @@ from torch.nn.functional import pad
 
 from attngen.errors import CallError
 from attngen.integrations.flash_attn.arguments import SPEC, candidates_for, packing_of, sequences_of
-from attngen.integrations.shared.arguments import contiguous_rows, refused, tensor
+from attngen.integrations.shared.arguments import contiguous_rows, refused
 from attngen.integrations.shared.choice import Packing, VariantCandidate, attend, with_dropout
-from attngen.integrations.shared.gradients import gradients_of, row_sums
+from attngen.integrations.shared.gradients import gradients_of, row_sums, write
 from attngen.runtime.operations.attention.dropout_state import random_state
 
 #: flash-attn rounds the rows of the row sums of a backward pass up to this.
@@ -168,17 +168,6 @@ def _flash_attn_varlen_backward(
     )  # fmt: skip
     write(gradients, (dq, dk, dv))
     return pad(row_sums(out, dout), (0, ROWS * batch))
-
-
-def write(gradients: Sequence[Tensor], into: Sequence[Tensor | None]) -> None:
-    """Copy gradients into the tensors that a caller gave for them; CallError for one of another shape."""
-    for name, one, given in zip(("dq", "dk", "dv"), gradients, into, strict=True):
-        if given is None:
-            continue
-        if tensor(name, given).shape != one.shape:
-            raise CallError(f"{name} must have shape {tuple(one.shape)}, got {tuple(given.shape)}")
-        with torch.no_grad():
-            given.copy_(one)
 
 
 def _state(q: Tensor, rate: float) -> Tensor | None:

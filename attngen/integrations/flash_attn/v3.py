@@ -19,10 +19,10 @@ from attngen.dtypes import DESCALES
 from attngen.errors import CallError
 from attngen.integrations.flash_attn.arguments import SPEC, Window, candidates_for
 from attngen.integrations.flash_attn.cache import CachedCall, attend_cached
-from attngen.integrations.flash_attn.passes import ROWS, write
+from attngen.integrations.flash_attn.passes import ROWS
 from attngen.integrations.flash_attn.sequences import Packed, Sequences, attend_sequences
 from attngen.integrations.shared.arguments import contiguous_rows, refuse, tensor
-from attngen.integrations.shared.gradients import gradients_of, row_sums
+from attngen.integrations.shared.gradients import gradients_of, row_sums, write
 from attngen.runtime.operations.merge.call import merge
 
 __all__ = [

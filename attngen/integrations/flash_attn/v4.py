@@ -3,7 +3,7 @@
 The forms are those of ``flash_attn.cute`` in the package flash-attn-4. A call always returns (out, lse); lse is None
 without ``return_lse``. ``num_splits``, ``pack_gqa``, ``min_seqlen_k``, ``scheduler_metadata`` and
 ``disable_scheduler_metadata`` tune kernels there, and change nothing here. Functions of CuTe (``score_mod``,
-``mask_mod``), block sparsity, ``qv`` and gathered keys are refused with NoKernelError, which names them.
+``mask_mod``), ``qv`` and gathered keys are refused with NoKernelError, which names them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations.flash_attn.arguments import CUTE_MASKS, GATHERED_KEYS, OWN_TILES, Window, candidates_for
+from attngen.integrations.flash_attn.arguments import CUTE_MASKS, GATHERED_KEYS, Window, candidates_for, sides_of
+from attngen.integrations.flash_attn.blocks import candidate_of
 from attngen.integrations.flash_attn.cache import CachedCall, attend_cached
 from attngen.integrations.flash_attn.sequences import Sequences, attend_sequences
-from attngen.integrations.shared.arguments import refuse, refused, tensor, without_gradient
-from attngen.integrations.shared.choice import VariantCandidate
+from attngen.integrations.shared import blocks
+from attngen.integrations.shared.arguments import contiguous_rows, refuse, refused, tensor, without_gradient
+from attngen.integrations.shared.choice import NO_LIMIT, VariantCandidate, attend
 from attngen.integrations.shared.gradients import join_sinks
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -53,17 +55,25 @@ def flash_attn_func(
     """Attention of q (b, sq, h, d) over k and v (b, sk, hk, d); h is a multiple of hk.
 
     ``window_size`` is (left, right) in keys, None for no limit. ``learnable_sink`` (h,) is a logit of each head that
-    joins the softmax and has a gradient. ``softcap`` 0 means none. lse (b, h, sq) is float32, natural, with the sink;
-    −inf for a query that sees no key and has no sink. Raises NoKernelError for what no built kernel computes, and
+    joins the softmax and has a gradient. ``softcap`` 0 means none. With ``block_sparse_tensors``, a
+    BlockSparseTensorsTorch, queries see only the blocks of keys in its lists, without keys behind the query if
+    ``causal``; its ``block_size`` is multiples of 64. lse (b, h, sq) is float32, natural, with the sink; −inf for a
+    query that sees no key and has no sink. Raises NoKernelError for what no built kernel computes, and
     CallError for arguments that disagree.
     """
     del num_splits, pack_gqa  # they tune, and change no result
     refuse(
         _REASONS, qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
-        block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd,
         gather_bwd_recompute_p=gather_bwd_recompute_p, gather_bwd_token_chunk=gather_bwd_token_chunk,
     )  # fmt: skip
+    if block_sparse_tensors is not None:
+        return _attend_blocks(
+            q, k, v, block_sparse_tensors, softmax_scale, causal, window_size, learnable_sink, softcap, deterministic,
+            return_lse,
+        )  # fmt: skip
+    if block_sparse_tensors_bwd is not None:
+        raise CallError("block_sparse_tensors_bwd lists the blocks of block_sparse_tensors by key; pass both")
     return _attend(
         q, k, v, Sequences(), softmax_scale, causal, window_size, learnable_sink, softcap, deterministic, return_lse
     )
@@ -174,6 +184,27 @@ def _attend(
     return out, lse if return_lse else None
 
 
+def _attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, given: Any, softmax_scale: float | None, causal: bool, window_size: Window,
+    sink: Tensor | None, softcap: float, deterministic: bool, return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Attention to the blocks that are listed. What partial blocks hide is a ``mask_mod``, which is refused."""
+    left, right = sides_of(_window(window_size))
+    if left != NO_LIMIT or right not in (NO_LIMIT, 0):
+        raise refused("window_size", "beside block_sparse_tensors only causal hides further keys; list fewer blocks")
+    if softcap:
+        raise refused("softcap", "no variant of this integration has both a cap and lists of blocks; pass 0.0")
+    q, k, v = contiguous_rows(q=q, k=k, v=v)
+    chosen = candidate_of(given, q, k, causal=causal or right == 0)
+    out, lse = attend(
+        [chosen], q, k, v, spec=blocks.SPEC, softmax_scale=softmax_scale, return_lse=True, deterministic=deterministic
+    )
+    if sink is not None:
+        sinks = _sink(sink, q)[:, None]
+        out, lse = join_sinks(out, lse, sinks), torch.logaddexp(lse, sinks)
+    return out, lse if return_lse else None
+
+
 def _sink(sink: Tensor, q: Tensor) -> Tensor:
     """Sinks in the dtype of log-sum-exps."""
     heads = q.shape[-2]
@@ -202,6 +233,6 @@ _REASONS = {
     "gather_bwd_recompute_p": GATHERED_KEYS,
     "gather_bwd_token_chunk": GATHERED_KEYS,
     **dict.fromkeys(("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars"), CUTE_MASKS),
-    **dict.fromkeys(("block_sparse_tensors", "block_sparse_tensors_bwd"), OWN_TILES),
+    "block_sparse_tensors": "lists are of sequences with a batch axis; flash_attn_func takes them",
     "seqlen_k_per_split": "attngen.attention_paged has split_size, which fixes the keys of each split",
 }

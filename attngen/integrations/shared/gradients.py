@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.shared import choice
+from attngen.integrations.shared.arguments import tensor
 from attngen.integrations.shared.catalogue import variant
 from attngen.integrations.shared.choice import Packing, VariantCandidate
 from attngen.runtime.arguments.given import Given
@@ -69,6 +70,17 @@ def gradients_of(
             continue
         return dq, dk, dv
     raise choice.none_takes(candidates, spec, error)
+
+
+def write(gradients: Sequence[Tensor], into: Sequence[Tensor | None]) -> None:
+    """Copy gradients into the tensors that a caller gave for them; CallError for one of another shape."""
+    for name, one, given in zip(("dq", "dk", "dv"), gradients, into, strict=True):
+        if given is None:
+            continue
+        if tensor(name, given).shape != one.shape:
+            raise CallError(f"{name} must have shape {tuple(one.shape)}, got {tuple(given.shape)}")
+        with torch.no_grad():
+            given.copy_(one)
 
 
 def row_sums(out: Tensor, dout: Tensor) -> Tensor:

@@ -106,8 +106,7 @@ def test_pages(packed: bool, sinks: bool, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "name",
     ["qv", "gather_kv_indices", "score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
-     "block_sparse_tensors", "block_sparse_tensors_bwd", "gather_bwd_recompute_p", "gather_bwd_token_chunk",
-     "seqlen_k_per_split"],
+     "gather_bwd_recompute_p", "gather_bwd_token_chunk", "seqlen_k_per_split"],
 )  # fmt: skip
 def test_what_no_kernel_has_is_refused(name: str) -> None:
     value: Any = True if name == "gather_bwd_recompute_p" else 1
