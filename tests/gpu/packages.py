@@ -53,7 +53,7 @@ def _engines(spec: KernelSpec, plan: Plan) -> bool:
 
 def _natten(spec: KernelSpec, plan: Plan) -> bool:
     wide = 128 if plan.variant.name == "natten" else 64
-    return plan.dtype_name == "bf16" and plan.head_dim_qk <= wide
+    return plan.dtype_name == "bf16" and plan.head_dim_qk in (64, wide)
 
 
 def near_duplicate(parameters: Mapping[str, Any]) -> bool:
