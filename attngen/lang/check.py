@@ -17,7 +17,8 @@ from attngen.errors import Gathered, Location, SpecError
 from attngen.lang.blocks import BLOCK_MASK, with_blocks
 from attngen.lang.declarations import check_declarations, check_let_name
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
-from attngen.lang.intervals import bounds
+from attngen.lang.facts import Facts
+from attngen.lang.intervals import Numbers, bounds, evaluate
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, is_zero, names, rewrite, tensors, walk
 from attngen.lang.listed import KEYS, LISTS
 from attngen.lang.parser import Function, Scope, Written, lower, parse_syntax
@@ -53,6 +54,7 @@ class Rules:
 
     def __init__(self, scalars: Sequence[Scalar], tensors: Sequence[Tensor]) -> None:
         self.ranges = declared_ranges(scalars, tensors)
+        self._numbers = Numbers(Facts(self.ranges))  # remembers the bounds of all nodes that were built
         self._int64 = {s.name for s in scalars if s.dtype == "int64"} | {t.name for t in tensors if t.dtype == "int64"}
 
     def build(self, op: str, args: Sequence[Expr]) -> Expr:
@@ -88,7 +90,7 @@ class Rules:
                 return False
 
     def _widen(self, node: Op) -> Op:
-        low, high = bounds(node, self.ranges)
+        low, high = evaluate(node, self._numbers)
         inherited = any(self.is_wide(arg) for arg in node.args)
         if not inherited and INT32[0] <= low and high <= INT32[1]:
             return node
@@ -101,7 +103,7 @@ class Rules:
         return Op(node.op, node.args, node.type, wide=True)
 
     def _divisor(self, op: str, divisor: Expr) -> None:
-        low, high = bounds(divisor, self.ranges)
+        low, high = evaluate(divisor, self._numbers)
         if low <= 0 <= high and not _may_be_zero(divisor):
             sign = {"truediv": "/", "floordiv": "//", "mod": "%"}[op]
             raise ExpressionError(
@@ -112,7 +114,7 @@ class Rules:
 
     def _power(self, node: Op) -> None:
         base, exponent = node.args
-        low, high = bounds(base, self.ranges)
+        low, high = evaluate(base, self._numbers)
         if isinstance(exponent, Const) and exponent.value < 0 and low <= 0 <= high:
             raise ExpressionError(
                 "the base of '**' with a negative exponent may be zero: its range is "
@@ -121,7 +123,7 @@ class Rules:
             )
 
     def _shift(self, node: Op) -> None:
-        low, high = bounds(node.args[1], self.ranges)
+        low, high = evaluate(node.args[1], self._numbers)
         most = 63 if self.is_wide(node.args[0]) else 31
         if low < 0 or high > most:
             raise ExpressionError(

@@ -151,6 +151,7 @@ class Scope:
     functions: dict[str, Function] = field(default_factory=dict)
     logit: bool = False  # whether 's' may be used
     steps: int = 0  # syntax nodes visited so far, those of inlined functions each time
+    sizes: dict[Expr, tuple[int, int]] = field(default_factory=dict)  # nodes and depth of what was built
     record: dict[ast.expr, Expr] | None = None  # takes the value of each node of what is lowered
 
     def known(self) -> list[str]:
@@ -193,7 +194,7 @@ class _Lowering:
             raise self.snippet.at(node, f"takes more than {MAX_STEPS} steps to inline")
         try:
             value = self._dispatch(node, depth + 1)
-            _measure(value)
+            _measure(value, self.scope.sizes)
         except ExpressionError as error:
             raise self.snippet.at(node, str(error)) from None
         if self.scope.record is not None and not self.parameters:
@@ -396,20 +397,20 @@ def _scalar(scalar: Scalar) -> Expr:
     return Const(kind(scalar.const), scalar.type)
 
 
-def _measure(value: Expr) -> None:
+def _measure(value: Expr, sizes: dict[Expr, tuple[int, int]]) -> None:
     """Refuse an expression that inlining has blown up, before anything walks it."""
-    nodes, depth = _size(value, {})
+    nodes, depth = _size(value, sizes)
     if nodes > MAX_NODES:
         raise ExpressionError(f"has more than {MAX_NODES} parts after inlining")
     if depth > MAX_DEPTH:
         raise ExpressionError(f"is nested more than {MAX_DEPTH} levels deep after inlining")
 
 
-def _size(value: Expr, seen: dict[int, tuple[int, int]]) -> tuple[int, int]:
+def _size(value: Expr, seen: dict[Expr, tuple[int, int]]) -> tuple[int, int]:
     """Count nodes of the tree and its depth; shared subexpressions are looked at once."""
-    size = seen.get(id(value))
+    size = seen.get(value)
     if size is None:
         below = [_size(child, seen) for child in children(value)]
         size = (1 + sum(n for n, _ in below), 1 + max((d for _, d in below), default=0))
-        seen[id(value)] = size
+        seen[value] = size
     return size

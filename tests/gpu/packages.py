@@ -53,7 +53,7 @@ def _engines(spec: KernelSpec, plan: Plan) -> bool:
 
 def _natten(spec: KernelSpec, plan: Plan) -> bool:
     wide = 128 if plan.variant.name in ("natten", "full") else 64
-    return plan.dtype_name == "bf16" and plan.head_dim_qk <= wide
+    return plan.dtype_name == "bf16" and plan.head_dim_qk in (64, wide)
 
 
 def _cuequivariance(spec: KernelSpec, plan: Plan) -> bool:

@@ -41,13 +41,16 @@ class BoxOrder:
 
     @property
     def as_given(self) -> bool:
-        """Whether the order is that of the grid: its only axis is the last one, and has no dilation."""
-        return self.lengths[2] == BOX and self.dilations[2] == 1 and self.tokens[:2] == (1, 1)
+        """Whether the order is that of the grid: boxes are whole rows of it, or parts of one."""
+        slowest = next((axis for axis in range(3) if self.tokens[axis] > 1), 2)  # its last box may be cut off
+        whole = all(self._places[axis] == self.tokens[axis] for axis in range(3) if axis != slowest)
+        in_order = all(self.lengths[i] == 1 or self.boxes[j] == 1 for i in range(3) for j in range(i + 1, 3))
+        return whole and in_order and self.dilations == (1, 1, 1)
 
     @property
     def rows(self) -> int:
         """Places of the order; those without a token hold zeros."""
-        return self.tokens[2] if self.as_given else prod(self.boxes) * BOX
+        return prod(self.tokens) if self.as_given else prod(self.boxes) * BOX
 
     def to_rows(self, grid: Tensor, more: Tensor | None = None) -> Tensor:
         """Rows (batch, rows, …) of a grid (batch, tokens along three axes, …), and ``more`` rows after them."""
@@ -104,6 +107,13 @@ class BoxOrder:
     def copy(self, rows: Tensor, grid: Tensor, *, back: bool) -> None:
         """Write rows from a grid, zeros in places without a token, or ``back``: a grid from rows."""
         cells = self._cells(rows)
+        if all(places == tokens for places, tokens in zip(self._places, self.tokens, strict=True)):
+            whole = grid
+            for axis in (2, 1, 0):
+                whole = whole.unflatten(1 + axis, self._split(axis))
+            source, target = (cells, whole) if back else (whole, cells)
+            target.copy_(source)
+            return
         for at in product(*(self._runs(axis) for axis in range(3))):
             there, part = cells, grid
             for axis in (2, 1, 0):
