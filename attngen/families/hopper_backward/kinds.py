@@ -9,7 +9,7 @@ from attngen.lang.simplify import TRUE
 from attngen.lang.tables import tables, without_tables
 from attngen.lang.variant import Variant
 from attngen.plan.choices import iteration_of
-from attngen.plan.own_gradients import derivative, gradients_of
+from attngen.plan.own_gradients import derivative
 from attngen.plan.traits import (
     divides,
     is_light,
@@ -17,7 +17,6 @@ from attngen.plan.traits import (
     query_values_of_score,
     reads_data_per_key,
     reads_positions,
-    scores_keys,
     without_distance_values,
 )
 from attngen.schema.kernel_spec import KernelSpec
@@ -32,7 +31,7 @@ BLOCK_HEAD_DIM = 128
 _QUERY_VALUES = 1
 
 #: The families, those whose masks and scores take the fewest registers first.
-_FAMILIES = ("bounds", "light", "divided", "biased", "varying_derivative", "valued", "reading", "tight")
+_FAMILIES = ("bounds", "light", "divided", "biased", "varying_derivative", "valued", "tight")
 
 #: Words of ``facts_of``, by which rows of the table say what work they are for.
 WORDS = (*_FAMILIES, "ranges", "classified", "tile_map", "dense", "varlen", "deterministic", "padded_to_128")
@@ -120,8 +119,7 @@ def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
     - "divided": "light" with divisions
     - "biased": "light" or "divided" with biases that come as tiles
     - "varying_derivative": a score whose derivative differs from pair to pair
-    - "valued": mask or score read values of keys, and at most one value of each query, stored beside its tile
-    - "reading": other tensors are read by position
+    - "valued": tensors are read by position
     - "tight": dropout, since dV takes probabilities after it and dS those before; or a tile map with a fixed order of
       dQ, which takes registers of the loader
     """
@@ -132,12 +130,8 @@ def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
         variant = replace(variant, mask=TRUE)
     if is_light(variant):
         return "bounds"
-    kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
-    if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
-        return "varying_derivative" if max(spec.head_dim_qk, spec.head_dim_v) <= NARROW else "reading"
     if reads_positions(variant):
-        valued = query_values_of(spec, variant, brought, bits=mapped) or (scores_keys(variant) and not varies(spec))
-        return "valued" if valued and not is_wide(spec) else "reading"
+        return "valued"
     if varies(spec):
         return "varying_derivative"
     if brought.bias_bytes:

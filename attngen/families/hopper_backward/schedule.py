@@ -273,7 +273,7 @@ def _tile(
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
     reads_ds = _reads_ds(spec)
     # consumers need 240 registers
-    crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not (varlen or map_rows))
+    crowded = choice.overlap == "pingpong" and not (varlen or map_rows)
     narrow = max(qk, v) <= NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
     by_rows = choice.tile.m == _KEYS
