@@ -30,7 +30,7 @@ BLOCK_HEAD_DIM = 128
 #: Most values of each query that the loader stores beside a tile of Q: no more fit in shared memory at head dim 128.
 _QUERY_VALUES = 1
 
-#: The families, those whose masks and scores take the fewest registers first.
+#: The families.
 _FAMILIES = ("bounds", "light", "divided", "biased", "varying_derivative", "valued", "tight")
 
 #: Words of ``facts_of``, by which rows of the table say what work they are for.
@@ -52,11 +52,6 @@ NOTHING = Brought(0, 0)
 def is_wide(spec: KernelSpec) -> bool:
     """Whether dK and dV take more registers than the consumers of one block have."""
     return max(spec.head_dim_qk, spec.head_dim_v) > BLOCK_HEAD_DIM
-
-
-def families_from(family: str, tiled: int) -> tuple[str, ...]:
-    """Return a family and those after it; "biased" only if ``tiled`` bytes of biases come as tiles."""
-    return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
 
 
 def facts_of(spec: KernelSpec, family: str, iteration: str, qk: int) -> frozenset[str]:

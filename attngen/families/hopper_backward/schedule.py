@@ -19,7 +19,6 @@ from attngen.families.hopper_backward.kinds import (
     NOTHING,
     Brought,
     facts_of,
-    families_from,
     family_of,
     is_wide,
     per_pair_of,
@@ -340,9 +339,9 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     """Yield ways to save registers, in the order in which they are tried.
 
     First the loader of a map reads row statistics late; and consumers divide, if the loader did. Then come the rows of
-    families that need more registers than the plan's own; then a lean loader in single blocks, since masks of many
-    ranges or searches exceed its few registers; then the same with consumers that gather, if the loader of the
-    ``first`` plan stores anything for them.
+    "tight", which take the fewest registers; then a lean loader in single blocks, since masks of many ranges or
+    searches exceed its few registers; then the same with consumers that gather, if the loader of the ``first`` plan
+    stores anything for them.
     """
     assert isinstance(first.structure, HopperBackward)
     brought = Brought(first.structure.bias_bytes, first.structure.distance_values, first.structure.table_bytes)
@@ -350,11 +349,9 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
         yield Relief(late=True)
     if first.structure.query_values and costly_query_values(spec.variant):
         yield Relief(divides=True)
-    of_tiles = families_from(family_of(spec, per_pair_of(spec, brought), brought), brought.bias_bytes)
-    others = [*(Relief(each) for each in of_tiles[1:]), *(Relief(each, lean=True) for each in of_tiles)]
+    others = [Relief("tight"), *(Relief(each, lean=True) for each in (None, "tight"))]
     if brought != NOTHING:
-        of_elements = families_from(family_of(spec, spec.variant, NOTHING), 0)
-        others += [Relief(each, lean, gathers=True) for lean in (False, True) for each in of_elements]
+        others += [Relief(each, lean, gathers=True) for lean in (False, True) for each in (None, "tight")]
     yield from (each for each in others if not (each.lean and is_wide(spec)))
 
 
