@@ -30,11 +30,11 @@ BLOCK_HEAD_DIM = 128
 #: Most values of each query that the loader stores beside a tile of Q: no more fit in shared memory at head dim 128.
 _QUERY_VALUES = 1
 
-#: The families.
-_FAMILIES = ("bounds", "light", "divided", "biased", "varying_derivative", "valued", "tight")
+#: Families of masks and scores, of which a kernel has one.
+_FAMILIES = ("bounds", "light", "divided", "biased", "varying_derivative", "valued")
 
 #: Words of ``facts_of``, by which rows of the table say what work they are for.
-WORDS = (*_FAMILIES, "ranges", "classified", "tile_map", "dense", "varlen", "deterministic", "padded_to_128")
+WORDS = (*_FAMILIES, "ranges", "classified", "tile_map", "dense", "varlen", "deterministic", "dropout", "padded_to_128")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,12 @@ def is_wide(spec: KernelSpec) -> bool:
     return max(spec.head_dim_qk, spec.head_dim_v) > BLOCK_HEAD_DIM
 
 
-def facts_of(spec: KernelSpec, family: str, iteration: str, qk: int) -> frozenset[str]:
-    """Facts by which the table chooses: the family, and some of the call; ``qk``: columns of Q and K."""
+def facts_of(spec: KernelSpec, family: str, iteration: str, qk: int, *, dropout: bool) -> frozenset[str]:
+    """Facts by which the table chooses: the family, and some of the call; ``qk``: columns of Q and K, ``dropout``:
+    whether rows for dropout suit."""
     holds_by_fact = {
         "deterministic": spec.deterministic,
+        "dropout": dropout,
         "padded_to_128": spec.head_dim_qk < qk == BLOCK_HEAD_DIM,
     }
     return frozenset((family, iteration, spec.layout, *(name for name, holds in holds_by_fact.items() if holds)))
@@ -115,12 +117,8 @@ def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
     - "biased": "light" or "divided" with biases that come as tiles
     - "varying_derivative": a score whose derivative differs from pair to pair
     - "valued": tensors are read by position
-    - "tight": dropout, since dV takes probabilities after it and dS those before; or a tile map with a fixed order of
-      dQ, which takes registers of the loader
     """
     mapped = not is_wide(spec) and iteration_of(spec, "q", by_bits=True) == "tile_map"
-    if variant.dropout or (spec.deterministic and mapped):
-        return "tight"
     if mapped:  # the mask comes as bits, whatever its expression reads
         variant = replace(variant, mask=TRUE)
     if is_light(variant):
