@@ -14,7 +14,7 @@ from attngen.lang.facts import Facts
 from attngen.lang.folding import PRODUCT, fold_slope, fold_variant, value_of_distance
 from attngen.lang.ir import Expr, Load, Op, children, names, rewrite, walk
 from attngen.lang.literals import fold_literals
-from attngen.lang.runs import by_position, score_by_position
+from attngen.lang.runs import by_position
 from attngen.lang.separate import KEYS, ROWS, asked, costly_values, largest_values, narrow_tensors
 from attngen.lang.simplify import TRUE
 from attngen.lang.tables import tables, with_places
@@ -266,13 +266,6 @@ def shows_few_keys(spec: KernelSpec) -> bool:
     """Whether a query sees few of the keys before it: those of a window, or of its document."""
     windows = any(band.lo is not None for band in bands_of(spec, "kv").visible)
     return windows or reads_positions(replace(spec.variant, score=None))
-
-
-def scores_keys(variant: Variant) -> bool:
-    """Whether tensors are read by position in the score alone, and there by key alone."""
-    score = score_by_position(variant)
-    loads = [node for node in walk(score) if isinstance(node, Load)] if score is not None else []
-    return not reads_positions(replace(variant, score=None)) and not _loads_by_query(loads)
 
 
 def varies_within_head(expr: Expr) -> bool:

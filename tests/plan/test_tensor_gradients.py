@@ -151,11 +151,11 @@ def test_gradients_of_biases_are_cleared_by_kernels_whose_mask_may_hide_tiles() 
         assert "cleared_u_bias" not in {one.name for one in backward(score, **fields).arguments}
 
 
-@pytest.mark.parametrize(("head_dim", "overlap"), [(64, "pingpong"), (96, "pingpong"), (128, "dk")])
-def test_a_derivative_that_is_kept_until_dp_is_there_takes_registers(head_dim: int, overlap: str) -> None:
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_consumers_take_turns_though_a_derivative_is_kept_until_dp_is_there(head_dim: int) -> None:
     structure = backward("s * sigmoid(gate[h])", head_dim=head_dim).structure
     assert isinstance(structure, HopperBackward)
-    assert structure.overlap == overlap
+    assert structure.overlap == "pingpong"
 
 
 def test_places_of_large_gradients_are_counted_in_64_bits() -> None:

@@ -15,8 +15,7 @@ _Word = Annotated[str, OneOf(WORDS)]
 
 #: Labels in kernel names of the products that the softmax overlaps.
 LABELS = {
-    "gradients": (), "pingpong": ("pingpong",), "dk": ("dkoverlap",), "nothing": ("nooverlap",), "roles": (),
-    "dv": ("dvoverlap",),
+    "gradients": (), "pingpong": ("pingpong",), "nothing": ("nooverlap",), "roles": (), "dv": ("dvoverlap",),
 }  # fmt: skip
 
 

@@ -20,7 +20,6 @@ _OVERLAPS = {
     "nothing": "runs under no product of its own warpgroup",
     "roles": "runs under products of other warpgroups",
     "dv": "runs under dV of the one before, and products of other warpgroups",
-    "dk": "runs under dK of the one before",
 }
 
 

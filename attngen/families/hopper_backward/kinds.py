@@ -9,7 +9,7 @@ from attngen.lang.simplify import TRUE
 from attngen.lang.tables import tables, without_tables
 from attngen.lang.variant import Variant
 from attngen.plan.choices import iteration_of
-from attngen.plan.own_gradients import derivative, gradients_of
+from attngen.plan.own_gradients import derivative
 from attngen.plan.traits import (
     divides,
     is_light,
@@ -17,7 +17,6 @@ from attngen.plan.traits import (
     query_values_of_score,
     reads_data_per_key,
     reads_positions,
-    scores_keys,
     without_distance_values,
 )
 from attngen.schema.kernel_spec import KernelSpec
@@ -31,11 +30,11 @@ BLOCK_HEAD_DIM = 128
 #: Most values of each query that the loader stores beside a tile of Q: no more fit in shared memory at head dim 128.
 _QUERY_VALUES = 1
 
-#: The families, those whose masks and scores take the fewest registers first.
-_FAMILIES = ("bounds", "light", "divided", "biased", "varying_derivative", "valued", "reading", "tight")
+#: Families of masks and scores, of which a kernel has one.
+_FAMILIES = ("bounds", "light", "divided", "biased", "varying_derivative", "valued")
 
 #: Words of ``facts_of``, by which rows of the table say what work they are for.
-WORDS = (*_FAMILIES, "ranges", "classified", "tile_map", "dense", "varlen", "deterministic", "padded_to_128")
+WORDS = (*_FAMILIES, "ranges", "classified", "tile_map", "dense", "varlen", "deterministic", "dropout", "padded_to_128")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,12 @@ def is_wide(spec: KernelSpec) -> bool:
     return max(spec.head_dim_qk, spec.head_dim_v) > BLOCK_HEAD_DIM
 
 
-def families_from(family: str, tiled: int) -> tuple[str, ...]:
-    """Return a family and those after it; "biased" only if ``tiled`` bytes of biases come as tiles."""
-    return tuple(each for each in _FAMILIES[_FAMILIES.index(family) :] if tiled or each != "biased")
-
-
-def facts_of(spec: KernelSpec, family: str, iteration: str, qk: int) -> frozenset[str]:
-    """Facts by which the table chooses: the family, and some of the call; ``qk``: columns of Q and K."""
+def facts_of(spec: KernelSpec, family: str, iteration: str, qk: int, *, dropout: bool) -> frozenset[str]:
+    """Facts by which the table chooses: the family, and some of the call; ``qk``: columns of Q and K, ``dropout``:
+    whether rows for dropout suit."""
     holds_by_fact = {
         "deterministic": spec.deterministic,
+        "dropout": dropout,
         "padded_to_128": spec.head_dim_qk < qk == BLOCK_HEAD_DIM,
     }
     return frozenset((family, iteration, spec.layout, *(name for name, holds in holds_by_fact.items() if holds)))
@@ -120,24 +116,15 @@ def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
     - "divided": "light" with divisions
     - "biased": "light" or "divided" with biases that come as tiles
     - "varying_derivative": a score whose derivative differs from pair to pair
-    - "valued": mask or score read values of keys, and at most one value of each query, stored beside its tile
-    - "reading": other tensors are read by position
-    - "tight": dropout, since dV takes probabilities after it and dS those before; or a tile map with a fixed order of
-      dQ, which takes registers of the loader
+    - "valued": tensors are read by position
     """
     mapped = not is_wide(spec) and iteration_of(spec, "q", by_bits=True) == "tile_map"
-    if variant.dropout or (spec.deterministic and mapped):
-        return "tight"
     if mapped:  # the mask comes as bits, whatever its expression reads
         variant = replace(variant, mask=TRUE)
     if is_light(variant):
         return "bounds"
-    kept = any(each.of_product for each in gradients_of(spec.variant, fast_math=spec.fast_math))
-    if kept and not reads_positions(variant):  # beyond, ping-pong leaves too few registers for P times a derivative
-        return "varying_derivative" if max(spec.head_dim_qk, spec.head_dim_v) <= NARROW else "reading"
     if reads_positions(variant):
-        valued = query_values_of(spec, variant, brought, bits=mapped) or (scores_keys(variant) and not varies(spec))
-        return "valued" if valued and not is_wide(spec) else "reading"
+        return "valued"
     if varies(spec):
         return "varying_derivative"
     if brought.bias_bytes:

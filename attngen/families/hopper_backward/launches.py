@@ -183,4 +183,4 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
         places = 2 + roles.own_spans
         over_half = keys // 2 if roles.map_rows else 0  # dQ over half of the keys stands beside that over all
         return 2 * loop + keys * roles.own_spans + places * over_half
-    return loop + s if roles.overlap in ("gradients", "dk") else loop + s + dp + rows
+    return loop + s if roles.overlap == "gradients" else loop + s + dp + rows

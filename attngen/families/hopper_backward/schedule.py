@@ -19,7 +19,6 @@ from attngen.families.hopper_backward.kinds import (
     NOTHING,
     Brought,
     facts_of,
-    families_from,
     family_of,
     is_wide,
     per_pair_of,
@@ -107,13 +106,13 @@ _REGISTERS_OF_PART = {64: (32, 208, 64), 32: (48, 208, 48)}
 class Relief:
     """Ways in which a plan saves registers, after ptxas has refused a plan without them.
 
-    ``family``: the family whose rows of the table are taken instead of the spec's own. ``lean``: the loader keeps as
-    little in registers as it can. ``gathers``: consumers load biases and compute values of distances for each pair,
-    although the loader could store them in shared memory. ``divides``: consumers divide for each query, not the loader.
-    ``late``: the loader reads row statistics of a step when there is a stage for them.
+    ``rows_of_dropout``: rows of the table for dropout are taken, which need the fewest registers. ``lean``: the loader
+    keeps as little in registers as it can. ``gathers``: consumers load biases and compute values of distances for each
+    pair, although the loader could store them in shared memory. ``divides``: consumers divide for each query, not the
+    loader. ``late``: the loader reads row statistics of a step when there is a stage for them.
     """
 
-    family: str | None = None
+    rows_of_dropout: bool = False
     lean: bool = False
     gathers: bool = False
     divides: bool = False
@@ -261,8 +260,8 @@ def _tile(
     """Return the tile and the roles for what the loader stores; ``_with_memory`` decides the stages of Q and biases."""
     wide = is_wide(spec)
     per_pair = per_pair_of(spec, brought)
-    family = relief.family or family_of(spec, per_pair, brought)
-    facts = facts_of(spec, family, iteration, qk)
+    family = family_of(spec, per_pair, brought)
+    facts = facts_of(spec, family, iteration, qk, dropout=spec.variant.dropout or relief.rows_of_dropout)
     choice = next(TABLE.suiting(facts.__contains__, max(qk, v)))
     by_blocks = None if relief.lean else _by_blocks(spec, choice, brought, family, iteration)
     choice, map_rows = (by_blocks, KEYS_OF_CONSUMER) if by_blocks else (choice, 0)
@@ -273,7 +272,7 @@ def _tile(
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
     reads_ds = _reads_ds(spec)
     # consumers need 240 registers
-    crowded = choice.overlap == "dk" or (choice.overlap == "pingpong" and not (varlen or map_rows))
+    crowded = choice.overlap == "pingpong" and not (varlen or map_rows)
     narrow = max(qk, v) <= NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
     by_rows = choice.tile.m == _KEYS
@@ -322,7 +321,7 @@ def _tile(
     )
     if wide:
         heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
-        divides = heavy and family in ("light", "divided", "tight")
+        divides = heavy and family in ("light", "divided")
         draft = _clustered(draft, qk, v, element, _column_blocks(spec), divides=divides)
     return _HopperTile(choice, stages, draft)
 
@@ -340,9 +339,9 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
     """Yield ways to save registers, in the order in which they are tried.
 
     First the loader of a map reads row statistics late; and consumers divide, if the loader did. Then come the rows of
-    families that need more registers than the plan's own; then a lean loader in single blocks, since masks of many
-    ranges or searches exceed its few registers; then the same with consumers that gather, if the loader of the
-    ``first`` plan stores anything for them.
+    dropout, which take the fewest registers; then a lean loader in single blocks, since masks of many ranges or
+    searches exceed its few registers; then the same with consumers that gather, if the loader of the ``first`` plan
+    stores anything for them.
     """
     assert isinstance(first.structure, HopperBackward)
     brought = Brought(first.structure.bias_bytes, first.structure.distance_values, first.structure.table_bytes)
@@ -350,12 +349,10 @@ def _reliefs(spec: KernelSpec, first: Plan) -> Iterator[Relief]:
         yield Relief(late=True)
     if first.structure.query_values and costly_query_values(spec.variant):
         yield Relief(divides=True)
-    of_tiles = families_from(family_of(spec, per_pair_of(spec, brought), brought), brought.bias_bytes)
-    others = [*(Relief(each) for each in of_tiles[1:]), *(Relief(each, lean=True) for each in of_tiles)]
-    if brought != NOTHING:
-        of_elements = families_from(family_of(spec, spec.variant, NOTHING), 0)
-        others += [Relief(each, lean, gathers=True) for lean in (False, True) for each in of_elements]
-    yield from (each for each in others if not (each.lean and is_wide(spec)))
+    for gathers in (False, True) if brought != NOTHING else (False,):
+        for lean in (False,) if is_wide(spec) else (False, True):
+            for rows_of_dropout in (False, True):
+                yield Relief(rows_of_dropout, lean, gathers)
 
 
 def _has_own_spans(spec: KernelSpec, choice: BackwardChoice, family: str, iteration: str) -> bool:

@@ -17,7 +17,7 @@ class HopperBackward(Structure):
 
     # consumers keep dK and dV in registers: of 64 keys each, or one dV and one dK
     overlap: str  # what the softmax of a step runs over: pingpong (products of the other consumer) |
-    # gradients (dQ and dK of the step before) | dk | nothing;
+    # gradients (dQ and dK of the step before) | nothing;
     # in a cluster: roles (products of other warpgroups) | dv (that of the step before, too)
     packed: bool  # dS is computed from probabilities in 16 bits, not in float32
     rows_ahead: int  # times 16 rows whose LSE and D a consumer loads before it needs them; 0: it does not
