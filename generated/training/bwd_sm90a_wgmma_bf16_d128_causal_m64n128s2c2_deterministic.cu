@@ -729,7 +729,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           wait_products<2>();
           fence_registers(s);
           if (__any_sync(~0u, more)) exponentiate_step();
-
           wait_products<1>();
           fence_registers(dq);
           store_dq();
