@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from attngen import cli
 from attngen.inspect.explanation import PlanExplanation
 from attngen.inspect.gradients import GradientFloors
 from attngen.inspect.of_spec import explain_spec
+from attngen.inspect.visits import visits
+from tests.plan.specs import planned
 from tests.sampling import few
 
 TILES = "{dkdv: {tile: {m: 32, n: 64}, stages: 2, warps: 4}, dq: {tile: {m: 128, n: 64}, stages: 2, warps: 8}}"
@@ -51,6 +54,18 @@ def test_floors_by_hand(softcap: GradientFloors) -> None:
     assert dq.kept == 128 * (64 + 32 + 64) * 2 + 128 * 2 * 4
     assert [low.binding for low in softcap.kernels] == [("products",)] * 2
     assert dkdv.cached_share == pytest.approx(1 - 192 / (6400 / (4.8e12 / (132 * 1.98e9))))
+
+
+def test_steps_of_consumers_that_visit_their_own_blocks_count_half() -> None:
+    declared = "variants:\n  blocks: {mask: 'sel[q // 64, kv // 64]', tensors: {sel: {dtype: bool, shape: [m, n]}}}\n"
+    plan = planned("blocks", passes="backward", backward="{backend: cuda}", head_dim=128, declared=declared)
+    sel = torch.zeros(4, 4, dtype=torch.bool)
+    sel[0, 1] = sel[2, 2] = sel[2, 3] = sel[3, 0] = True
+    visited = visits(plan, 256, {"sel": sel})
+    assert (visited.full, visited.partial, visited.efficiency) == (4, 0, 1.0)
+    floors = GradientFloors.of(plan, lambda part: [visits(part, 256, {"sel": sel})])
+    assert floors is not None
+    assert floors.heads[0].steps == {"dqkv": 2}  # of 64 queries and 128 keys
 
 
 def test_a_head_takes_all_kernels_one_after_the_other(softcap: GradientFloors) -> None:
