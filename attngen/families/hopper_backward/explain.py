@@ -72,7 +72,7 @@ class BlockExplanation(ScheduleExplanation):
         """Other decisions about steps and their order."""
         roles = self.roles
         if roles.map_rows:
-            yield "the tile map has a row for the keys of each consumer; steps of one alternate with those of the other"
+            yield "the tile map has a row for the keys of each consumer; a step is a tile of queries that either needs"
         if roles.own_spans:
             yield "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before"
         if roles.query_values:
