@@ -65,7 +65,8 @@ def dense(
     heads, seqlen = q.shape[1], q.shape[2]
     if enable_gqa:
         k, v = (one.repeat_interleave(heads // k.shape[1], 1) for one in (k, v))
-    b, h = torch.zeros(1, dtype=torch.int32), torch.arange(heads, dtype=torch.int32)[:, None, None]
+    b = torch.arange(q.shape[0], dtype=torch.int32)[:, None, None, None]
+    h = torch.arange(heads, dtype=torch.int32)[:, None, None]
     row, column = torch.arange(seqlen, dtype=torch.int32)[:, None], torch.arange(seqlen, dtype=torch.int32)[None]
     s = q @ k.mT / math.sqrt(q.shape[-1])
     s = s if score_mod is None else score_mod(s, b, h, row, column)
@@ -101,7 +102,7 @@ def test_both_forms_are_one_function(name: str, plain_flex: None) -> None:
         assert each.status == "compared", each.reason
         assert (each.error is None) == (each.contender in (FLEX, CAUSAL))
         assert (each.error or 0) < 1e-6  # scores in float32 in one of the forms
-    assert 0 < row_of(ready).tiles <= 4 * 8
+    assert 0 < row_of(ready).tiles <= 4 * 8 * cell.batch
     forms = ready.contenders.forms
     seen = forms.hides or forms.mask_mod
     if seen is not None:
@@ -190,6 +191,7 @@ def taken(name: str, side: int | None = None) -> dict[str, MaskResult]:
         ("blocks of 64 by lists", 64, {CUDNN_FLEX, CUDNN_BLOCKS, FASTVIDEO}),
         ("blocks of 128 by lists", 128, {CUDNN_FLEX, CUDNN_BLOCKS}),
         ("pair bias of folding, learned", None, {CUEQUIVARIANCE}),
+        ("triangle attention, learned", None, {CUEQUIVARIANCE}),
         ("ALiBi", None, set()),
     ],
 )

@@ -111,7 +111,7 @@ class Contenders:
     @classmethod
     def of(cls, cell: MaskCell, device: torch.device, *, quick: bool = False) -> Contenders:
         """Make the tensors of a cell, and FlexAttention's block mask: compiled as documented, or ``quick``."""
-        forms = cell.case.make(Size(cell.seqlen, cell.heads, cell.head_dim, device))
+        forms = cell.case.make(Size(cell.seqlen, cell.heads, cell.head_dim, device, batch=cell.batch))
         return cls(cell, device, forms, block_mask(forms.mask_mod, cell, device, quick=quick, by_head=forms.by_head))
 
     def left_out(self) -> dict[str, str]:
@@ -131,7 +131,7 @@ class Contenders:
     def make(self, name: str) -> MaskContender:
         """Make a contender. Raises what a library raises for a function that it does not take."""
         cell, forms = self.cell, self.forms
-        bshd, bhsd = inputs((1, cell.seqlen, cell.heads, cell.head_dim), cell.kv_heads, self.device)
+        bshd, bhsd = inputs((cell.batch, cell.seqlen, cell.heads, cell.head_dim), cell.kv_heads, self.device)
         learned = tuple(forms.tensors[each] for each in forms.learned)
         shared = cell.heads != cell.kv_heads
         if name == FLEX:
@@ -170,12 +170,12 @@ class Contenders:
         return bool(own.uses(own.mask)[1])
 
     def tiles(self) -> int:
-        """Count the tiles of 128 x 128 pairs that are not empty, over all heads."""
+        """Count the tiles of 128 x 128 pairs that are not empty, over all heads and sequences."""
         mask = self.block_mask
         if self.forms.hides is not None:
             mask = block_mask(self.forms.hides, self.cell, self.device, quick=True)
         if mask is None:
-            return (-(-self.cell.seqlen // TILE)) ** 2 * self.cell.heads
+            return (-(-self.cell.seqlen // TILE)) ** 2 * self.cell.heads * self.cell.batch
         counts = [mask.kv_num_blocks, mask.full_kv_num_blocks]
         tiles = sum(int(count.sum()) for count in counts if count is not None)
         return tiles * self.cell.heads // mask.kv_num_blocks.shape[1]

@@ -56,6 +56,11 @@ class MaskCell:
         return self.case.kv_heads or self.heads
 
     @property
+    def batch(self) -> int:
+        """Sequences of the call."""
+        return min(self.case.rows_of_pairs or 1, self.seqlen)
+
+    @property
     def name(self) -> str:
         """The cell in a few words, such as ``sliding window d128 8k``."""
         length = f"{self.seqlen // 1024}k" if self.seqlen % 1024 == 0 else str(self.seqlen)
@@ -226,6 +231,7 @@ class MaskRow(Row[MaskResult]):
             "head_dim": self.cell.head_dim,
             "heads": self.cell.heads,
             "kv_heads": self.cell.kv_heads,
+            "batch": self.cell.batch,
             "tiles": self.tiles,
             "causal_tiles": self.causal_tiles,
             "pair_bytes": self.pair_bytes,

@@ -143,12 +143,13 @@ class CuEquivariance:
         return None if forms.pair_bias is not None else "takes a bias of pairs and a mask of keys only"
 
     def enter(self, cell: MaskCell, forms: Forms, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        """See ``Rival``; the call has one row of pairs, (batch, rows, heads, seqlen, head_dim)."""
+        """See ``Rival``; the sequences are rows of pairs, (1, rows, heads, seqlen, head_dim)."""
         assert forms.pair_bias is not None
         bias, keep = (forms.tensors[name] for name in forms.pair_bias)
         attend = import_module("cuequivariance_torch").triangle_attention
-        mask = keep[None, None, None, None]
-        return lambda: attend(q[:, None], k[:, None], v[:, None], bias[None, None], mask).squeeze(1)
+        mask = keep.expand(len(q), -1)[None, :, None, None]
+        bias = bias.view(1, 1, *bias.shape[-3:])
+        return lambda: attend(q[None], k[None], v[None], bias, mask)[0]
 
 
 def block_lists(forms: Forms) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,24 @@ def _(size: Size) -> Forms:
     )
 
 
+@case("triangle attention, learned", seqlen=512, rows_of_pairs=512)
+def _(size: Size) -> Forms:
+    """AlphaFold: the rows of a pair representation share a bias of pairs, and each has padding of its own."""
+    bias = size.normal(1, size.heads, size.seqlen, size.seqlen).requires_grad_()
+    ends = size.seqlen - size.integers(0, size.fraction(4), size.batch)
+    real = size.positions() < ends[:, None]
+    return Forms(
+        None,
+        lambda s, b, h, q, kv: s + bias[0, h, q, kv] + torch.where(real[b, kv], 0.0, -1e9),
+        score="s + bias[b // rows, h, q, kv] + (0.0 if real[b, kv] else -1e9)",
+        sizes={"rows": size.batch},
+        declared={"bias": floats("groups", "h", *PAIR), "real": bools("b", "seqlen_k")},
+        tensors={"bias": bias, "real": real},
+        learned=("bias",),
+        pair_bias=("bias", "real"),
+    )
+
+
 @case("ALiBi")
 def _(size: Size) -> Forms:
     slope = torch.exp2(-8.0 * torch.arange(1, size.heads + 1, device=size.device) / size.heads)

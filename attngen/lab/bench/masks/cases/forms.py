@@ -21,13 +21,14 @@ Mod = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Size:
-    """Shape of a call: one sequence of ``seqlen`` queries and keys. Tensors are random, the same for each seed."""
+    """Shape of a call: sequences of ``seqlen`` queries and keys. Tensors are random, the same for each seed."""
 
     seqlen: int
     heads: int
     head_dim: int
     device: torch.device
     seed: int = 0
+    batch: int = 1
 
     def uniform(self, *shape: int) -> Tensor:
         """Random float32 numbers from 0 to 1."""
@@ -64,7 +65,7 @@ class Forms:
 
     Of libraries that take less than a function: ``blocks`` names a tensor of bools over (heads, query blocks, key
     blocks) of ``sizes["block"]`` tokens each, which alone is the mask; ``pair_bias`` names a bias over (heads, queries,
-    keys) and bools of keys, which alone are score and mask.
+    keys) that sequences share, and bools of keys, or of sequences and keys, which alone are score and mask.
     """
 
     mask_mod: Mod | None = None
@@ -122,7 +123,8 @@ Maker = Callable[[Size], Forms]
 class MaskCase:
     """A function, and the sizes at which it is called.
 
-    A case with a ``seqlen`` of its own has no other; ``max_seqlen`` bounds the requested ones.
+    A case with a ``seqlen`` of its own has no other; ``max_seqlen`` bounds the requested ones. With ``rows_of_pairs``
+    it has as many sequences as tokens in each, at most so many; else one.
     """
 
     name: str
@@ -130,6 +132,7 @@ class MaskCase:
     seqlen: int | None = None
     max_seqlen: int | None = None
     kv_heads: int | None = None
+    rows_of_pairs: int | None = None
 
     @property
     def identifier(self) -> str:
