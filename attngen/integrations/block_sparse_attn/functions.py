@@ -202,9 +202,10 @@ def _check(heads: _Heads, pairs: Pairs, causal: bool) -> None:
     if heads.streaming is None and min(types, default=0) < 0:
         raise CallError("head_mask_type has −1, for which streaming_info says how many keys or blocks are seen")
     most = max([types.count(1), *types])
-    if most > (0 if blocks is None else blocks.shape[1]):
-        got = "None" if blocks is None else f"{blocks.shape[1]} heads"
-        raise CallError(f"head_mask_type selects {most} heads of base_blockmask, which is or has {got}")
+    known = 0 if blocks is None else blocks.shape[1]
+    if most > known:
+        got = "base_blockmask is None" if blocks is None else f"base_blockmask has {known}"
+        raise CallError(f"head_mask_type selects {most} heads of base_blockmask, but {got}; 0 sees all keys")
 
 
 def _check_integers(name: str, given: Tensor, shapes: list[tuple[int, ...]]) -> None:
