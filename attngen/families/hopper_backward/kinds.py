@@ -109,7 +109,7 @@ def per_pair_of(spec: KernelSpec, brought: Brought) -> Variant:
 def family_of(spec: KernelSpec, variant: Variant, brought: Brought) -> str:
     """Family of mask and score, by what consumers compute for each pair (``variant``). Its registers decide which
     products the softmax can overlap (docs/notebook/hopper_backward.md, "Masks and scores before and after taking
-    turns" and "Each family in the order of its neighbour").
+    turns" and "Words of the table, timed").
 
     - "bounds": no score, and a mask made of comparisons of positions and scalars
     - "light": a score whose derivative is the same for all pairs, or tensors read by sequence and head alone
