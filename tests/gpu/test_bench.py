@@ -144,7 +144,10 @@ def test_masks_beside_flex_attention(tmp_path: Path) -> None:
         for row in document["rows"]
         for result in row["results"]
         # torch 2.11's FlexAttention asks for more shared memory than an H100 has in one of these cells
-        if result["status"] != "measured" and result["contender"] != FLEX
+        if result["status"] != "measured"
+        and result["contender"] != FLEX
+        # a library that serves the mask may be missing
+        and not str(result["reason"]).startswith("not installed")
     ]
     assert not failed, "\n".join(map(str, failed))
     assert done.exit_code == 0, (done.output, done.exception)

@@ -52,6 +52,6 @@ def _ends(
     counts = changes.sum(-1)
     row, key = changes.nonzero(as_tuple=True)
     place = torch.arange(len(row), device=device) - (counts.cumsum(0) - counts)[row]
-    ends = torch.full((len(counts), int(counts.max())), seqlen, device=device)
+    ends = torch.full((len(counts), int(counts.max())), seqlen, dtype=key.dtype, device=device)
     ends[row, place] = key
     return ends.unflatten(0, (heads, len(q)))
