@@ -54,8 +54,9 @@ CASES = {case.name: case for case in mask_cases()}
 
 
 def small(case: MaskCase) -> MaskCell:
-    """A cell that plain torch computes in no time; videos need some tokens for each of their tiles."""
-    return MaskCell(case, 192 if case.seqlen else 100, 8, 8)
+    """A cell that plain torch computes in no time; videos need some tokens for each of their tiles, and pairs have as
+    many rows as tokens."""
+    return MaskCell(case, 24 if case.rows_of_pairs else 192 if case.seqlen else 100, 8, 8)
 
 
 def dense(

@@ -316,7 +316,7 @@ class CheckedDriver(HostDriver):
 
 
 def _apart(run: Callable[[], bytes]) -> str:
-    """What a run says in a process of its own: a broken source may write anywhere."""
+    """Result of a run in a process of its own: a broken source may write anywhere."""
     told, tells = os.pipe()
     child = os.fork()
     if child == 0:

@@ -244,7 +244,7 @@ ROWS = (
     Row("mma-backward-128", {"arch": "sm80", **BACKWARD, "head_dim": 128}, (Size(200, 300),), orders=2),
     Row(
         "mma-backward-ordered", {"arch": "sm80", **BACKWARD, "deterministic": "true"}, (Size(300, 200, 1),),
-        variant="full", spared=OF_TURNS, blocks=3, orders=2, often=True,
+        variant="full", spared=OF_TURNS, blocks=3, orders=2,
     ),
     Row(
         "decode", {"backend": "cuda", "split_kv": "true", "layout": "paged", "head_dim": 128}, (Size(1, 3000, 4, 1),),

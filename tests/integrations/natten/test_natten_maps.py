@@ -23,9 +23,9 @@ from tests.sampling import sampled
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 AXES = {
+    "2d, dilated, causal": [(1, 1, 1, 1, False), (13, 4, 3, 2, True), (22, 5, 2, 3, False)],
     "3d": [(5, 3, 1, 1, False), (7, 4, 1, 1, False), (18, 7, 1, 1, False)],
     "3d, strides of boxes": [(2, 2, 1, 1, False), (16, 16, 8, 1, False), (24, 8, 8, 1, False)],
-    "2d, dilated, causal": [(1, 1, 1, 1, False), (13, 4, 3, 2, True), (22, 5, 2, 3, False)],
     "1d, causal": [(1, 1, 1, 1, False), (1, 1, 1, 1, False), (700, 150, 3, 1, True)],
 }
 
