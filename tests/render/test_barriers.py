@@ -362,7 +362,7 @@ EXPLAINED = tuple(
     if row.name
     not in (
         "forward-split", "backward-ordered", "cluster-halves", "first", "order-window", "order-sinks",
-        "cluster-order", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
+        "cluster-order", "order", "cut", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
     )
 )  # fmt: skip
 
