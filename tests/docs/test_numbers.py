@@ -136,6 +136,14 @@ def test_speeds_of_the_page_with_all_results() -> None:
             assert near(figure, value), (direction, figure, value)
 
 
+def test_speeds_of_the_page_on_training() -> None:
+    text = " ".join((ROOT / "docs/training.md").read_text().split())
+    pattern = r"it is ([\d.]+) times as fast as FlashAttention-4 and cuDNN .*?, and ([\d.]+) times"
+    ((peers, masks),) = re.findall(pattern, text)
+    assert near(peers, geometric_mean(CELLS["backward, H200"]))
+    assert abs(float(masks) - geometric_mean(ratios_of_masks(3, 1))) < 0.06
+
+
 @pytest.mark.parametrize(
     ("page", "pattern", "column"),
     [
