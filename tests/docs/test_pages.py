@@ -38,12 +38,12 @@ PAGES = list(of_users())
 
 
 def faults(path: Path) -> Iterator[str]:
-    """Yield what a page lacks: a question in italics below its title, and short paragraphs."""
+    """Yield what a page lacks: a question below its title, and short paragraphs."""
     title, first, *_ = (line for line in path.read_text().splitlines() if line)
     if not title.startswith("# "):
         yield "the first line is no title"
-    if not re.fullmatch(r"\*[A-Z][^*]*\?\*", first):
-        yield f"the line below the title is no question in italics, such as '*How fast is it?*', but: {first}"
+    if not re.fullmatch(r"[A-Z][^*\[\]]*\?", first):
+        yield f"the line below the title is no plain question, such as 'How fast is it?', but: {first}"
     for text in paragraphs(path):
         words = len(text.split())
         if words > MOST_WORDS:
@@ -65,7 +65,7 @@ def test_faults_are_found(tmp_path: Path) -> None:
     long = " ".join(["word"] * (MOST_WORDS + 1))
     page.write_text(f"# Page\n\nSome text\n\n- {long}\n  {long}\n\n| {long} |\n|---|\n\n```text\n{long}\n```\n")
     assert [fault.partition(":")[0] for fault in faults(page)] == [
-        "the line below the title is no question in italics, such as '*How fast is it?*', but"
+        "the line below the title is no plain question, such as 'How fast is it?', but"
     ]
-    page.write_text(f"# Page\n\n*What is it?*\n\nIt is\n{long}\n")
+    page.write_text(f"# Page\n\nWhat is it?\n\nIt is\n{long}\n")
     assert [fault.partition(",")[0] for fault in faults(page)] == [f"a paragraph has {MOST_WORDS + 3} words"]
