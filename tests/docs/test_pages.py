@@ -38,7 +38,7 @@ PAGES = list(of_users())
 
 
 def faults(path: Path) -> Iterator[str]:
-    """Yield what a page lacks: a question below its title, and short paragraphs."""
+    """Faults of a page: no question below its title, long paragraphs."""
     title, first, *_ = (line for line in path.read_text().splitlines() if line)
     if not title.startswith("# "):
         yield "the first line is no title"

@@ -94,7 +94,7 @@ def _schedules() -> Iterator[list[str]]:
 
 
 def _needs(row: Schedule, arches: Sequence[str]) -> list[str]:
-    """What an entry asks for that the planner asks this schedule."""
+    """Fields of an entry for which the planner asks this schedule."""
     (entry,) = kernels("forward", arches[0])
     changes, words = next((changes, words) for changes, words in NEEDS if row.suits(replace(entry, **changes)))
     needs = {"`v: key`": row.v_of_key, "`keys`": row.listed_keys, words: bool(words)}
