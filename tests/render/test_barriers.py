@@ -371,8 +371,8 @@ def is_spared(row: Row, mutant: Mutant) -> bool:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("row", EXPLAINED, ids=lambda row: row.name)
 def test_every_change_is_noticed(row: Row) -> None:
-    faults = check(row, tuple(library(row).mutants))
-    missed = [str(mutant) for mutant, said in faults.items() if not said and not is_spared(row, mutant)]
+    tried = tuple(mutant for mutant in library(row).mutants if not is_spared(row, mutant))
+    missed = [str(mutant) for mutant, said in check(row, tried).items() if not said]
     assert not missed
 
 
