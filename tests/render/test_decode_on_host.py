@@ -153,21 +153,29 @@ KEY_VALUE_CASES = [
 WIDE_CASES = ["16,2,1,4,0,64,64,1,200", "4,1,1,3,0,16,500", "48,1,3,4,2,16,300,0", "4,4,70,2,0,64,100"]
 
 
+LATENT_FIELDS = {
+    "paged": {"head_dim": "{qk: 576, v: 512}", "layout": "paged"},
+    "8 bits": {"head_dim": "{qk: 576, v: 512}", "layout": "paged", "kv_dtype": "fp8_mla_656"},
+    "dense": {"head_dim": "{qk: 576, v: 512}", "layout": "dense"},
+    "512 columns": {"head_dim": 512, "layout": "paged", "dtype": "fp16"},
+}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("cases", [KEY_VALUE_CASES[:2], seldom(KEY_VALUE_CASES[2:])], ids=["few", "rest"])
 @pytest.mark.parametrize(
-    "fields",
+    ("form", "cases"),
     [
-        seldom({"head_dim": "{qk: 576, v: 512}", "layout": "paged"}),
-        seldom({"head_dim": "{qk: 576, v: 512}", "layout": "dense"}),
-        seldom({"head_dim": 512, "layout": "paged", "dtype": "fp16"}),
-        {"head_dim": "{qk: 576, v: 512}", "layout": "paged", "kv_dtype": "fp8_mla_656"},
+        *(pytest.param(form, KEY_VALUE_CASES[:2], id=f"{form}-few") for form in LATENT_FIELDS),
+        *(pytest.param(form, KEY_VALUE_CASES[2:], id=f"{form}-rest") for form in ("paged", "8 bits")),
+        *(
+            pytest.param(form, KEY_VALUE_CASES[2:], id=f"{form}-rest", marks=pytest.mark.long)
+            for form in ("dense", "512 columns")
+        ),
     ],
-    ids=lambda fields: "-".join(map(str, fields.values())),
 )
-def test_one_whose_values_are_keys_is_right(fields: dict[str, object], cases: list[str], tmp_path: Path) -> None:
-    run({"v": "key", **fields}, cases, tmp_path)
+def test_one_whose_values_are_keys_is_right(form: str, cases: list[str], tmp_path: Path) -> None:
+    run({"v": "key", **LATENT_FIELDS[form]}, cases, tmp_path)
 
 
 @pytest.mark.exhaustive
