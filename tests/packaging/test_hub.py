@@ -28,7 +28,7 @@ from tests.commands.test_build import attngen
 from tests.packaging.support import FAKE_COMPILER, WITHOUT_ANYTHING, make, run, write_spec
 from tests.runtime.support import FakeDriver
 
-KERNEL = "{variant: causal, head_dim: 64, layout: [dense, varlen], backend: cuda}"
+KERNEL = "{variant: causal, head_dim: 64, layout: [dense, varlen], backend: triton}"
 SPEC = f"schema: 1\npackage: attngen_hub\narch: sm90a\nkernels: [{KERNEL}]\n"
 
 #: Every file of a folder by its path in it, but for what Python writes when it imports.
@@ -97,7 +97,7 @@ def test_metadata_names_the_kernel_and_has_a_digest_of_each_file(kernel: HubKern
             "name": "attngen-hub", "version": 0, "license": "apache-2.0", "python-depends": [],
             "backend": {"type": backend, **archs},
         }  # fmt: skip
-    assert (kernel.name, kernel.version, kernel.drivers) == ("attngen-hub", 0, {"sm90a": 12000})
+    assert (kernel.name, kernel.version, kernel.drivers) == ("attngen-hub", 0, {"sm90a": 13000})
     card = (kernel.folder / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0\n")
     assert 'get_kernel("<owner>/attngen-hub", version=0, trust_remote_code=True)' in card
@@ -106,7 +106,7 @@ def test_metadata_names_the_kernel_and_has_a_digest_of_each_file(kernel: HubKern
 @pytest.mark.usefixtures("fake_compiler")
 def test_version_arch_and_licence(tmp_path: Path) -> None:
     (tmp_path / "LIC").write_text("All rights reserved.\n")
-    text = SPEC.replace("arch: sm90a", "arch: [sm90a, sm80, ptx80]").replace("cuda", "triton")
+    text = SPEC.replace("arch: sm90a", "arch: [sm90a, sm80, ptx80]")
     made = write(tmp_path / "one", text, version="2.1", licence=tmp_path / "LIC", arches=("sm80", "ptx80"))
     read = metadata_of(made.folder)
     assert (read["version"], read["license"], read["backend"]["archs"]) == (2, "other", ["8.0", "8.0+PTX"])
@@ -171,7 +171,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = write_spec(tmp_path, SPEC, "hub.yaml")
     report = json.loads(attngen("package", spec, "--hub", "kernel", "--json").stdout)
     assert (report["package"], report["files"], report["wheel"]) == ("attngen_hub", [], None)
-    assert report["drivers"] == {"sm90a": 12000}
+    assert report["drivers"] == {"sm90a": 13000}
     hub = report["hub"]
     assert (hub["folder"], hub["name"], hub["version"]) == ("kernel", "attngen-hub", 0)
     assert [each["folder"] for each in hub["builds"]] == ["kernel/build/torch-cuda", "kernel/build/torch-cpu"]
