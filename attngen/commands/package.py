@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="The folder that the files go to.",
 )  # fmt: skip
-@click.option("--wheel", is_flag=True, help="Make the wheel; the default without --sdist.")
+@click.option("--wheel", is_flag=True, help="Make the wheel; the default without --sdist and --hub.")
 @click.option("--sdist", is_flag=True, help="Make a source distribution, which compiles where it is installed.")
-@click.option("--hub", type=click.Path(path_type=Path), metavar="DIR",
-              help="Write a kernel for Hugging Face's Hub into this folder; without --wheel, no wheel.")  # fmt: skip
+@click.option("--hub", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Write a kernel for the Hugging Face Hub into this folder.")  # fmt: skip
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip
@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Make a wheel of a spec's kernels: installed next to torch, it needs no compiler. Needs no GPU.
 
-    With --hub, make a kernel for Hugging Face's Hub of the same files.
+    With --hub, make a kernel for the Hugging Face Hub of the same files.
     """
     from attngen.packaging.hub import hub_kernel
     from attngen.packaging.make import package
@@ -88,7 +88,7 @@ def command(
 
 
 def _report(made: PackageFiles | None, kernel: HubKernel | None) -> dict[str, Any]:
-    """What ``--json`` prints; ``hub`` is null without --hub."""
+    """The report that ``--json`` prints; ``hub`` is null without --hub."""
     from attngen.packaging.make import PackageFiles
 
     if kernel is None:

@@ -1,4 +1,4 @@
-"""A kernel for Hugging Face's Hub: the folder that their ``kernels`` loads, with the package that a wheel holds.
+"""A kernel for the Hugging Face Hub: a folder that the library ``kernels`` loads, with what the wheel holds.
 
 ``build/torch-cuda`` is that package, with a copy of the runtime that has flash-attn's functions, which transformers and
 diffusers call, and with ``metadata.json``. ``build/torch-cpu`` has no cubins: it is for a torch without CUDA, on which
@@ -132,7 +132,7 @@ def hub_kernel(
     spec: str | Path, folder: Path, choices: Choices | None = None, *, jobs: int | None = None,
     observer: Observer | None = None,
 ) -> HubKernel:  # fmt: skip
-    """Write the package of a spec into ``folder``, as a kernel of Hugging Face's Hub.
+    """Write the package of a spec into ``folder``, as a kernel of the Hugging Face Hub.
 
     Build variants that an earlier call wrote are replaced, each as a whole and only if everything was made; a README.md
     that is there stays. Raises SpecError for a wrong spec, and PackageError if a kernel does not compile, a setting is
@@ -238,12 +238,12 @@ def _files(contents: Contents, backend: str, about: Mapping[str, Any]) -> dict[s
 
 
 def _metadata(files: Mapping[str, bytes], backend: str, index: Mapping[str, Any], about: Mapping[str, Any]) -> bytes:
-    """What ``kernels`` reads of a build variant before it imports it, with a digest of each of its files."""
+    """The text of ``metadata.json``, which ``kernels`` reads before it imports a build variant."""
     digests = {name: b64encode(sha256(data).digest()).decode() for name, data in sorted(files.items())}
     content = sha256(json.dumps(digests).encode()).hexdigest()[:12]
     metadata = {
         **about,
-        "id": f"{index['package']}_{backend}_{content}",  # the module's name: no two contents have the same
+        "id": f"_{index['package']}_{backend}_{content}",  # the module's name: no two contents have the same
         "python-depends": [],  # of a list that 'kernels' has, beside torch and what torch brings
         "backend": {"type": backend, **({"archs": list(_archs(index["arches"]))} if backend == "cuda" else {})},
         "digest": {"algorithm": "sha256", "files": digests},

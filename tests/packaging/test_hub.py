@@ -1,4 +1,4 @@
-"""A kernel for Hugging Face's Hub: its layout, its metadata, what it exports, and what loads it."""
+"""A kernel for the Hugging Face Hub: its layout, its metadata, what it exports, and what loads it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_metadata_names_the_kernel_and_has_a_digest_of_each_file(kernel: HubKern
         identifier = read.pop("id")
         assert identifier == build_made.id
         assert identifier.isidentifier()
-        assert identifier.startswith(f"attngen_hub_{backend}_")
+        assert identifier.startswith(f"_attngen_hub_{backend}_")
         archs = {"archs": ["9.0a"]} if backend == "cuda" else {}
         assert read == {
             "name": "attngen-hub", "version": 0, "license": "apache-2.0", "python-depends": [],

@@ -1,4 +1,4 @@
-"""flash-attn 2's functions as a kernel on Hugging Face's Hub exports them: with ``s_aux``, transformers' name of sinks.
+"""flash-attn 2's functions as a kernel of the Hugging Face Hub exports them: with sinks, ``s_aux`` in transformers.
 
 transformers passes an argument to such a kernel if its signature has it. Sinks that a signature lacks are left out of
 the softmax without a word, so that the functions of version 2 alone would give wrong results for models with sinks.
