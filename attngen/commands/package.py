@@ -1,10 +1,10 @@
-"""``attngen package``: a wheel of a spec's kernels, or a source distribution that compiles them later."""
+"""``attngen package``: a wheel of a spec's kernels, a source distribution that compiles them later, or a Hub kernel."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,7 @@ from attngen.drivers import drivers_text
 
 if TYPE_CHECKING:
     from attngen.build.kernel_filter import KernelFilter
+    from attngen.packaging.hub import HubKernel
     from attngen.packaging.make import PackageFiles
 
 
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="The folder that the files go to.",
 )  # fmt: skip
-@click.option("--wheel", is_flag=True, help="Make the wheel; the default without --sdist.")
+@click.option("--wheel", is_flag=True, help="Make the wheel; the default without --sdist and --hub.")
 @click.option("--sdist", is_flag=True, help="Make a source distribution, which compiles where it is installed.")
+@click.option("--hub", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+              help="Write a kernel for the Hugging Face Hub into this folder.")  # fmt: skip
 @filtering
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip
@@ -44,6 +47,7 @@ def command(
     out: Path,
     wheel: bool,
     sdist: bool,
+    hub: Path | None,
     only: KernelFilter,
     tuned: tuple[Path, ...],
     version: str,
@@ -53,7 +57,11 @@ def command(
     jobs: int | None,
     as_json: bool,
 ) -> None:
-    """Make a wheel of a spec's kernels: installed next to torch, it needs no compiler. Needs no GPU."""
+    """Make a wheel of a spec's kernels: installed next to torch, it needs no compiler. Needs no GPU.
+
+    With --hub, make a kernel for the Hugging Face Hub of the same files.
+    """
+    from attngen.packaging.hub import hub_kernel
     from attngen.packaging.make import package
     from attngen.packaging.project import Choices
     from attngen.packaging.settings import PLATFORMS, check_platforms, size_in_bytes
@@ -61,13 +69,35 @@ def command(
     most = None if max_size is None else size_in_bytes(max_size)
     measured = tuple(map(resources.tuned_file, tuned))
     choices = Choices(version, only, check_platforms(platforms) or PLATFORMS, licence, measured)
-    targets = [name for name, wanted in (("wheel", wheel or not sdist), ("sdist", sdist)) if wanted]
+    wheel = wheel or not (sdist or hub)
+    targets = [name for name, wanted in (("wheel", wheel), ("sdist", sdist)) if wanted]
+    if hub is not None and not wheel and (max_size is not None or platforms):
+        option = "--platform" if max_size is None else "--max-size"
+        raise click.UsageError(f"{option} is about a wheel, and --hub alone makes none; add --wheel, or leave it out")
+    made, kernel = None, None
     with Progress(shown=sys.stderr.isatty()) as progress:
-        made = package(spec, out, choices, targets=targets, max_size=most, jobs=jobs, observer=progress)
+        if targets:
+            made = package(spec, out, choices, targets=targets, max_size=most, jobs=jobs, observer=progress)
+        if hub is not None:
+            kernel = hub_kernel(spec, hub, choices, jobs=jobs, observer=progress)
     if as_json:
-        print_json(made.to_dict())
-    else:
+        print_json(_report(made, kernel))
+        return
+    if made is not None:
         _print(made)
+    if kernel is not None:
+        _print_hub(kernel, said=made is not None and bool(made.drivers))
+
+
+def _report(made: PackageFiles | None, kernel: HubKernel | None) -> dict[str, Any]:
+    """The report that ``--json`` prints; ``hub`` is null without --hub."""
+    from attngen.packaging.make import PackageFiles
+
+    if kernel is None:
+        assert made is not None
+        return {**made.to_dict(), "hub": None}
+    made = made or PackageFiles(kernel.package, ())
+    return {**made.to_dict(), "drivers": dict(kernel.drivers), "hub": kernel.to_dict()}
 
 
 _COLUMNS = ("variant", "head_dim", "arch", "kernels", "cubin B", "in the wheel B")
@@ -86,3 +116,14 @@ def _print(made: PackageFiles) -> None:
         click.echo(f"The wheel needs an NVIDIA driver: {drivers_text(made.drivers)}.")
     if made.note:
         warn(made.note)
+
+
+def _print_hub(kernel: HubKernel, *, said: bool) -> None:
+    """Print what was written; the drivers and the note, too, unless the lines of the wheel said them."""
+    for build in kernel.builds:
+        click.echo(f"{build.folder}: {build.files} files, {build.bytes:,} B")
+    if said:
+        return
+    click.echo(f"The kernels need an NVIDIA driver: {drivers_text(kernel.drivers)}.")
+    if kernel.note:
+        warn(kernel.note)

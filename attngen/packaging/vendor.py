@@ -14,12 +14,16 @@ from pathlib import Path, PurePosixPath
 import attngen
 from attngen.formats import VERSION
 from attngen.operations import OPERATIONS
+from attngen.resources import variants_file
 
 #: Modules that a package's own ``__init__`` imports; their imports add the rest.
 ROOTS = (
     "errors", "runtime.arguments.debug", "runtime.launch.tile_map", "runtime.registry.lookup",
     *(module for operation in OPERATIONS for module in operation.modules),
 )  # fmt: skip
+
+#: What a copy with drop-ins has besides: the drop-ins, the shipped variants that they name, and the path of their file.
+WITH_DROP_INS = frozenset({"integrations", "resources"})
 
 #: Looks for other packages, which a package itself does not do.
 LEFT_OUT = frozenset({"runtime.registry.discovery"})
@@ -35,22 +39,33 @@ _IMPORT = re.compile(r"from attngen[\w.]* import")
 
 
 @cache
-def runtime_files() -> dict[str, bytes]:
-    """Return the files of the copy by their path in it, sorted."""
+def runtime_files(*drop_ins: str) -> dict[str, bytes]:
+    """Return the files of the copy by their path in it, sorted; with these modules of drop-ins, if any are named."""
     modules: set[str] = set()
-    waiting = list(ROOTS)
+    waiting = [*ROOTS, *drop_ins]
     while waiting:
         module = waiting.pop()
         if module not in modules:
             modules.add(module)
             waiting += [imported for imported, _ in _imports(module) if imported not in LEFT_OUT]
-    strays = sorted(module for module in modules if module.split(".")[0] not in COPIED)
+    copied = COPIED | WITH_DROP_INS if drop_ins else COPIED
+    strays = sorted(module for module in modules if module.split(".")[0] not in copied)
     assert not strays, f"the runtime imports what a package must not need: {', '.join(strays)}"
     files = {f"{module.replace('.', '/')}.py": _relative(module).encode() for module in modules}
     for folder in {parent for path in files for parent in PurePosixPath(path).parents} - {PurePosixPath()}:
-        files[f"{folder}/__init__.py"] = (_FOLDER / folder / "__init__.py").read_bytes()
+        files[f"{folder}/__init__.py"] = _door(folder)
+    if drop_ins:
+        variants = variants_file()
+        files[variants.relative_to(_FOLDER).as_posix()] = variants.read_bytes()
     files["__init__.py"] = f'"""The runtime of attngen {VERSION}, which this package carries."""\n'.encode()
     return dict(sorted(files.items()))
+
+
+def _door(folder: PurePosixPath) -> bytes:
+    """A folder's ``__init__`` without what it exports, which other modules of the copy do not ask for."""
+    text = (_FOLDER / folder / "__init__.py").read_text("utf-8")
+    docstring, *exports = ast.parse(text).body
+    return "".join(text.splitlines(keepends=True)[: docstring.end_lineno] if exports else text).encode()
 
 
 def module_text(module: str) -> str:

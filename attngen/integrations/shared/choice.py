@@ -48,6 +48,9 @@ class Pages:
     out: Tensor | None = None
 
 
+#: False in the copy that a package carries, whose user builds nothing.
+_IN_ATTNGEN = __name__ == "attngen.integrations.shared.choice"
+
 #: No limit on a side of a window, as the variants with sides write it.
 NO_LIMIT = -1
 
@@ -263,6 +266,8 @@ def none_takes(candidates: Sequence[VariantCandidate], spec: str, error: NoKerne
     lines = [f"no built kernel takes this call; variants that would serve it: {tried}"]
     if error is not None:
         lines.append(str(error))
+    if not _IN_ATTNGEN:
+        return NoKernelError("\n".join(lines))
     if any(catalogue.is_shipped(candidate.variant) for candidate in candidates):
         lines.append(f"'attngen build {shipped(spec)}' builds the shipped kernels of these variants")
     else:  # of dropout only: every other variant is in a spec
