@@ -100,6 +100,12 @@ def test_counts(page: str, pattern: str, number: int) -> None:
     assert quoted in (str(number), WORDS.get(number)), f"{page} says {quoted}, there are {number}"
 
 
+def test_counts_of_integrations() -> None:
+    (rows,) = tables(ROOT / "docs/integrations.md", "code that calls", "use", "spec", "kernels", "script")
+    for _, _, spec, count, _ in rows:
+        assert int(count) == kernels(f"integrations/{spec.strip('`').removesuffix('.yaml')}"), spec
+
+
 # --- figures of the first page, and of the page with all results ------------------------------------------------
 
 CELLS = {
