@@ -72,6 +72,8 @@ COUNTS = [
      kernels("hopper_triton")),
     ("specs/hopper.yaml", r"(\w+) kernels; hopper_triton.yaml", kernels("hopper")),
     ("specs/hopper_all.yaml", r"both layouts; (\w+) kernels", kernels("hopper_all")),
+    ("docs/engines.md", r"has (\w+) of its \w+ kernels", kernels("integrations/engines_small")),
+    ("docs/engines.md", r"has \w+ of its (\w+) kernels", kernels("integrations/engines")),
     ("docs/benchmarks.md", r"With `--suite masks`, (\w+) masks and scores", len(mask_cases())),
     ("docs/benchmarks.md", r"simpler forms of itself: (\w+) kernels", len(RUNGS)),
     ("docs/tour.md", r"one kernel in (\w+) steps", len(RUNGS)),
@@ -100,6 +102,15 @@ COUNTS = [
 def test_counts(page: str, pattern: str, number: int) -> None:
     (quoted,) = re.findall(pattern, " ".join((ROOT / page).read_text().replace("\n#", "\n").split()))
     assert quoted in (str(number), WORDS.get(number)), f"{page} says {quoted}, there are {number}"
+
+
+def test_counts_of_integrations() -> None:
+    header = ("code that calls", "use", "spec", "kernels", "in the small form", "script")
+    (rows,) = tables(ROOT / "docs/integrations.md", *header)
+    for _, _, spec, count, small, _ in rows:
+        name = f"integrations/{spec.strip('`').removesuffix('.yaml')}"
+        assert int(count) == kernels(name), spec
+        assert small == "–" or int(small) == kernels(f"{name}_small"), spec
 
 
 # --- figures of the first page, and of the page with all results ------------------------------------------------

@@ -117,22 +117,36 @@ _NAMED = {
 
 _HEAD = """# Models of transformers
 
+Which models of transformers run on attngen, and with which kernels?
+
 Every class of transformers' mappings for the tasks below, in transformers {version}, with
-`attn_implementation="attngen"` against `"eager"`: tiny models with random weights, on the CPU. `python -m
-tests.integrations.transformers.model_sweep --write` runs them and writes this page. How to use it is in
-[integrations](integrations.md#transformers).
+`attn_implementation="attngen"` against `"eager"`: tiny models with random weights, on the CPU.
 
 | | classes | |
 |---|---|---|
 | right | {right} | outputs are eager's within 1e-4 of the largest one, gradients within 1e-3 |
-| refused | {refused} | an error, from attngen, or from a model that takes only the implementations of transformers |
+| refused | {refused} | an error, from attngen or from a model that takes only transformers' own: keep `"eager"` |
 | its own | {own} | the class computes its attention itself, or has none: nothing changes, and nothing is faster |
-| not tested | {untested} | no tiny model could be made or run with `"eager"`: nothing is known |
+| not tested | {untested} | no tiny model could be made or run with `"eager"`: compare a batch yourself |
 
-Compared are a prompt; the prompt with padding on the left and on the right; gradients of all parameters; a prompt, two
-single tokens and a chunk against a growing cache; `generate`, and `generate` with a static cache; a prompt that marks
-tokens of an image; and each model inside a model, such as a vision tower, that the prompt does not run. The last column
-has what was left out, as eager fails in it, or as attngen refuses it.
+Speed is that of the [variants](terms.md#the-pipeline), the masks and scores that a model asks for:
+[masks](performance/masks.md#masks-and-scores-of-models). The kernels of one model, and no others ([how to call
+them](integrations.md#transformers)):
+
+```bash
+attngen spec --model config.json -o model.yaml
+attngen build model.yaml
+```
+
+Compared are
+
+- a prompt, also with padding on the left and on the right, and the gradients of all parameters;
+- a prompt, two single tokens and a chunk against a growing cache, `generate`, and `generate` with a static cache;
+- a prompt that marks tokens of an image, and each part, such as a vision tower, that a prompt does not run.
+
+The last column has what was left out, as eager fails in it, or as attngen refuses it. `python -m
+tests.integrations.transformers.model_sweep --write` runs all of them and writes this page; with names of classes it
+compares these alone.
 """
 
 
