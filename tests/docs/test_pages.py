@@ -14,24 +14,16 @@ from tests.docs.test_site import SITE, pages
 #: Parts of the navigation whose pages are for users.
 PARTS = ("User guide", "Cookbook", "Help", "Performance")
 
-#: Pages that are still to be rewritten.
-EXEMPT = (
-    "benchmarks.md", "cookbook.md", "engines.md", "flex_attention.md", "fp8.md", "index_scores.md", "integrations.md",
-    "keys_by_index.md", "mla.md", "models.md", "packaging.md", "parallel.md", "performance.md",
-    "performance/backward.md", "performance/cards.md", "performance/forward.md", "performance/fp8.md",
-    "performance/masks.md", "performance/parallel.md", "performance/serving.md", "performance/wide_heads.md",
-    "serving.md", "training.md", "tuning.md",
-)  # fmt: skip
 
 MOST_WORDS = 90
 
 
 def of_users() -> Iterator[Path]:
-    """Yield the pages of these parts, without those that are exempt."""
+    """Yield the pages of these parts."""
     for part in SITE["nav"]:
         for name, nav in part.items():
             if name in PARTS:
-                yield from (ROOT / "docs" / page for page in sorted(pages(nav) - {*EXEMPT}))
+                yield from (ROOT / "docs" / page for page in sorted(pages(nav)))
 
 
 PAGES = list(of_users())
@@ -53,11 +45,6 @@ def faults(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_pages_of_users(path: Path) -> None:
     assert list(faults(path)) == []
-
-
-def test_exempt_pages_have_faults() -> None:
-    """A page that was rewritten is taken off the list."""
-    assert [page for page in EXEMPT if not any(faults(ROOT / "docs" / page))] == []
 
 
 def test_faults_are_found(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from attngen import resources
@@ -63,19 +61,6 @@ def test_hopper_has_the_same_kernels_in_both_languages():
         assert {kernel.backend for kernel in kernels} == {backend}
         asked.append({(k.variant.name, k.head_dim_qk, k.head_dim_v, k.dtype, k.layout) for k in kernels})
     assert asked[0] == asked[1]
-
-
-@pytest.mark.parametrize("name", ["engines", "flash_attn", "flash_attn_kvcache", "sdpa", "transformers"])
-def test_small_forms_have_what_one_model_can_call(name):
-    """All kernels of a drop-in's spec whose head dim is 128 and whose dtype is bf16."""
-
-    def kernels(spec):
-        expanded = expand(load_spec(resources.specs_dir() / f"integrations/{spec}.yaml"))
-        return [replace(kernel, package="", spec_file="", location=None, places=None) for kernel in expanded]
-
-    whole = [k for k in kernels(name) if (k.head_dim_qk, k.head_dim_v, k.dtype) == (128, 128, "bf16")]
-    small = kernels(f"{name}_small")
-    assert sorted(map(str, small)) == sorted(map(str, whole))
 
 
 def test_presets():
