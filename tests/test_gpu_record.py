@@ -353,12 +353,15 @@ def made(**fields: object) -> Record:
 
 @pytest.mark.parametrize("part", records.SOURCES)
 def test_a_change_of_any_source_is_seen(part: str, tmp_path: Path) -> None:
-    """Every kind of file counts: changed, added, renamed, in a subfolder; what Python compiles is none."""
+    """Every kind of file counts: changed, added, renamed, in a subfolder; what Python compiles is none, nor are templates of
+    packages."""
     source = resources.templates_dir() if part == "templates" else ROOT / part
     copied = tmp_path / "copied"
     shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))
     before = records.folder_hash(copied)
     assert before == records.source_hashes()[part]
+    shutil.rmtree(copied / "package", ignore_errors=True)
+    assert records.folder_hash(copied) == before
     kinds = {path.suffix: path for path in sorted(copied.rglob("*")) if path.is_file()}
     for path in kinds.values():
         text = path.read_bytes()

@@ -69,10 +69,11 @@ def source_hashes() -> dict[str, str]:
 
 
 def folder_hash(folder: Path) -> str:
-    """Return a hash of the names and contents of the files below a folder, but for what Python compiled."""
+    """Return a hash of the names and contents of the files below a folder, but for what Python compiled, and for the
+    templates of packages, which hold no kernel."""
     digest = sha256()
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    for name in sorted(name for name in files if "__pycache__" not in name):
+    for name in sorted(name for name in files if "__pycache__" not in name and not name.startswith("package/")):
         content = files[name].read_bytes()
         digest.update(f"{len(name)} {name} {len(content)} ".encode() + content)
     return digest.hexdigest()[:16]

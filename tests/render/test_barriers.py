@@ -222,6 +222,10 @@ ROWS = (
     Row("cluster-halves", {**BACKWARD, "head_dim": 512}, (Size(200, 128),), races=LAST_PRODUCTS, spared=OF_CLUSTER),
     # Blocks that wait for each other.
     Row("first", {**BACKWARD}, (Size(200, 300),), spared=OF_GROUP | OF_Q, blocks=3, orders=3),
+    Row(  # the last keys are seen by no query
+        "first-unseen", {**BACKWARD}, (Size(200, 700),), variant="causal_top_left", spared=OF_GROUP | OF_Q, blocks=3,
+        orders=3,
+    ),
     Row(
         "order", {**BACKWARD, "head_dim": 128, "deterministic": "true", **masked(APART)}, (Size(500, 512, 1),),
         variant="masked", spared=OF_ORDER, blocks=4, orders=4,
@@ -269,14 +273,15 @@ ROWS = (
     ),
     Row("latent-backward", {**BACKWARD, **LATENT}, (Size(3, 100, 16),)),
 )  # fmt: skip
-#: Of the other rows it is not known why each change that goes unnoticed is harmless.
+#: Rows of which each change is tried. `first` is the kernel of `first-unseen`; `order-sinks` and `order-window` are
+#: like `order`; of the others it is not known why some changes go unnoticed.
 EXPLAINED = tuple(
     row
     for row in ROWS
     if row.name
     not in (
         "forward-split", "backward-ordered", "cluster-halves", "first", "order-window", "order-sinks",
-        "cluster-order", "order", "cut", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
+        "cluster-order", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
     )
 )  # fmt: skip
 
