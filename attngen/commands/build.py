@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import cli
+from attngen.commands.arguments import SPEC
 from attngen.commands.output import Progress, print_json, print_table, warn
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=SPEC)
 @click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip

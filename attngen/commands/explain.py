@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from attngen.commands.arguments import SPEC
 from attngen.commands.output import print_json, print_table
 from attngen.errors import StoreError
 from attngen.files import cause
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=SPEC)
 @click.argument("kernel", required=False)
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 32768), multiple=True, metavar="N",
               help="Queries and keys for the tile efficiency; may be repeated.")  # fmt: skip
