@@ -35,6 +35,7 @@ NOT_OURS = {
     "pip download": "needs a network; .ci/run does it",
     "pip wheel": "tests/packaging/test_project.py builds such a project",
     "python -m venv": ".ci/run makes such an environment",
+    ". /tmp/": "enters such an environment",
     ".ci/release": ".ci/run calls it",
     "git tag": "changes the repository",
     "twine upload": "needs an account",
