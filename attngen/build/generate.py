@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attngen.build.kernel_filter import EVERYTHING, KernelFilter
 from attngen.build.pipeline import Prepared, prepare
 from attngen.errors import StoreError
 from attngen.files import cause
@@ -46,22 +46,22 @@ def folder_of(spec: Spec, out: Path) -> Path:
     return out / Path(spec.name).stem
 
 
-def generate(path: str | Path, out: Path, arches: Sequence[str] = ()) -> Generated:
+def generate(path: str | Path, out: Path, only: KernelFilter = EVERYTHING) -> Generated:
     """Render every kernel of a spec into ``out/<spec>/``, one file each, without compiling.
 
     Files that would not change are left alone. Sources of kernels that the spec no longer asks for are removed, unless
-    ``arches`` restricts what is rendered. Raises SpecError, and StoreError if a file cannot be written.
+    ``only`` restricts what is rendered. Raises SpecError, and StoreError if a file cannot be written.
     """
     from attngen.schema import load_spec
 
     spec = load_spec(path)
-    kernels = prepare(spec, arches)
+    kernels = prepare(spec, only)
     folder = folder_of(spec, out)
     texts = {kernel.source.file_name: kernel.source.text for kernel in kernels}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         changed = [name for name, text in texts.items() if _write(folder / name, text)]
-        removed = [] if arches else [name for name in _generated_files(folder) if name not in texts]
+        removed = [] if only else [name for name in _generated_files(folder) if name not in texts]
         for name in removed:
             (folder / name).unlink()
     except OSError as error:

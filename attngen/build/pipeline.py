@@ -27,6 +27,7 @@ from attngen.build.compiles import (
     Silent,
     variant_name,
 )
+from attngen.build.kernel_filter import EVERYTHING, KernelFilter, head_dim_text
 from attngen.errors import (
     AttngenError,
     Location,
@@ -34,7 +35,6 @@ from attngen.errors import (
     SpecError,
     StoreError,
     internal_error,
-    suggest,
     together,
 )
 from attngen.operations import OPERATIONS
@@ -86,7 +86,7 @@ class Repeated:
 def build(
     spec: str | Path,
     *,
-    arches: Sequence[str] = (),
+    only: KernelFilter = EVERYTHING,
     tuned: Sequence[str | Path] = (),
     jobs: int | None = None,
     store: Store | None = None,
@@ -95,7 +95,7 @@ def build(
 ) -> BuildReport:
     """Build the kernels of a spec that the cache lacks, and index all of them under the spec's package.
 
-    ``arches`` restricts the build to kernels for these. ``tuned`` are files of choices (``attngen.schema.tuned``) for
+    ``only`` restricts the build to some of them. ``tuned`` are files of choices (``attngen.schema.tuned``) for
     kernels whose spec leaves them open; where they choose differently for one, each of its choices becomes a kernel.
     ``jobs`` is how many compiles run at once, as many as there are cores by default; fewer if memory does not
     suffice. Needs neither a GPU nor torch.
@@ -108,7 +108,7 @@ def build(
     path, store = Path(spec), store or Store()
     store.require_trusted()
     chosen = [resources.tuned_file(path) for path in tuned]
-    known = _known(path, arches, store, chosen)
+    known = _known(path, only, store, chosen)
     if known is not None:
         kernels = known[1]
         return BuildReport(known[0], str(path), kernels, time.perf_counter() - start, up_to_date=True)
@@ -117,14 +117,14 @@ def build(
     with worker_processes(LOAD) as workers:
         workers.prepare()  # compilers are loaded while kernels are planned
         outcome = Compiles(store, observer or Silent(), compiler or COMPILER)
-        return _build(path, arches, chosen, outcome, jobs, workers, start)
+        return _build(path, only, chosen, outcome, jobs, workers, start)
 
 
 def _known(
-    path: Path, arches: Sequence[str], store: Store, tuned: Sequence[Path]
+    path: Path, only: KernelFilter, store: Store, tuned: Sequence[Path]
 ) -> tuple[str, tuple[BuiltKernel, ...]] | None:
     """Return package and kernels of a build that need not run again, or None."""
-    receipt = read_receipt(store, path, arches, tuned)
+    receipt = read_receipt(store, path, only.key(), tuned)
     index = read_index(store, receipt.package) if receipt else None
     if receipt is None or index is None:
         return None
@@ -140,7 +140,7 @@ def _known(
 
 def _build(
     path: Path,
-    arches: Sequence[str],
+    only: KernelFilter,
     tuned: Sequence[Path],
     outcome: Compiles,
     jobs: int | None,
@@ -153,7 +153,7 @@ def _build(
     generator = generator_digest()  # before anything is read: later changes are for the next build
     loaded = load_spec(path)
     choices = [load_tuned(file) for file in tuned]
-    prepared, failures = prepare_each(loaded, arches, tuned=choices)
+    prepared, failures = prepare_each(loaded, only, tuned=choices)
     if failures and not prepared:
         raise together([failure.error for failure in failures])
     store = outcome.store
@@ -170,12 +170,12 @@ def _build(
         kernels=tuple(_index_entry(kernel) for kernel in built),
     )
     if built:  # if nothing compiles, what an earlier build made stays
-        write_index(store, _with_other_arches(store, index, arches))
+        write_index(store, _with_others(store, index, only))
     if not failures:
         inputs |= {str(Path(file.file).resolve()): file.sha256 for file in choices}
         receipt = Receipt(inputs, generator, loaded.package, tuple((kernel.name, kernel.key) for kernel in built))
         with contextlib.suppress(StoreError):  # without it, the next build takes a little longer
-            write_receipt(store, path, arches, receipt, tuned)
+            write_receipt(store, path, only.key(), receipt, tuned)
     store.sweep()
     return BuildReport(
         loaded.package,
@@ -213,26 +213,30 @@ def each_once(kernels: Iterable[BuiltKernel]) -> list[BuiltKernel]:
     return list(by_name.values())
 
 
-def prepare(spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = ()) -> list[Prepared]:
+def prepare(spec: Spec, only: KernelFilter = EVERYTHING, *, tuned: Sequence[Tuned] = ()) -> list[Prepared]:
     """Return the kernels of a spec, planned and rendered, each once, in its order; raises what ``plans`` does."""
-    prepared, failures = prepare_each(spec, arches, tuned=tuned)
+    prepared, failures = prepare_each(spec, only, tuned=tuned)
     if failures:
         raise together([failure.error for failure in failures])
     return prepared
 
 
 def prepare_each(
-    spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = (), repeated: list[Repeated] | None = None
+    spec: Spec,
+    only: KernelFilter = EVERYTHING,
+    *,
+    tuned: Sequence[Tuned] = (),
+    repeated: list[Repeated] | None = None,
 ) -> tuple[list[Prepared], list[Failure]]:
     """The kernels of a spec that can be planned and rendered, and the errors of the others.
 
     ``tuned`` has choices for kernels that leave them open. ``repeated`` takes what ``plan_each`` says of kernels that
     are asked for again.
-    Raises SpecError for an arch that the spec does not build for.
+    Raises SpecError for a filter that takes no kernel of the spec.
     """
     from attngen.render import render
 
-    planned, failures = plan_each(spec, arches, tuned=tuned, repeated=repeated)
+    planned, failures = plan_each(spec, only, tuned=tuned, repeated=repeated)
     prepared = []
     for kernel, chosen in planned:
         source = _attempt(kernel, partial(render, chosen))
@@ -243,20 +247,24 @@ def prepare_each(
     return prepared, failures
 
 
-def plans(spec: Spec, arches: Sequence[str] = ()) -> list[tuple[KernelSpec, Plan]]:
+def plans(spec: Spec, only: KernelFilter = EVERYTHING) -> list[tuple[KernelSpec, Plan]]:
     """Return the kernels of a spec with their plans, each once, in its order.
 
-    Raises SpecError for an arch that the spec does not build for, and one that names every kernel which cannot
+    Raises SpecError for a filter that takes no kernel of the spec, and one that names every kernel which cannot
     be planned.
     """
-    planned, failures = plan_each(spec, arches)
+    planned, failures = plan_each(spec, only)
     if failures:
         raise together([failure.error for failure in failures])
     return planned
 
 
 def plan_each(
-    spec: Spec, arches: Sequence[str] = (), *, tuned: Sequence[Tuned] = (), repeated: list[Repeated] | None = None
+    spec: Spec,
+    only: KernelFilter = EVERYTHING,
+    *,
+    tuned: Sequence[Tuned] = (),
+    repeated: list[Repeated] | None = None,
 ) -> tuple[list[tuple[KernelSpec, Plan]], list[Failure]]:
     """The kernels of a spec that can be planned, with their plans, each once, and the errors of the others.
 
@@ -264,7 +272,7 @@ def plan_each(
     widen caches, and those that select scores follow those that its entries ask for. A choice of ``tuned`` that the
     plan refuses is left out. Kernels that become what another one is already are left out, and appended to
     ``repeated``.
-    Raises SpecError for a spec without kernels, and for an arch that it does not build for.
+    Raises SpecError for a spec without kernels, and for a filter that takes none of them.
     """
     from attngen.plan import plan
     from attngen.schema import expand
@@ -272,20 +280,9 @@ def plan_each(
     kernel_specs = expand(spec)
     if not kernel_specs:
         raise _empty(spec)
-    offered = list(dict.fromkeys(kernel.arch for kernel in kernel_specs))
-    for arch in arches:
-        if arch not in offered:
-            allowed = ", ".join(offered)
-            raise SpecError(
-                f"the spec lists no kernels for '{arch}'{suggest(arch, offered)}; it builds for: {allowed}",
-                location=Location(spec.file),
-                field="arch",
-            )
     by_name: dict[str, tuple[KernelSpec, Plan]] = {}
     failures: list[Failure] = []
-    for kernel in kernel_specs:
-        if arches and kernel.arch not in arches:
-            continue
+    for kernel in only.of(kernel_specs, spec.file):
         planned = _attempt(kernel, partial(_plans, kernel, tuned))
         if isinstance(planned, AttngenError):
             failures.append(Failure(_label(kernel), planned, kernel.location))
@@ -363,9 +360,7 @@ def _attempt(kernel: KernelSpec, make: Callable[[], _T]) -> _T | AttngenError:
 
 def _label(kernel: KernelSpec) -> str:
     """Describe a kernel that has no plan, and so no name."""
-    dims = (kernel.head_dim_qk, kernel.head_dim_v)
-    head_dim = dims[0] if dims[0] == dims[1] else f"{dims[0]}/{dims[1]}"
-    element = f"{kernel.dtype}, head_dim {head_dim}"
+    element = f"{kernel.dtype}, head_dim {head_dim_text(kernel.head_dim_qk, kernel.head_dim_v)}"
     return f"{kernel.variant.name}, {kernel.direction}, {kernel.layout}, {element}, {kernel.arch}"
 
 
@@ -401,10 +396,22 @@ def _index_entry(kernel: BuiltKernel) -> IndexEntry:
     return IndexEntry(kernel.name, kernel.key, variant_name(manifest), manifest["arch"], manifest["backend"])
 
 
-def _with_other_arches(store: Store, index: Index, arches: Sequence[str]) -> Index:
-    """Return an index that keeps what an earlier build of the same spec made for arches that this one left out."""
-    earlier = read_index(store, index.package) if arches else None
+def _with_others(store: Store, index: Index, only: KernelFilter) -> Index:
+    """Return an index that keeps what an earlier build of the same spec made of kernels that this one left out."""
+    earlier = read_index(store, index.package) if only else None
     if earlier is None or (earlier.spec, earlier.spec_hash) != (index.spec, index.spec_hash):
         return index
-    kept = tuple(entry for entry in earlier.kernels if entry.arch not in arches)
+    names = {entry.name for entry in index.kernels}
+    kept = tuple(entry for entry in earlier.kernels if entry.name not in names and not _is_of(store, entry, only))
     return Index(index.package, index.spec, index.spec_hash, index.inputs, kept + index.kernels)
+
+
+def _is_of(store: Store, entry: IndexEntry, only: KernelFilter) -> bool:
+    """True if a filter takes a kernel that was built before, or the kernel cannot be read."""
+    if not only.takes(arch=entry.arch):
+        return False
+    artifact = store.read(entry.key)[0]
+    if artifact is None:
+        return True
+    manifest = artifact.manifest
+    return only.takes(dtype=manifest["dtype"], head_dim=head_dim_text(manifest["head_dim_qk"], manifest["head_dim_v"]))

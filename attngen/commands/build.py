@@ -11,16 +11,18 @@ import click
 
 from attngen import cli
 from attngen.commands.arguments import SPEC
+from attngen.commands.filtering import filtering
 from attngen.commands.output import Progress, print_json, print_table, warn
 
 if TYPE_CHECKING:
     from attngen.build.generate import Generated
+    from attngen.build.kernel_filter import KernelFilter
     from attngen.build.pipeline import BuildReport
 
 
 @click.command()
 @click.argument("spec", type=SPEC)
-@click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
+@filtering
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 def command(
     context: click.Context,
     spec: Path,
-    arches: tuple[str, ...],
+    only: KernelFilter,
     tuned: tuple[Path, ...],
     jobs: int | None,
     render_only: bool,
@@ -54,7 +56,7 @@ def command(
             raise click.UsageError("rendered sources are those of the plan's own choices; leave out --tuned")
         from attngen.build.generate import generate
 
-        generated = generate(spec, out, arches)
+        generated = generate(spec, out, only)
         if as_json:
             print_json(generated.to_dict())
         else:
@@ -63,7 +65,7 @@ def command(
     from attngen.build.pipeline import build
 
     with Progress(shown=sys.stderr.isatty()) as progress:
-        report = build(spec, arches=arches, tuned=tuned, jobs=jobs, observer=progress)
+        report = build(spec, only=only, tuned=tuned, jobs=jobs, observer=progress)
     if as_json:
         print_json(report.to_dict())
     else:

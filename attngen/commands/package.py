@@ -10,11 +10,13 @@ import click
 
 from attngen import resources
 from attngen.commands.arguments import SPEC
+from attngen.commands.filtering import filtering
 from attngen.commands.output import Progress, print_json, print_table, warn
 from attngen.drivers import drivers_text
 from attngen.formats import VERSION
 
 if TYPE_CHECKING:
+    from attngen.build.kernel_filter import KernelFilter
     from attngen.packaging.make import PackageFiles
 
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option("--wheel", is_flag=True, help="Make the wheel; the default without --sdist.")
 @click.option("--sdist", is_flag=True, help="Make a source distribution, which compiles where it is installed.")
-@click.option("--arch", "arches", multiple=True, metavar="ARCH", help="Only kernels for this arch; may be repeated.")
+@filtering
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip
 @click.option("--version", default=VERSION, show_default=True, metavar="VERSION",
@@ -45,7 +47,7 @@ def command(
     out: Path,
     wheel: bool,
     sdist: bool,
-    arches: tuple[str, ...],
+    only: KernelFilter,
     tuned: tuple[Path, ...],
     version: str,
     max_size: str | None,
@@ -61,7 +63,7 @@ def command(
 
     most = None if max_size is None else size_in_bytes(max_size)
     measured = tuple(map(resources.tuned_file, tuned))
-    choices = Choices(version, arches, check_platforms(platforms) or PLATFORMS, licence, measured)
+    choices = Choices(version, only, check_platforms(platforms) or PLATFORMS, licence, measured)
     targets = [name for name, wanted in (("wheel", wheel or not sdist), ("sdist", sdist)) if wanted]
     with Progress(shown=sys.stderr.isatty()) as progress:
         made = package(spec, out, choices, targets=targets, max_size=most, jobs=jobs, observer=progress)

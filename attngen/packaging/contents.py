@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attngen.build.kernel_filter import EVERYTHING, KernelFilter
 from attngen.build.pipeline import BuiltKernel, Observer, Prepared, compile_kernels, each_once, prepare
 from attngen.errors import PackageError
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
@@ -42,7 +43,7 @@ def contents_of(
     spec: Spec,
     version: str,
     *,
-    arches: Sequence[str] = (),
+    only: KernelFilter = EVERYTHING,
     tuned: Sequence[Tuned] = (),
     store: Store | None = None,
     jobs: int | None = None,
@@ -54,7 +55,7 @@ def contents_of(
     kernel does not compile.
     """
     store = store or Store()
-    asked = prepare(spec, arches, tuned=tuned)
+    asked = prepare(spec, only, tuned=tuned)
     built, failures = compile_kernels(asked, store=store, jobs=jobs, observer=observer)
     if failures:
         lines = [str(f.error) if i < _FULL_ERRORS else str(f.error).splitlines()[0] for i, f in enumerate(failures)]

@@ -50,9 +50,7 @@ def project_contents(
             )
         taken[spec.package] = spec.name
     tuned = [load_tuned(root / path, name=path) for path in settings.tuned]
-    return [
-        contents_of(spec, version, arches=settings.arches, tuned=tuned, jobs=jobs, observer=observer) for spec in specs
-    ]
+    return [contents_of(spec, version, only=settings.only, tuned=tuned, jobs=jobs, observer=observer) for spec in specs]
 
 
 def _clash(root: Path, module: str, taken: dict[str, str]) -> str | None:

@@ -10,12 +10,13 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from attngen.build.kernel_filter import EVERYTHING, KernelFilter
 from attngen.build.pipeline import prepare
 from attngen.errors import SettingError
 from attngen.formats import VERSION
 from attngen.packaging.contents import spec_files, view_of
 from attngen.packaging.generator import FOLDER, generator_files, requirements
-from attngen.packaging.settings import PLATFORMS
+from attngen.packaging.settings import FILTER_KEYS, PLATFORMS
 from attngen.packaging.view import DRIVER_LINE, fill
 from attngen.resources import specs_dir
 
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Choices of the packager: version, architectures, platform tags, a licence, and files of measured choices for
+    """Choices of the packager: version, which kernels, platform tags, a licence, and files of measured choices for
     kernels."""
 
     version: str = VERSION
-    arches: tuple[str, ...] = ()
+    only: KernelFilter = EVERYTHING
     platforms: tuple[str, ...] = PLATFORMS
     licence: Path | None = None
     tuned: tuple[Path, ...] = ()
@@ -47,12 +48,12 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
     specs = {(folder / name).as_posix(): data for name, data in spec_files(spec).items()}
     licence = {} if choices.licence is None else {"LICENSE": _read(choices.licence)}
     tuned = _tuned_files(choices.tuned)
-    view = view_of(spec, prepare(spec, choices.arches), _version(choices.version))
+    view = view_of(spec, prepare(spec, choices.only), _version(choices.version))
     project = fill(
         "pyproject.toml.j2",
         view=view,
         settings={
-            "arches": _toml(choices.arches),
+            "only": {key: _toml(getattr(choices.only, field)) for key, field in FILTER_KEYS.items()},
             "platforms": _toml(sorted(choices.platforms)),
             "tuned": _toml(tuned) if tuned else None,
         },

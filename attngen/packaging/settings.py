@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attngen.arch import ARCHES
+from attngen.build.kernel_filter import EVERYTHING, KernelFilter
 from attngen.errors import SettingError, suggest
 
 #: A package holds no code for the host's processor and links nothing, so the oldest glibc that wheels can name will do;
@@ -17,7 +18,10 @@ PLATFORMS = ("manylinux_2_17_aarch64", "manylinux_2_17_x86_64")
 _PLATFORM = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+|any")
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMG]i?B|B)?")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_KEYS = ("specs", "arch", "platforms", "max-size", "tuned")
+
+#: Keys that select kernels, with the fields of a filter.
+FILTER_KEYS = {"arch": "arch", "dtype": "dtype", "head-dim": "head_dim"}
+_KEYS = ("specs", *FILTER_KEYS, "platforms", "max-size", "tuned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Settings:
     """A checked table. ``specs`` and ``tuned`` are paths from the project's folder; ``max_size`` is in bytes."""
 
     specs: tuple[str, ...]
-    arches: tuple[str, ...] = ()
+    only: KernelFilter = EVERYTHING
     platforms: tuple[str, ...] = PLATFORMS
     max_size: int | None = None
     tuned: tuple[str, ...] = ()
@@ -56,8 +60,8 @@ class Settings:
                 raise _wrong(
                     key, f"found {path!r}; allowed: a path without quotation marks, backslashes, control characters"
                 )
-        arches = _texts(table, "arch")
-        for arch in arches:
+        only = KernelFilter(**{field: _texts(table, key) for key, field in FILTER_KEYS.items()})
+        for arch in only.arch:
             if arch not in ARCHES:
                 raise _wrong("arch", f"found {arch!r}{suggest(arch, ARCHES)}; allowed: {', '.join(ARCHES)}")
         platforms, size = _texts(table, "platforms"), table.get("max-size")
@@ -66,7 +70,7 @@ class Settings:
             most = None if size is None else size_in_bytes(str(size))
         except SettingError as error:
             raise SettingError(f"pyproject.toml: [tool.attngen]: {error}") from None
-        return cls(specs, arches, platforms, most, tuned)
+        return cls(specs, only, platforms, most, tuned)
 
 
 def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:

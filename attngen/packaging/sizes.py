@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+from attngen.build.kernel_filter import head_dim_text
 from attngen.errors import PackageError
 from attngen.operations import APPEND, INDEX_SCORES
 from attngen.runtime.registry.shipped import INDEX, KERNELS
@@ -65,7 +66,9 @@ class WheelSizes:
         if others:
             lines.append(f"  {_show(others)}  {len(self.shares) - _SHOWN} more rows")
         lines.append(f"  {_show(self.rest)}  runtime, stubs and metadata")
-        lines.append("Leave out variants, head dimensions or dtypes in the spec, or choose with --arch.")
+        lines.append(
+            "Leave out variants, head dimensions or dtypes in the spec, or choose with --arch, --dtype and --head-dim."
+        )
         raise PackageError("\n".join(lines))
 
 
@@ -116,6 +119,5 @@ def estimated(kernels: Sequence[KernelSpec]) -> WheelSizes:
 
 
 def head_dim_of(row: Mapping[str, Any]) -> str:
-    """Return a kernel's head dimension as text: ``128``, or ``192/128`` where q and k differ from v."""
-    qk, v = row["head_dim_qk"], row["head_dim_v"]
-    return str(qk) if qk == v else f"{qk}/{v}"
+    """A kernel's head dimension as text."""
+    return head_dim_text(row["head_dim_qk"], row["head_dim_v"])

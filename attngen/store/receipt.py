@@ -65,11 +65,13 @@ def generator_digest() -> str:
     )
 
 
-def read_receipt(store: Store, spec: Path, arches: Iterable[str], tuned: Sequence[Path] = ()) -> Receipt | None:
-    """Return the receipt of a build of ``spec`` for ``arches``, with the choices of the files ``tuned``, if
-    all that it read is unchanged, else None."""
+def read_receipt(
+    store: Store, spec: Path, selected: Sequence[Sequence[str]], tuned: Sequence[Path] = ()
+) -> Receipt | None:
+    """The receipt of a build of the part ``selected`` of ``spec`` (``KernelFilter.key``), with the choices of the
+    files ``tuned``, if all that it read is unchanged, else None."""
     try:
-        fields = json.loads(read_regular(store.root / _FOLDER / _name(spec, arches, tuned)))
+        fields = json.loads(read_regular(store.root / _FOLDER / _name(spec, selected, tuned)))
         expected = fields.pop("digest")
         if digest(fields) != expected or not is_name(fields["package"]):
             return None
@@ -82,17 +84,17 @@ def read_receipt(store: Store, spec: Path, arches: Iterable[str], tuned: Sequenc
 
 
 def write_receipt(
-    store: Store, spec: Path, arches: Iterable[str], receipt: Receipt, tuned: Sequence[Path] = ()
+    store: Store, spec: Path, selected: Sequence[Sequence[str]], receipt: Receipt, tuned: Sequence[Path] = ()
 ) -> None:
     """Remember a finished build. Raises StoreError if it cannot be written."""
     content: dict[str, Any] = asdict(receipt)
     content["digest"] = digest(content)
-    store.write(_FOLDER, _name(spec, arches, tuned), json.dumps(content, indent=1).encode() + b"\n")
+    store.write(_FOLDER, _name(spec, selected, tuned), json.dumps(content, indent=1).encode() + b"\n")
 
 
-def _name(spec: Path, arches: Iterable[str], tuned: Sequence[Path]) -> str:
+def _name(spec: Path, selected: Sequence[Sequence[str]], tuned: Sequence[Path]) -> str:
     # realpath takes links that lead to each other, too: reading the spec says what is wrong
-    read = [os.path.realpath(spec), sorted(arches), *map(os.path.realpath, tuned)]
+    read = [os.path.realpath(spec), list(map(list, selected)), *map(os.path.realpath, tuned)]
     return digest(read)[:32] + ".json"
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from attngen.build import pipeline as build_module
 from attngen.build.generate import generate
+from attngen.build.kernel_filter import KernelFilter
 from attngen.build.pipeline import BuildReport, build
 from attngen.compile import toolchain
 from attngen.errors import AttngenError, DiskFullError, InternalError, SpecError, StoreError
@@ -66,8 +67,8 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
-def run(spec: Path, store: Store, *arches: str) -> BuildReport:
-    return build(spec, arches=arches, jobs=1, store=store, compiler=FAKE)
+def run(spec: Path, store: Store, *arch: str, **more: tuple[str, ...]) -> BuildReport:
+    return build(spec, only=KernelFilter(arch, **more), jobs=1, store=store, compiler=FAKE)
 
 
 def origins(report: BuildReport) -> Counter[str]:
@@ -367,6 +368,29 @@ def test_arches_can_be_restricted(spec: Path, store: Store, log: Path) -> None:
         run(spec, store, "sm90")
 
 
+def test_dtypes_and_head_dims_can_be_restricted(spec: Path, store: Store, log: Path) -> None:
+    spec.write_text(SPEC.replace("head_dim: 64", "head_dim: [64, {qk: 192, v: 128}]\n    dtype: [bf16, fp16]"))
+    wide = run(spec, store, "sm90a", dtype=("bf16",), head_dim=("192/128",))
+    assert {(one.manifest["dtype"], one.manifest["head_dim_v"]) for one in wide.kernels} == {("bf16", 128)}
+    assert len(wide.kernels) == 2
+    assert run(spec, store, "sm90a", head_dim=("192/128",), dtype=("bf16",)).up_to_date
+    assert origins(run(spec, store, "sm90a", dtype=("bf16",))) == {"built": 2, "cached": 2}
+    # What an earlier build made of the rest stays in the index; of its own part nothing is left twice.
+    index = read_index(store, "mine")
+    assert index is not None
+    assert len({entry.name for entry in index.kernels}) == len(index.kernels) == 4
+    with pytest.raises(SpecError, match=r"head_dim: the spec lists no kernels for '192'; .*it builds for: 64, 192/128"):
+        run(spec, store, head_dim=("192",))
+    with pytest.raises(SpecError, match=r"dtype: the spec lists no kernels for 'f16'; did you mean 'fp16'"):
+        run(spec, store, dtype=("f16",))
+
+
+def test_a_selection_that_takes_no_kernel_is_refused(spec: Path, store: Store) -> None:
+    spec.write_text(f"{SPEC}  - {{variant: causal, head_dim: 128, arch: sm86, backend: triton}}\n")
+    with pytest.raises(SpecError, match="the spec lists no kernels for arch sm86, head_dim 64 together"):
+        run(spec, store, "sm86", head_dim=("64",))
+
+
 def test_a_kernel_that_fails_does_not_stop_the_others(spec: Path, store: Store, log: Path) -> None:
     spec.write_text(SPEC.replace("near", "reject"))
     report = run(spec, store)
@@ -559,7 +583,7 @@ def test_rendered_sources_are_written_and_kept_up(spec: Path, tmp_path: Path) ->
     fewer = generate(spec, out)
     assert (len(fewer.kernels), fewer.changed, len(fewer.removed)) == (2, (), 2)
     assert len(list(first.folder.iterdir())) == 3
-    assert generate(spec, out, ["sm80"]).removed == ()
+    assert generate(spec, out, KernelFilter(arch=("sm80",))).removed == ()
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot write"):
         generate(spec, tmp_path / "file")

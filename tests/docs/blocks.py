@@ -15,6 +15,10 @@ DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OUTPUT = re.compile(r"\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NOTE = re.compile(r"<!-- (.*?) -->\n\Z")
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_LIST = re.compile(r"\s*([-*]|\d+\.) ")
+#: First characters of lines that are no prose: tables, headings, directives of mkdocstrings, pictures, HTML.
+_OTHER_LINES = ("|", "#", ":::", "    options:", "![", "<")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,19 @@ def blocks(path: Path, language: str) -> list[Block]:
 def prose(path: Path) -> str:
     """Return a file without its fenced blocks."""
     return _FENCE.sub("", path.read_text())
+
+
+def paragraphs(path: Path) -> Iterator[str]:
+    """Yield the paragraphs of a file, each on one line, without lists, tables, code, headings and comments."""
+    for block in re.split(r"\n\s*\n", _COMMENT.sub("", _FENCE.sub("\n", path.read_text()))):
+        lines: list[str] = []
+        for line in block.strip("\n").splitlines():
+            if _LIST.match(line):
+                break  # the rest of the block are items
+            if not line.startswith((*_OTHER_LINES, " ")):
+                lines.append(line)
+        if lines:
+            yield " ".join(lines)
 
 
 def code_spans(path: Path) -> list[str]:

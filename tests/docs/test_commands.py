@@ -58,6 +58,9 @@ NOT_OURS = {
 #: Commands of attngen that need a GPU, and the option with which they do all else.
 WITHOUT_A_GPU = {"bench": "--dry-run"}
 
+#: Commands and options that do nothing without one, whose arguments are parsed; tests/lab and tests/gpu run them.
+ON_A_GPU = {"tune", "verify", "--report"}
+
 #: The spec of README, whose kernel is compiled.
 MINE = "my_mask.yaml"
 
@@ -137,7 +140,7 @@ def _parsed(line: str) -> tuple[click.Command, str, list[str]]:
     command = cli.group.get_command(click.Context(cli.group), word)
     assert command is not None, line
     takes_specs = any(p.name in ("spec", "specs") and isinstance(p, click.Argument) for p in command.params)
-    without = {"--schema", "masks"}.intersection(arguments)  # these read no spec
+    without = {"--schema", "masks", "parallel"}.intersection(arguments)  # these read no spec
     if takes_specs and not without and not any(one.endswith(".yaml") for one in arguments):
         arguments.append(f"specs/{MINE}")  # prose names an option alone
     return command, word, arguments
@@ -180,6 +183,10 @@ def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:
     """Run the commands of a document one after the other, as a reader does."""
     for shown in OURS:
         if shown.path == path:
+            command, word, arguments = _parsed(shown.line)
+            if ON_A_GPU.intersection((word, *arguments)):
+                command.make_context(word, arguments)
+                continue
             result = _run(shown.line, folders)
             if "needs matplotlib" in result.stderr and find_spec("matplotlib") is None:
                 continue
@@ -198,7 +205,7 @@ ALWAYS = [
 def test_commands_in_prose_run(shown: Shown, folders: dict[str, Path]) -> None:
     (folders["small"] / "specs/example.yaml").unlink(missing_ok=True)  # what 'attngen new' writes
     command, word, arguments = _parsed(shown.line)
-    if word in WITHOUT_A_GPU:  # whole runs are those of the blocks
+    if ON_A_GPU.union(WITHOUT_A_GPU).intersection((word, *arguments)):  # whole runs are those of the blocks
         command.make_context(word, arguments)
         return
     result = _run(shown.line, folders)

@@ -21,6 +21,8 @@ from tests.docs.blocks import ROOT, tables
 WORDS = {8: "eight", 19: "nineteen", 20: "twenty"}
 
 FORWARD, BACKWARD, MASKS = (ROOT / f"docs/performance/{name}.md" for name in ("forward", "backward", "masks"))
+#: Cells of the table of means: a figure, and in brackets how many functions it is of.
+CELL = r"\| \S+ \S+ "
 MASK_TABLE = ("function", "d 128: FlexAttention", "attngen", "ratio", "d 64: FlexAttention", "attngen", "ratio")
 
 
@@ -83,12 +85,12 @@ COUNTS = [
     ("docs/performance.md", r"(\w+) of the then \w+ masks and scores", len(ratios_of_masks(3, 0))),
     ("docs/performance.md", r"\w+ of the then (\w+) masks and scores", len(next(tables(MASKS, *MASK_TABLE)))),
     ("docs/flex_attention.md", r"\[(\w+) masks of\s+models\]", len(next(tables(MASKS, *MASK_TABLE)))),
-    ("docs/performance/masks.md", r"of the (\w+) functions that the suite had in that run",
+    ("docs/performance/masks.md", r"The suite had (\w+) \[masks\]\(../terms.md#attention\) and \[scores\]",
      len(next(tables(MASKS, *MASK_TABLE)))),
-    ("docs/performance/masks.md", r"as fast in the forward \((\w+)\)", len(ratios_of_masks(3, 0))),
-    ("docs/performance/masks.md", r"in the backward \((\w+)\) at d 128", len(ratios_of_masks(3, 1))),
-    ("docs/performance/masks.md", r"2.9 \((\w+)\)\s+and", len(ratios_of_masks(6, 0))),
-    ("docs/performance/masks.md", r"and 2.5 \((\w+)\) at d 64", len(ratios_of_masks(6, 1))),
+    ("docs/performance/masks.md", r"sizes as constants \| [\d.]+ \((\w+)\)", len(ratios_of_masks(3, 0))),
+    ("docs/performance/masks.md", rf"sizes as constants {CELL}\| [\d.]+ \((\w+)\)", len(ratios_of_masks(3, 1))),
+    ("docs/performance/masks.md", rf"sizes as constants {CELL * 2}\| [\d.]+ \((\w+)\)", len(ratios_of_masks(6, 0))),
+    ("docs/performance/masks.md", rf"sizes as constants {CELL * 3}\| [\d.]+ \((\w+)\)", len(ratios_of_masks(6, 1))),
     ("docs/performance/masks.md", r"(\w+) functions of papers, models and libraries",
      len(next(tables(MASKS, "function", "call", "FlexAttention", "attngen", "ratio")))),
 ]  # fmt: skip
@@ -134,14 +136,22 @@ def test_speeds_of_the_page_with_all_results() -> None:
             assert near(figure, value), (direction, figure, value)
 
 
+def test_speeds_of_the_page_on_training() -> None:
+    text = " ".join((ROOT / "docs/training.md").read_text().split())
+    pattern = r"it is ([\d.]+) times as fast as FlashAttention-4 and cuDNN .*?, and ([\d.]+) times"
+    ((peers, masks),) = re.findall(pattern, text)
+    assert near(peers, geometric_mean(CELLS["backward, H200"]))
+    assert abs(float(masks) - geometric_mean(ratios_of_masks(3, 1))) < 0.06
+
+
 @pytest.mark.parametrize(
     ("page", "pattern", "column"),
     [
         ("README.md", r"are ([\d.]+) times as fast as in FlexAttention forward and ([\d.]+) times backward", 3),
         ("docs/performance.md", r"d 128, forward / backward \| ([\d.]+) × / ([\d.]+) ×, at least 1.36", 3),
         ("docs/performance.md", r"the same at d 64 \| ([\d.]+) × / ([\d.]+) ×, at least 1.36", 6),
-        ("docs/performance/masks.md", r"attngen is ([\d.]+) times as fast in the forward \(69\) and ([\d.]+) in", 3),
-        ("docs/performance/masks.md", r"at d 128, ([\d.]+) \(65\)\s+and ([\d.]+) \(64\) at d 64", 6),
+        ("docs/performance/masks.md", r"sizes as constants \| ([\d.]+) \(69\) \| ([\d.]+) \(68\)", 3),
+        ("docs/performance/masks.md", rf"sizes as constants {CELL * 2}\| ([\d.]+) \(65\) \| ([\d.]+) \(64\)", 6),
     ],
 )
 def test_means_of_masks(page: str, pattern: str, column: int) -> None:

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
+from attngen.build.kernel_filter import KernelFilter
 from attngen.errors import PackageError
 from attngen.packaging.settings import PLATFORMS, Settings, check_platforms, size_in_bytes
 
 
 def test_a_table_is_read() -> None:
     table = {"specs": ["a.yaml", "masks/b.yaml"], "arch": ["sm90a"], "platforms": ["linux_x86_64"], "max-size": "8 MB"}
-    assert Settings.of(table) == Settings(("a.yaml", "masks/b.yaml"), ("sm90a",), ("linux_x86_64",), 8_000_000)
+    assert Settings.of(table) == Settings(
+        ("a.yaml", "masks/b.yaml"), KernelFilter(arch=("sm90a",)), ("linux_x86_64",), 8_000_000
+    )
     plain = Settings.of({"specs": ["a.yaml"]})
-    assert (plain.arches, plain.platforms, plain.max_size, plain.tuned) == ((), PLATFORMS, None, ())
+    assert (plain.only, plain.platforms, plain.max_size, plain.tuned) == (KernelFilter(), PLATFORMS, None, ())
     assert Settings.of({"specs": ["a.yaml"], "tuned": ["cards/h200.yaml"]}).tuned == ("cards/h200.yaml",)
     assert plain.tag == "py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64"
 

@@ -16,6 +16,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from attngen.build.kernel_filter import KernelFilter
 from attngen.errors import PackageError, SpecError
 from attngen.formats import VERSION
 from attngen.packaging.project import Choices, project_files
@@ -156,7 +157,7 @@ def test_arch_version_platform_and_licence(tmp_path: Path) -> None:
     (tmp_path / "LIC").write_text("All rights reserved.\n")
     made = make(
         write_spec(tmp_path), tmp_path / "dist",
-        version="2.0.0rc1", arches=("sm80",), platforms=("linux_x86_64",), licence=tmp_path / "LIC",
+        version="2.0.0rc1", only=KernelFilter(arch=("sm80",)), platforms=("linux_x86_64",), licence=tmp_path / "LIC",
     )  # fmt: skip
     assert made.files[0].name == "attngen_small-2.0.0rc1-py3-none-linux_x86_64.whl"
     files = contents(made.files[0])
@@ -164,7 +165,7 @@ def test_arch_version_platform_and_licence(tmp_path: Path) -> None:
     assert files["attngen_small-2.0.0rc1.dist-info/licenses/LICENSE"] == b"All rights reserved.\n"
     assert b'__version__ = "2.0.0rc1"' in files["attngen_small/__init__.py"]
     with pytest.raises(SpecError, match="lists no kernels for 'sm120a'"):
-        make(write_spec(tmp_path), tmp_path / "dist", arches=("sm120a",))
+        make(write_spec(tmp_path), tmp_path / "dist", only=KernelFilter(arch=("sm120a",)))
     with pytest.raises(PackageError, match="version 'new' is not one that pip understands"):
         make(write_spec(tmp_path), tmp_path / "dist", version="new")
     with pytest.raises(PackageError, match="cannot be read: No such file"):
@@ -195,7 +196,7 @@ def test_a_wheel_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path)
     with pytest.raises(PackageError, match=r"would take [\d,]+ B, more than the 1,000 B") as caught:
         package(spec, out, max_size=1000)
     assert "causal, head_dim 64, sm90a: 2 kernels" in str(caught.value)
-    assert "choose with --arch" in str(caught.value)
+    assert "choose with --arch, --dtype and --head-dim" in str(caught.value)
     assert (os.listdir(out), old.read_bytes()) == ([old.name], content)
 
 

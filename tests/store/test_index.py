@@ -90,7 +90,7 @@ def test_a_receipt_holds_as_long_as_its_inputs(store: Store, tmp_path: Path) -> 
     receipt = Receipt(hash_files([spec, mask]), generator_digest(), "mine", (("fwd", "ab"),))
     write_receipt(store, spec, [], receipt)
     assert read_receipt(store, spec, []) == receipt
-    assert read_receipt(store, spec, ["sm90a"]) is None
+    assert read_receipt(store, spec, [("sm90a",)]) is None
     assert read_receipt(store, mask, []) is None
     mask.write_text("three")
     assert read_receipt(store, spec, []) is None

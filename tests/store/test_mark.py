@@ -137,7 +137,7 @@ def _cache_of_everything(root: Path) -> Store:
     store = Store(root)
     store.put(key_of("one"), artifact("one"))
     write_index(store, Index("mine", "/spec.yaml", "hash", {}, ()))
-    write_receipt(store, Path("/spec.yaml"), ["sm90a"], Receipt({}, "generator", "mine", ()))
+    write_receipt(store, Path("/spec.yaml"), [("sm90a",)], Receipt({}, "generator", "mine", ()))
     write_refusal(store, key_of("two"), Refused("two", "cuda", "40 B of spills"))
     return store
 

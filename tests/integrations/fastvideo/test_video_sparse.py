@@ -13,6 +13,7 @@ from torch import Tensor
 from attngen.errors import CallError
 from attngen.integrations import fastvideo
 from tests.integrations.oracles import lists_of, masked_attention, pairs_of_blocks
+from tests.sampling import sampled
 
 BATCH, HEADS, DIM = 2, 3, 16
 
@@ -55,12 +56,13 @@ def near(actual: Any, wanted: Any) -> None:
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("block_size", "tokens"), [((4, 4, 4), 64), (4, 64), (64, 64), ((2, 8, 8), 128), ((4, 8, 8), 256), ((3, 8, 8), 192)]
+@sampled(
+    block=[((4, 4, 4), 64), (4, 64), (64, 64), ((2, 8, 8), 128), ((3, 8, 8), 192), ((4, 8, 8), 256)],
+    gate=[False, True],
+    form=["bhsd", "bshd"],
 )
-@pytest.mark.parametrize("gate", [False, True])
-@pytest.mark.parametrize("form", ["bhsd", "bshd"])
-def test_results_and_gradients(block_size: Any, tokens: int, gate: bool, form: str) -> None:
+def test_results_and_gradients(block: tuple[Any, int], gate: bool, form: str) -> None:
+    block_size, tokens = block
     torch.manual_seed(tokens)
     q_sizes, sizes = (torch.randint(1, tokens + 1, (n,), dtype=torch.int32) for n in (3, 5))
     inputs = inputs_of(q_sizes, sizes, tokens)

@@ -65,10 +65,9 @@ def test_narrow_rows_and_used_lengths(host: HostDriver) -> None:
     both(host, "64", **given, seqused_k=torch.tensor([130, 70, 0], dtype=torch.int32))
 
 
-def test_windows_and_divisors(host: HostDriver) -> None:
-    given = operands(3, 140, 40, batch=1, dtype=torch.float16)
-    both(host, "64_few", **given, variant="sliding_window", window=70)
-    both(host, "64_few", **given, variant="chunked", chunk=33)
+@few("name, scalar", [("chunked", {"chunk": 33}), ("sliding_window", {"window": 70})])
+def test_windows_and_divisors(host: HostDriver, name: str, scalar: dict[str, int]) -> None:
+    both(host, "64_few", **operands(3, 140, 40, batch=1, dtype=torch.float16), variant=name, **scalar)
 
 
 @few("page_size", [1, 16, 96], always=(2,))
