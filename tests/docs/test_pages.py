@@ -17,7 +17,7 @@ PARTS = ("User guide", "Cookbook", "Help", "Performance")
 #: Pages that are still to be rewritten.
 EXEMPT = (
     "benchmarks.md", "cookbook.md", "engines.md", "flex_attention.md", "fp8.md", "index_scores.md", "integrations.md",
-    "keys_by_index.md", "mla.md", "models.md", "packaging.md", "parallel.md", "performance.md",
+    "keys_by_index.md", "mla.md", "models.md", "parallel.md", "performance.md",
     "performance/backward.md", "performance/cards.md", "performance/forward.md", "performance/fp8.md",
     "performance/masks.md", "performance/parallel.md", "performance/serving.md", "performance/wide_heads.md",
     "serving.md", "training.md", "tuning.md",
