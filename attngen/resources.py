@@ -5,6 +5,7 @@ A checkout is preferred, since an editable install may hold an outdated copy of 
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def root() -> Path:
 def specs_dir() -> Path:
     """Return the folder of the shipped specs; its ``presets/`` holds one spec for each preset variant."""
     return root() / "specs"
+
+
+def spec_file(path: Path) -> Path:
+    """Return the path of a spec: this one, or where there is no such file and it is written as in a checkout, such as
+    ``specs/hopper.yaml``, that of the shipped spec."""
+    shipped = root() / path
+    return shipped if path.parts[:1] == ("specs",) and not os.path.exists(path) and os.path.isfile(shipped) else path
 
 
 def tuned_file(name: str | Path) -> Path:

@@ -353,8 +353,8 @@ def made(**fields: object) -> Record:
 
 @pytest.mark.parametrize("part", records.SOURCES)
 def test_a_change_of_any_source_is_seen(part: str, tmp_path: Path) -> None:
-    """Every kind of file counts: changed, added, renamed, in a subfolder; what Python compiles is none, nor are templates of
-    packages."""
+    """Every kind of file counts: changed, added, renamed, in a subfolder; what Python compiles is none, nor are
+    templates of packages."""
     source = resources.templates_dir() if part == "templates" else ROOT / part
     copied = tmp_path / "copied"
     shutil.copytree(source, copied, ignore=shutil.ignore_patterns("__pycache__"))

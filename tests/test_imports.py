@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from attngen.cli import EXTRAS
 from attngen.operations import ATTENTION, OPERATIONS
 
 ROOT = Path(__file__).parents[1]
@@ -267,6 +268,12 @@ def test_help_imports_no_command() -> None:
     code = "from attngen.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
     names = (*COMPILERS, "torch", "attngen.lab")
     assert [name for name in loaded(code, *names) if name in names] == []
+
+
+def test_commands_are_there_without_the_extra_that_they_need() -> None:
+    """One that needs a module of ``EXTRAS`` says so when it runs."""
+    code = "from attngen import cli\nfor name in cli.COMMANDS:\n    cli.group.get_command(None, name)"
+    assert loaded(code, *EXTRAS) == []
 
 
 def test_building_needs_no_torch() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import cli
+from attngen.commands.arguments import SPEC
 from attngen.commands.filtering import filtering
 from attngen.commands.output import Progress, print_json, print_table, warn
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=SPEC)
 @filtering
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from attngen import cli
 from attngen.build.compiles import Failure
+from attngen.commands.arguments import SPEC
 from attngen.commands.output import counted, print_json, print_table, warn
 from attngen.errors import AttngenError, SpecError
 
@@ -119,12 +121,12 @@ def _not_planned(kernels: Iterable[KernelSpec], broken: Collection[str]) -> Iter
 
 
 @click.command()
-@click.argument("specs", nargs=-1, metavar="SPEC...")
+@click.argument("specs", type=SPEC, nargs=-1, metavar="SPEC...")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of specs, for editors, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--strict", is_flag=True, help="Count a warning as an error.")
 @click.pass_context
-def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_json: bool, strict: bool) -> None:
+def command(context: click.Context, specs: tuple[Path, ...], schema: bool, as_json: bool, strict: bool) -> None:
     """Check specs without compiling: names, masks, shapes, budgets. Exits 2 if one cannot be built.
 
     Every kernel is planned and rendered; one that cannot be is named, and the others are checked anyway.
@@ -136,7 +138,7 @@ def command(context: click.Context, specs: tuple[str, ...], schema: bool, as_jso
         return
     if not specs:
         raise click.UsageError("name at least one spec, for example specs/hopper.yaml")
-    reports = [check_spec(path) for path in specs]
+    reports = [check_spec(str(path)) for path in specs]
     if as_json:
         print_json({"specs": [report.to_dict() for report in reports]})
     else:

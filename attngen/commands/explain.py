@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from attngen.commands.arguments import SPEC
 from attngen.commands.output import print_json, print_table
 from attngen.errors import StoreError
 from attngen.files import cause
-from attngen.inspect.predicted import HEADS, KV_HEADS
 
 if TYPE_CHECKING:
     from attngen.inspect.explanation import Band, PlanExplanation
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=SPEC)
 @click.argument("kernel", required=False)
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 32768), multiple=True, metavar="N",
               help="Queries and keys for the tile efficiency; may be repeated.")  # fmt: skip
@@ -134,6 +134,8 @@ def _print_many(explanations: Sequence[PlanExplanation]) -> None:
         )
     print_table([*_COLUMNS, *(_FLOORS if floors else ()), *(("predicted µs",) if foreseen else ())], rows)
     if foreseen:
+        from attngen.inspect.predicted import HEADS, KV_HEADS
+
         click.echo(f"predicted: a call of one sequence of {HEADS} query heads to {KV_HEADS}, with the values below")
     by_variant = {explanation.plan.variant.name: explanation for explanation in explanations if explanation.visits}
     for name, explanation in by_variant.items():
@@ -174,6 +176,8 @@ def _counted(explanation: PlanExplanation) -> str:
 
 def _call(explanation: PlanExplanation) -> str:
     """The call of a predicted time in words, with its assumed values."""
+    from attngen.inspect.predicted import HEADS, KV_HEADS
+
     given = ", ".join(
         f"{name}={value}" for name, value in explanation.scalars.items() if name not in explanation.assumed
     )

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import resources
+from attngen.commands.arguments import SPEC
 from attngen.commands.filtering import filtering
 from attngen.commands.output import Progress, print_json, print_table, warn
 from attngen.drivers import drivers_text
+from attngen.formats import VERSION
 
 if TYPE_CHECKING:
     from attngen.build.kernel_filter import KernelFilter
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=SPEC)
 @click.option(
     "--out", "-o",
     type=click.Path(path_type=Path, file_okay=False),
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 @filtering
 @click.option("--tuned", multiple=True, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Choices of `attngen tune` for kernels that leave them open; a file, or h100.")  # fmt: skip
-@click.option("--version", default="0.1.0", show_default=True, metavar="VERSION", help="Version of the package.")
+@click.option("--version", default=VERSION, show_default=True, metavar="VERSION",
+              help="Version of the package; by default attngen's.")  # fmt: skip
 @click.option("--max-size", metavar="SIZE", help="Refuse a larger wheel than this, such as '8 MB', and say why.")
 @click.option("--platform", "platforms", multiple=True, metavar="TAG",
               help="Platform tag of the wheel; may be repeated. Default: Linux on x86_64 and on aarch64.")  # fmt: skip

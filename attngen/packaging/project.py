@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from email.utils import getaddresses
+from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from attngen.build.kernel_filter import EVERYTHING, KernelFilter
 from attngen.build.pipeline import prepare
 from attngen.errors import SettingError
+from attngen.formats import VERSION
 from attngen.packaging.contents import spec_files, view_of
 from attngen.packaging.generator import FOLDER, generator_files, requirements
 from attngen.packaging.settings import FILTER_KEYS, PLATFORMS
 from attngen.packaging.view import DRIVER_LINE, fill
+from attngen.resources import specs_dir
 
 if TYPE_CHECKING:
     from attngen.schema import Spec
@@ -25,7 +29,7 @@ class Choices:
     """Choices of the packager: version, which kernels, platform tags, a licence, and files of measured choices for
     kernels."""
 
-    version: str = "0.1.0"
+    version: str = VERSION
     only: KernelFilter = EVERYTHING
     platforms: tuple[str, ...] = PLATFORMS
     licence: Path | None = None
@@ -59,7 +63,7 @@ def project_files(spec: Spec, choices: Choices, *, generator: bool) -> Mapping[s
         licences=_toml(licence),
     )
     return {
-        "pyproject.toml": project.encode(),
+        "pyproject.toml": (project + _publisher(spec)).encode(),
         "README.md": fill("readme.md.j2", view=view, driver_line=DRIVER_LINE).encode(),
         **licence,
         **specs,
@@ -78,6 +82,24 @@ def _tuned_files(paths: Sequence[Path]) -> Mapping[str, bytes]:
         if files.setdefault(f"tuned/{path.name}", tuned.content) != tuned.content:
             raise SettingError(f"two files of choices are named {path.name!r}; give one of them another name")
     return files
+
+
+def _publisher(spec: Spec) -> str:
+    """Tables of a pyproject.toml: authors and URLs of the installed attngen for a shipped spec, else nothing."""
+    if not Path(spec.file).resolve().is_relative_to(specs_dir()):
+        return ""
+    try:
+        attngen = metadata.metadata("attngen")
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        return ""
+    authors = [{"name": name} for name in attngen.get_all("Author", [])]
+    authors += [{"name": name, "email": email} for name, email in getaddresses(attngen.get_all("Author-email", []))]
+    urls = dict(label.split(", ", 1) for label in attngen.get_all("Project-URL", []))
+    tables = [("[[project.authors]]", author) for author in authors] + ([("[project.urls]", urls)] if urls else [])
+    return "".join(
+        "\n".join(["", head, *(f"{json.dumps(name)} = {json.dumps(text)}" for name, text in table.items()), ""])
+        for head, table in tables
+    )
 
 
 def _toml(values: object) -> str:

@@ -36,6 +36,15 @@ def test_table():
     assert sum("causal" in line and "sm90a" in line for line in result.output.splitlines()) == 2
 
 
+def test_a_shipped_spec_needs_no_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "2 kernels, nothing wrong" in run("specs/presets/causal.yaml").output
+    (tmp_path / "specs/presets").mkdir(parents=True)
+    (tmp_path / "specs/presets/causal.yaml").write_text("schema: 9\n")  # a file that is there comes first
+    assert run("specs/presets/causal.yaml").exit_code == 2
+    assert "there is no file 'specs/hoper.yaml'" in run("specs/hoper.yaml").output
+
+
 def test_registers_that_only_a_compiler_knows_are_read_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     path = write(tmp_path, "schema: 1\narch: sm90a\nkernels:\n  - {variant: causal, head_dim: 64, passes: backward}\n")

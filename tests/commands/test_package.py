@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from attngen.build import pipeline as build_module
+from attngen.formats import VERSION
 from tests.commands.test_build import attngen
 from tests.packaging.support import FAKE_COMPILER, SPEC, write_spec
 
-WHEEL = "attngen_small-0.1.0-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl"
+WHEEL = f"attngen_small-{VERSION}-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl"
 
 
 @pytest.fixture
@@ -37,8 +38,8 @@ def test_a_wheel_and_what_costs_how_much(spec: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_a_source_distribution_alone_or_beside_the_wheel(spec: Path) -> None:
-    assert attngen("package", spec, "--sdist", "-o", "one").stdout.startswith("one/attngen_small-0.1.0.tar.gz: ")
-    assert os.listdir("one") == ["attngen_small-0.1.0.tar.gz"]
+    assert attngen("package", spec, "--sdist", "-o", "one").stdout.startswith(f"one/attngen_small-{VERSION}.tar.gz: ")
+    assert os.listdir("one") == [f"attngen_small-{VERSION}.tar.gz"]
     attngen("package", spec, "--sdist", "--wheel", "-o", "two", "--version", "3.1", "--platform", "linux_x86_64")
     assert sorted(os.listdir("two")) == ["attngen_small-3.1-py3-none-linux_x86_64.whl", "attngen_small-3.1.tar.gz"]
 

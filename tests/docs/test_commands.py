@@ -32,7 +32,13 @@ from tests.sampling import some
 #: Commands of others that blocks show: what they begin with, and why they are not run here.
 NOT_OURS = {
     "pip install": "needs a network",
+    "pip download": "needs a network; .ci/run does it",
     "pip wheel": "tests/packaging/test_project.py builds such a project",
+    "python -m venv": ".ci/run makes such an environment",
+    ". /tmp/": "enters such an environment",
+    ".ci/release": ".ci/run calls it",
+    "git tag": "changes the repository",
+    "twine upload": "needs an account",
     "pytest": "runs these tests",
     "ruff": "checks the source",
     "mypy": "checks the source",

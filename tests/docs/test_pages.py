@@ -14,7 +14,6 @@ from tests.docs.test_site import SITE, pages
 #: Parts of the navigation whose pages are for users.
 PARTS = ("User guide", "Cookbook", "Help", "Performance")
 
-
 MOST_WORDS = 90
 
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from attngen.formats import VERSION
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import DOCUMENTS, ROOT
 
 SITE = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)
 
@@ -38,3 +38,17 @@ def test_the_api_page_names_what_there_is(name: str) -> None:
 
 def test_the_citation_has_the_version() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
+
+
+#: Versions of attngen, of its packages and of its tags, as docs write them.
+VERSIONS = re.compile(r"(?:attngen(?:_\w+)?[ -]|\bv)(\d+\.\d+\.\d+)")
+
+#: A release that there is not yet, in an example of a newer one.
+LATER = "9.0.0"
+
+
+def test_docs_name_no_other_version() -> None:
+    """Wheels, tags and messages have that of attngen; history has others."""
+    pages = [page for page in DOCUMENTS if page.name != "CHANGELOG.md" and "notebook" not in page.parts]
+    versions = {(page.name, version) for page in pages for version in VERSIONS.findall(page.read_text())}
+    assert {version for _, version in versions} <= {VERSION, LATER}, versions

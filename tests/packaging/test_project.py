@@ -10,8 +10,10 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
+from attngen.formats import VERSION
 from tests.packaging.support import ROOT, install, make, run
 
 SPEC = """
@@ -83,6 +85,23 @@ def test_attngens_own_wheel_holds_no_rendered_sources(built_attngen: Path) -> No
     assert data == {"specs", "tuned", "templates", "tests", "LICENSE"}
 
 
+@pytest.mark.exhaustive
+def test_attngens_source_distribution_builds_the_wheel_of_the_checkout(built_attngen: Path, tmp_path: Path) -> None:
+    """It holds all that is committed but ``generated/``; packages need nothing of hatchling's newest metadata."""
+    (sdist,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path)
+    (folder,) = tmp_path.glob("attngen-*/")
+    there, here = ({path.name for path in place.iterdir()} for place in (folder, ROOT))
+    assert {"attngen", "specs", "tuned", "templates", "tests", "docs", ".ci"} <= there <= here | {"PKG-INFO"}
+    assert "generated" not in there
+    (wheel,) = (built_attngen.parent / "dist").iterdir()
+    (again,) = WheelBuilder(str(folder)).build(directory=str(tmp_path), versions=["standard"])
+    assert Path(again).read_bytes() == wheel.read_bytes()
+    with ZipFile(wheel) as archive:
+        assert b"Metadata-Version: 2.4\n" in archive.read(f"attngen-{VERSION}.dist-info/METADATA")
+
+
 def pip_wheel(source: Path, out: Path, environment: dict[str, str], code: int = 0) -> str:
     """Build a wheel as pip does before it installs; nothing is fetched. Returns all that it prints."""
     command = ["pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(out), str(source)]
@@ -135,7 +154,7 @@ def test_a_source_distribution_needs_no_attngen_of_this_machine(project: Path, t
         names = archive.namelist()
         (cubin,) = [name for name in names if name.endswith("kernel.cubin")]
         assert archive.read(cubin)[:4] == b"\x7fELF"
-    assert {name.partition("/")[0] for name in names} == {"my_masks", "my_masks-0.1.0.dist-info"}
+    assert {name.partition("/")[0] for name in names} == {"my_masks", f"my_masks-{VERSION}.dist-info"}
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked")
     (root,) = (tmp_path / "unpacked").iterdir()

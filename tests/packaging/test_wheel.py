@@ -19,8 +19,10 @@ import pytest
 from attngen.build.kernel_filter import KernelFilter
 from attngen.errors import PackageError, SpecError
 from attngen.formats import VERSION
+from attngen.packaging.project import Choices, project_files
 from attngen.packaging.sizes import sizes_of
 from attngen.packaging.vendor import runtime_files
+from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, preset_names
 from attngen.schema.tuned import identity, tuned_text
 from tests.packaging.support import INCLUDED, OTHER, ROOT, SPEC, make, write_spec
@@ -74,11 +76,11 @@ def test_a_wheel_holds_the_runtime_the_kernels_and_their_sources(wheel: Path) ->
 
 
 def test_metadata_of_a_wheel(wheel: Path) -> None:
-    assert wheel.name == "attngen_small-0.1.0-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl"
+    assert wheel.name == f"attngen_small-{VERSION}-py3-none-manylinux_2_17_aarch64.manylinux_2_17_x86_64.whl"
     files = contents(wheel)
-    info = "attngen_small-0.1.0.dist-info"
+    info = f"attngen_small-{VERSION}.dist-info"
     metadata = Parser().parsestr(files[f"{info}/METADATA"].decode())
-    assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("attngen-small", "0.1.0", ">=3.10")
+    assert (metadata["Name"], metadata["Version"], metadata["Requires-Python"]) == ("attngen-small", VERSION, ">=3.10")
     assert metadata.get_all("Requires-Dist") is None  # torch is the caller's own
     assert "| `own` | `step`, `loud` |" in metadata.get_payload()
     assert "\nNVIDIA driver: CUDA 13.0 (r580) or later for sm80, sm90a.\n" in metadata.get_payload()
@@ -92,6 +94,22 @@ def test_metadata_of_a_wheel(wheel: Path) -> None:
         if digest:
             wanted = base64.urlsafe_b64encode(hashlib.sha256(files[name]).digest()).rstrip(b"=").decode()
             assert (digest, int(size)) == (f"sha256={wanted}", len(files[name]))
+
+
+def test_shipped_specs_have_the_authors_and_urls_of_attngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def publisher(spec: Path, text: str) -> str:
+        monkeypatch.setattr("importlib.metadata.metadata", lambda name: Parser().parsestr(text))
+        project = project_files(load_spec(spec), Choices(), generator=False)["pyproject.toml"].decode()
+        return project.rpartition('core-metadata-version = "2.4"\n')[2]
+
+    shipped, own = specs_dir() / "ladder.yaml", write_spec(tmp_path)
+    names = "Author: A, B\nAuthor-email: Who <who@attngen.example>\nProject-URL: Source, https://attngen.example/s\n\n"
+    assert publisher(shipped, names).splitlines() == [
+        "", "[[project.authors]]", '"name" = "A, B"',
+        "", "[[project.authors]]", '"name" = "Who"', '"email" = "who@attngen.example"',
+        "", "[project.urls]", '"Source" = "https://attngen.example/s"',
+    ]  # fmt: skip
+    assert publisher(own, names) == publisher(shipped, "Name: attngen\n\n") == ""
 
 
 @pytest.mark.exhaustive
@@ -239,11 +257,11 @@ def test_a_kernel_that_does_not_compile_fails_the_package(tmp_path: Path, monkey
 @pytest.mark.usefixtures("fake_compiler")
 def test_a_source_distribution_holds_the_project_and_the_generator(tmp_path: Path) -> None:
     made = make(write_spec(tmp_path), tmp_path / "dist", "sdist")
-    assert [path.name for path in made.files] == ["attngen_small-0.1.0.tar.gz"]
+    assert [path.name for path in made.files] == [f"attngen_small-{VERSION}.tar.gz"]
     assert made.sizes is None
     with tarfile.open(made.files[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-        project = archive.extractfile("attngen_small-0.1.0/pyproject.toml")
+        project = archive.extractfile(f"attngen_small-{VERSION}/pyproject.toml")
         assert project is not None
         text = project.read().decode()
     own = {name for name in names if not name.startswith("_attngen/")}
@@ -264,7 +282,7 @@ def test_a_source_distribution_holds_the_project_and_the_generator(tmp_path: Pat
 def test_a_name_that_ends_in_an_underscore_has_a_distribution(tmp_path: Path) -> None:
     spec = write_spec(tmp_path, SPEC.replace("attngen_small", "small_"))
     (wheel,) = make(spec, tmp_path / "dist").files
-    assert wheel.name.startswith("small-0.1.0-")
+    assert wheel.name.startswith(f"small-{VERSION}-")
     assert "small_/__init__.py" in contents(wheel)
 
 
@@ -275,8 +293,8 @@ def test_a_link_to_a_shipped_spec_is_packaged_under_its_own_name(tmp_path: Path)
     wheel, sdist = make(tmp_path / "mine.yaml", tmp_path / "dist", "wheel", "sdist").files
     assert "attngen_ladder/spec/mine.yaml" in contents(wheel)
     with tarfile.open(sdist) as archive:
-        assert "attngen_ladder-0.1.0/specs/mine.yaml" in archive.getnames()
-        project = archive.extractfile("attngen_ladder-0.1.0/pyproject.toml")
+        assert f"attngen_ladder-{VERSION}/specs/mine.yaml" in archive.getnames()
+        project = archive.extractfile(f"attngen_ladder-{VERSION}/pyproject.toml")
         assert project is not None
         assert b'specs = ["specs/mine.yaml"]' in project.read()
 

@@ -23,6 +23,8 @@ from hashlib import sha256
 from pathlib import Path
 from pkgutil import resolve_name
 
+import pytest
+
 from attngen.build.pipeline import prepare
 from attngen.plan import Plan
 from attngen.plan.catalogue import named
@@ -33,6 +35,9 @@ from tests.render.sources import GOLDEN
 GENERATED = root() / "generated"
 HASHES = GENERATED / "sha256.txt"
 COMMAND = "python -m tests.render.generated"
+
+#: Mark of tests that look at these sources.
+needs_generated = pytest.mark.skipif(not GENERATED.is_dir(), reason="a source distribution has no generated/")
 
 #: Specs of the rendered sources, by the names of their folders.
 SPECS = {name: specs_dir() / f"{name}.yaml" for name in GOLDEN} | {"others": Path(__file__).with_name("others.yaml")}

@@ -29,11 +29,13 @@ from tests.render.generated import (
     digest,
     facts_of,
     listed,
+    needs_generated,
     there,
 )  # fmt: skip
 from tests.render.sources import SHIPPED
 
 
+@needs_generated
 @pytest.mark.parametrize("name", SPECS)
 def test_generated_sources_are_up_to_date(name: str, tmp_path: Path) -> None:
     folder = generate(SPECS[name], tmp_path).folder
@@ -48,6 +50,7 @@ def test_generated_sources_are_up_to_date(name: str, tmp_path: Path) -> None:
     assert not stale, f"{len(stale)} hashes of generated/{name} are stale: run {COMMAND}; the first is of {stale[0]}"
 
 
+@needs_generated
 def test_each_schedule_part_layout_pass_and_backend_is_among_the_committed_sources() -> None:
     kept = {path.rpartition(".")[0] for path in there()}
     every = [(name, *each) for name, spec in SPECS.items() for each in plans(load_spec(spec))]
@@ -64,6 +67,7 @@ def test_each_schedule_part_layout_pass_and_backend_is_among_the_committed_sourc
     assert not missing, f"generated/ shows no {missing}: add a kernel to {SPECS['others']}, run {COMMAND}"
 
 
+@needs_generated
 def test_generated_holds_nothing_else() -> None:
     assert {path.name for path in GENERATED.iterdir()} <= {*SHIPPED, "others", HASHES.name}
     assert {path.suffix for path in GENERATED.glob("*/*")} <= {".py", ".cu"}

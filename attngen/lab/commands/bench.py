@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from attngen import __version__, cli
+from attngen.commands.arguments import SPEC
 from attngen.commands.output import counted, print_table, refuse_unwritable
 from attngen.files import cause
 from attngen.lab.commands.bench_ladder import print_ladders
@@ -57,7 +58,7 @@ _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path), required=False)
+@click.argument("spec", type=SPEC, required=False)
 @click.option("--kernel", "part", metavar="PART", help="Only kernels whose name contains this.")
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),

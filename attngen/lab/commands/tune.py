@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from attngen import cli
+from attngen.commands.arguments import SPEC
 from attngen.commands.output import counted, print_json, print_table, refuse_unwritable
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=SPEC)
 @click.option("--kernel", "part", metavar="PART", help="Only kernels whose name contains this.")
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")), default="both",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen import cli
+from attngen.commands.arguments import SPEC
 from attngen.commands.output import console, print_json, print_table
 from attngen.errors import LoadError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=SPEC)
 @click.option("--only", metavar="PART", help="Only kernels whose name contains this.")
 @click.option("--retarget", is_flag=True, help="Plan kernels for other GPUs again for this one, and run those.")
 @click.option("--interpret", is_flag=True, help="Use Triton's interpreter although there is a GPU.")
