@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from attngen.compile.toolchain import CUPY, chosen_nvrtc
+from attngen.inspect.known import causes_table
 from attngen.inspect.record import FAILED, NOT_RUN, PASSED, REFUSED, Record, records, source_hashes, table, write
 from attngen.store.limits import available_cores
 from tests.gpu.events import NEARLY
@@ -369,7 +370,8 @@ def quote(path: Path = DOCS, rows: Sequence[Record] | None = None) -> str:
     if not mark:
         raise SystemExit(f"{path} has no line '<!-- records -->'")
     _, end, tail = after.partition("<!-- end of records -->\n")
-    return f"{head}{mark}\n{table(records() if rows is None else rows)}\n{end}{tail}"
+    rows = records() if rows is None else rows
+    return f"{head}{mark}\n{table(rows)}\n{causes_table(rows)}\n{end}{tail}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
