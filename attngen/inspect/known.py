@@ -118,13 +118,14 @@ def explained(record: Record) -> list[Explained]:
 
 def causes_table(records: Iterable[Record]) -> str:
     """The causes of all failures of some records, as a table of docs/limits.md."""
+    said = "Why tests failed or were refused; `attngen doctor` names each of them:\n\n"
     lines = ["| card | failed or refused | fault of | why | mended since |", "| --- | --- | --- | --- | --- |"]
     for row in records:
         lines += [
             f"| {row.card} | {len(cause.tests)} | {cause.fault} | {cause.reason} | {cause.mended or '–'} |"
             for cause in explained(row)
         ]
-    return "\n".join(lines) + "\n" if len(lines) > 2 else "No test failed.\n"
+    return said + "\n".join(lines) + "\n" if len(lines) > 2 else "No test failed.\n"
 
 
 def named(tests: Sequence[str]) -> str:

@@ -37,6 +37,7 @@ from typing import Any
 from attngen.compile.toolchain import CUPY, chosen_nvrtc
 from attngen.inspect.known import causes_table
 from attngen.inspect.record import FAILED, NOT_RUN, PASSED, REFUSED, Record, records, source_hashes, table, write
+from attngen.lab.bench.figures import clean_commit
 from attngen.store.limits import available_cores
 from tests.gpu.events import NEARLY
 
@@ -329,18 +330,6 @@ def versions() -> dict[str, str]:
             by_name[name] = metadata.version(name)
     nvrtc = chosen_nvrtc()
     return by_name | ({"nvrtc": nvrtc.version} if nvrtc else {})
-
-
-def clean_commit() -> str | None:
-    """Return the commit of the checkout, or None if it has changes or no history."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return None if git("status", "--porcelain") else git("rev-parse", "--short=12", "HEAD")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def report(suite: Suite, record: Record, said: Iterable[str], folder: Path) -> str:
