@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = "gpu" in str(config.option.markexpr) or any(path.is_relative_to(_GPU) for path in paths)
     if collection_path != _GPU or asked:
         return None
+    if find_spec("torch") is None:
+        return True
     import torch
 
     return None if torch.cuda.is_available() else True

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from attngen import cli, resources
 from attngen.compile import toolchain
+from attngen.inspect import known
 from attngen.inspect import record as records
 from attngen.inspect.record import Record
 from tests.gpu import prebuilt, record
@@ -450,10 +451,61 @@ def test_doctor_says_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ran = "tests/gpu on 2026-01-31 with changes"
     assert same["text"] == f"{ran}: 7 passed, 0 failed, 0 refused, 0 not run; these sources"
     assert changed["state"] == "missing"
-    assert changed["text"] == (
-        f"{ran}: 1210 passed, 1 failed, 0 refused, 3 not run (failed: backward 1; {tmp_path}/record.json names each, "
-        "docs/limits.md has more); changed since: attngen/plan"
-    )
+    assert changed["text"] == f"{ran}: 1210 passed, 1 failed, 0 refused, 3 not run; changed since: attngen/plan"
+
+
+def known_of(fault: str, mended: str = "") -> known.KnownFailure:
+    return known.KnownFailure("NVIDIA H200", ("tests/gpu/test_some.py::test_one",), fault, "it is so", mended)
+
+
+@pytest.mark.parametrize(
+    ("rows", "state", "title", "text"),
+    [
+        ([known_of(known.TEST)], "ok", "fault of the test, 2 tests", "it is so"),
+        ([known_of(known.COMPILER)], "ok", "fault of the compiler, 2 tests", "it is so"),
+        ([known_of(known.KERNEL)], "broken", "fault of a kernel, 2 tests", "it is so"),
+        (
+            [known_of(known.KERNEL, "a CPU test")], "missing", "fault of a kernel, 2 tests",
+            "it is so; mended since: a CPU test",
+        ),
+        (
+            [], "broken", "unknown cause, 2 tests",
+            "count it as a fault of a kernel until the cause is known",
+        ),
+    ],
+)  # fmt: skip
+def test_doctor_tells_known_failures_from_others(
+    rows: list[known.KnownFailure], state: str, title: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The state of a card follows: it is well where no kernel that calls run is at fault."""
+    monkeypatch.setattr(known, "KNOWN", rows)
+    names = [f"tests/gpu/test_some.py::test_one[{number}]" for number in (1, 2)]
+    families = {"forward": {"passed": 7, "failed": 1, "refused": 1}}
+    run = made(card="NVIDIA H200", families=families, failed=names[:1], refused=names[1:])
+    card, cause = doctor(monkeypatch, tmp_path, run)
+    assert card["state"] == ("ok" if state == "ok" else "missing")
+    assert (cause["name"], cause["state"]) == (f"NVIDIA H200, {title}", state)
+    assert cause["text"] == f"{text} (tests/gpu/test_some.py::test_one (2 times))"
+
+
+def test_each_known_failure_still_is_one() -> None:
+    """A row must go when its tests pass, or when no record is of its card."""
+    by_card = {row.card: row for row in records.records()}
+    for row in known.KNOWN:
+        names = row.names(by_card[row.card])
+        assert names, f"no test of {row.tests} fails in the record of {row.card}: drop the row"
+        assert all(any(name.startswith(test) for name in names) for test in row.tests), row
+        assert row.fault in (known.TEST, known.COMPILER, known.KERNEL)
+
+
+def test_a_failure_of_another_card_is_not_known() -> None:
+    (row, *_) = known.KNOWN
+    (cause,) = known.explained(made(card="another", failed=[f"{row.tests[0]}"]))
+    assert cause.fault == known.UNKNOWN
+
+
+def test_a_record_with_nothing_failed_has_no_causes() -> None:
+    assert known.causes_table([made()]) == "No test failed.\n"
 
 
 def test_doctor_names_the_commit_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from attngen.store.limits import available_bytes, job_limit
 from attngen.store.store import Store
 
 if TYPE_CHECKING:
-    from attngen.inspect.record import Record
     from attngen.runtime.registry.packages import Package
 
 
@@ -244,8 +243,8 @@ def _cards() -> list[Finding]:
 
 
 def _tested() -> list[Finding]:
-    """Say which GPUs ran the whole test suite, when, what failed there, and whether the sources are those that ran."""
-    from attngen.inspect import record
+    """Say which GPUs ran the whole test suite, when, why tests failed, and whether the sources are those that ran."""
+    from attngen.inspect import known, record
 
     try:
         rows = record.records()
@@ -255,24 +254,17 @@ def _tested() -> list[Finding]:
         return [Finding("tested", "records", "missing", "no run of the whole GPU test suite is recorded")]
     findings = []
     for row in rows:
+        causes = known.explained(row)
         changed = row.changed()
         since = f"changed since: {', '.join(changed)}" if changed else "these sources"
-        well = not changed and not row.count(record.FAILED) and not row.count(record.NOT_RUN)
+        well = not changed and not row.count(record.NOT_RUN) and all(cause.harmless for cause in causes)
         sources = f"at commit {row.commit}" if row.commit else "with changes"
-        text = f"tests/gpu on {row.date} {sources}: {row.counts()}{_failed(row)}; {since}"
+        text = f"tests/gpu on {row.date} {sources}: {row.counts()}; {since}"
         findings.append(Finding("tested", row.card, "ok" if well else "missing", text))
+        for cause in causes:
+            state = "ok" if cause.harmless else "missing" if cause.mended else "broken"
+            findings.append(Finding("tested", f"{row.card}, {cause.title}", state, cause.text))
     return findings
-
-
-def _failed(row: Record) -> str:
-    """Families of the tests of a record that failed, and where their names are; nothing if none did."""
-    from attngen.inspect import record
-
-    counts = {name: family.get(record.FAILED) for name, family in row.families.items()}
-    families = [f"{name} {count}" for name, count in counts.items() if count]
-    if not families:
-        return ""
-    return f" (failed: {', '.join(families)}; {resources.record_file()} names each, docs/limits.md has more)"
 
 
 def _try(part: str, name: str, look: Callable[[], str]) -> Finding:

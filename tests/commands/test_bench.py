@@ -15,6 +15,7 @@ from click.testing import Result as Outcome
 from attngen import cli
 from attngen.commands import doctor
 from attngen.lab.bench import runner
+from attngen.lab.bench.figures import read_runs
 from attngen.lab.bench.grid import GridReport, GridResult, GridRow, GridSuite
 from attngen.lab.bench.ladder import RUNGS
 from attngen.lab.bench.runner import BenchOptions, Observer
@@ -86,6 +87,8 @@ def test_options_choose_cases(spec: Path) -> None:
         (("--json", "no/such/folder/figures.json"), 2, "there is no folder no/such/folder"),
         (("--json", ""), 2, "the name of a file is empty"),
         (("--report", "report.json"), 2, "--report holds figures of one GPU"),
+        (("--record", "speed.json", "--ladder"), 2, "--record keeps figures beside peers; leave it out, or --ladder"),
+        (("--record", "s.json", "--suite", "small"), 2, "--record is not for the suite of small calls; leave it out"),
         (("--plot", "figures.txt"), 2, "--plot figures.txt: a picture's name ends in .png, .pdf, .svg"),
     ],
 )
@@ -129,6 +132,19 @@ def test_the_file_to_send_back(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     assert document["bench"] == json.loads((tmp_path / "figures.json").read_text())
     assert document["findings"] == [{"part": "run", "name": "GPU 0", "state": "ok", "text": "some card"}]
     assert document["attngen"]
+
+
+def test_runs_are_recorded(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured(monkeypatch, report())
+    path = tmp_path / "speed.json"
+    run(spec, "--record", path, "--suite", "grid", "--taken")
+    forward, variants = read_runs(path)
+    assert (forward.figures, variants.figures, forward.card) == ("forward", "variants forward", "a card")
+    assert forward.source == f"attngen bench {spec} --suite grid --taken --rounds 7"
+    path.write_text("{}")
+    done = run(spec, "--record", path, code=cli.EXIT_USAGE)
+    assert "speed.json holds no runs of benchmarks" in done.stderr
+    assert path.read_text() == "{}"
 
 
 def test_the_table(spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

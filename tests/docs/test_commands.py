@@ -54,7 +54,6 @@ NOT_OURS = {
     "python docs/examples/": "tests/docs/test_examples.py runs the scripts",
     "hf ": "needs an account",
     "export ": "sets a variable for other programs",
-    "python -m venv": "makes an environment, and needs a network to fill it",
     "build/hub/bin/": "that environment",
     "torchrun --nproc-per-node": "tests/docs/test_examples.py runs the script",
 }

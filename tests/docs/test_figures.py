@@ -1,31 +1,67 @@
-"""The picture of the speed and the table of docs/performance/forward.md show the same figures."""
+"""Figures of the docs: tables of the pages of performance and the picture show what docs/figures/speed.json holds."""
 
 from __future__ import annotations
 
-import json
 import re
+from collections.abc import Mapping
 
 import pytest
 
 from attngen.lab.bench.ladder import RUNGS
 from tests.docs.blocks import ROOT, tables
+from tests.docs.runs import SPEED_FILE, run
 
 COLUMNS = ("FA3", "FA4", "cuDNN", "attngen")
-DATA = ROOT / "docs/figures/speed.json"
+#: Names of the columns in the file of runs.
+CONTENDERS = {"FA3": "FlashAttention-3", "FA4": "FlashAttention-4", "cuDNN": "SDPA cuDNN", "attngen": "attngen"}
 
 
-def test_picture_and_table_agree() -> None:
-    (rows,) = tables(ROOT / "docs/performance/forward.md", "bf16", *COLUMNS, "ratio")
-    data = json.loads(DATA.read_text())
-    table = {
-        row[0].removesuffix(" 1k / 4k / 16k"): {
-            name: [None if speed == "–" else int(speed) for speed in cell.split(" / ")]
-            for name, cell in zip(COLUMNS, row[1:5], strict=True)
-        }
-        for row in rows
+def figure(text: str) -> float | None:
+    return None if text == "–" else float(text)
+
+
+def cells_of(name: str, columns: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
+    """Cells of the file of runs from a row of a table such as ``d 64 full``, by column its speeds at 1k, 4k and 16k."""
+    _, head_dim, mask = name.split()[:3]
+    speeds = {CONTENDERS[column]: [figure(one) for one in text.split(" / ")] for column, text in columns.items()}
+    return {
+        f"{mask} d{head_dim} bf16 {length}": {name: row[at] for name, row in speeds.items()}
+        for at, length in enumerate(("1k", "4k", "16k"))
     }
-    assert data["tflops"] == table
-    assert data["seqlens"] == [1024, 4096, 16384]
+
+
+@pytest.mark.parametrize(("card", "title"), [("H200", "bf16"), ("H100", "bf16, H100")])
+def test_the_tables_of_the_forward_show_the_runs(card: str, title: str) -> None:
+    (rows,) = tables(ROOT / "docs/performance/forward.md", title, *COLUMNS, "ratio")
+    table = [cells_of(row[0], dict(zip(COLUMNS, row[1:5], strict=True))) for row in rows]
+    assert {name: cell for part in table for name, cell in part.items()} == run("forward", card).cells
+
+
+def test_the_table_of_the_backward_shows_the_runs() -> None:
+    (rows, *_) = tables(ROOT / "docs/performance/backward.md", "attngen / FA4 / cuDNN", "1k", "4k", "16k")
+    by_card: dict[str, dict[str, dict[str, float | None]]] = {}
+    card = ""
+    for name, *cells in rows:
+        card = name.partition(",")[0] if name.startswith("H") else card
+        speeds = zip(*(cell.split(" / ") for cell in cells), strict=True)
+        columns = dict(zip(("attngen", "FA4", "cuDNN"), map(" / ".join, speeds), strict=True))
+        by_card.setdefault(card, {}).update(cells_of(name.rpartition(", ")[2], columns))
+    assert by_card == {card: run("backward", card).cells for card in ("H100", "H200")}
+
+
+def test_the_table_of_masks_shows_the_runs() -> None:
+    header = ("function", "d 128: FlexAttention", "attngen", "ratio", "d 64: FlexAttention", "attngen", "ratio")
+    (rows,) = tables(ROOT / "docs/performance/masks.md", *header)
+    for at, direction in enumerate(("forward", "backward")):
+        table = {
+            f"{row[0]} d{head_dim}": {
+                "FlexAttention": figure(row[column].split(" / ")[at]),
+                "attngen": figure(row[column + 1].split(" / ")[at]),
+            }
+            for head_dim, column in ((128, 1), (64, 4))
+            for row in rows
+        }
+        assert table == run(f"masks {direction}", "H200").cells
 
 
 @pytest.mark.parametrize(
@@ -47,8 +83,10 @@ def test_ratios_of_the_tables_follow_from_their_speeds(page: str, card: str) -> 
 
 def test_every_panel_is_in_the_picture() -> None:
     """The picture is drawn by ``docs/figures/speed.py``; its title and panels are text."""
-    data, picture = json.loads(DATA.read_text()), DATA.with_suffix(".svg").read_text()
-    for text in (data["title"], *data["tflops"]):
+    picture = SPEED_FILE.with_suffix(".svg").read_text()
+    panels = {" ".join(cell.split()[:2]) for cell in run("forward", "H200").cells}
+    for mask, head_dim in map(str.split, panels):
+        text = f"d {head_dim.removeprefix('d')} {mask}"
         assert f">{text}</text>" in picture, f"docs/figures/speed.svg lacks {text!r}: run python docs/figures/speed.py"
 
 

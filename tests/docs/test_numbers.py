@@ -1,15 +1,15 @@
-"""Numbers that the docs quote: counts come from the code, figures from the tables of the pages of performance."""
+"""Numbers that the docs quote: counts come from the code, figures from the runs of docs/figures/speed.json."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from statistics import geometric_mean
 
 import pytest
 
 from attngen.build.kernel_filter import KernelFilter
+from attngen.lab.bench.figures import mean_and_range
 from attngen.lab.bench.ladder import RUNGS
 from attngen.lab.bench.masks.cases import mask_cases
 from attngen.lab.bench.small.shapes import oracle_shapes, small_shapes
@@ -17,11 +17,12 @@ from attngen.lang.parser import FUNCTIONS
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, preset_names
 from tests.docs.blocks import ROOT, tables
+from tests.docs.runs import run
 
 #: Numbers that are written as words.
 WORDS = {8: "eight", 19: "nineteen", 20: "twenty"}
 
-FORWARD, BACKWARD, MASKS = (ROOT / f"docs/performance/{name}.md" for name in ("forward", "backward", "masks"))
+MASKS = ROOT / "docs/performance/masks.md"
 #: Cells of the table of means: a figure, and in brackets how many functions it is of.
 CELL = r"\| \S+ \S+ "
 MASK_TABLE = ("function", "d 128: FlexAttention", "attngen", "ratio", "d 64: FlexAttention", "attngen", "ratio")
@@ -38,29 +39,12 @@ def small_form(spec: str) -> int:
     return len(KernelFilter(dtype=("bf16",), head_dim=("128",)).of(every, spec))
 
 
-def ratios_of_masks(column: int, direction: int) -> list[float]:
-    """Ratios of the table of masks that FlexAttention could run, in their column; 0: forward, 1: backward."""
-    (rows,) = tables(MASKS, *MASK_TABLE)
-    cells = {row[0]: row[column].split(" / ")[direction] for row in rows}
-    if direction:
-        cells.pop("gate of each head, learned")  # see the page
-    return [float(cell) for cell in cells.values() if cell != "–"]
-
-
-def forward_ratios(card: str) -> list[float]:
-    """Ratios to the fastest library in a card's table of the forward."""
-    (rows,) = tables(FORWARD, card, "FA3", "FA4", "cuDNN", "attngen", "ratio")
-    return [float(ratio) for row in rows for ratio in row[5].split(" / ")]
-
-
-def backward_ratios(card: str) -> Iterator[float]:
-    """The same of the backward, from the speeds of its table, which has the rows of a card below one another."""
-    rows, of = next(tables(BACKWARD, "attngen / FA4 / cuDNN", "1k", "4k", "16k")), ""
-    for name, *cells in rows:
-        of = name.partition(",")[0] if name.startswith("H") else of
-        for cell in cells if of == card else ():
-            our, *theirs = cell.split(" / ")
-            yield float(our) / max(float(speed) for speed in theirs if speed != "–")
+def ratios_of_masks(head_dim: int, direction: str) -> list[float]:
+    """Speeds over FlexAttention's of the masks that it could run."""
+    ratios = run(f"masks {direction}", "H200").ratios(f" d{head_dim}", "FlexAttention")
+    if direction == "backward":
+        ratios.pop(f"gate of each head, learned d{head_dim}")  # see the page
+    return list(ratios.values())
 
 
 # --- counts ---------------------------------------------------------------------------------------------------
@@ -89,17 +73,21 @@ COUNTS = [
      len(small_shapes())),
     ("docs/benchmarks.md", r"`--oracle` makes (\w+) calls", len(oracle_shapes())),
     # of the run that the table of masks is from, when the suite was smaller
-    ("README.md", r"the (\w+) that FlexAttention can run", len(ratios_of_masks(3, 0))),
+    ("README.md", r"the (\w+) that FlexAttention can run", len(ratios_of_masks(128, "forward"))),
     ("README.md", r"Of (\w+) masks and scores", len(next(tables(MASKS, *MASK_TABLE)))),
-    ("docs/performance.md", r"(\w+) of the then \w+ masks and scores", len(ratios_of_masks(3, 0))),
+    ("docs/performance.md", r"(\w+) of the then \w+ masks and scores", len(ratios_of_masks(128, "forward"))),
     ("docs/performance.md", r"\w+ of the then (\w+) masks and scores", len(next(tables(MASKS, *MASK_TABLE)))),
     ("docs/flex_attention.md", r"\[(\w+) masks of\s+models\]", len(next(tables(MASKS, *MASK_TABLE)))),
     ("docs/performance/masks.md", r"The suite had (\w+) \[masks\]\(../terms.md#attention\) and \[scores\]",
      len(next(tables(MASKS, *MASK_TABLE)))),
-    ("docs/performance/masks.md", r"sizes as constants \| [\d.]+ \((\w+)\)", len(ratios_of_masks(3, 0))),
-    ("docs/performance/masks.md", rf"sizes as constants {CELL}\| [\d.]+ \((\w+)\)", len(ratios_of_masks(3, 1))),
-    ("docs/performance/masks.md", rf"sizes as constants {CELL * 2}\| [\d.]+ \((\w+)\)", len(ratios_of_masks(6, 0))),
-    ("docs/performance/masks.md", rf"sizes as constants {CELL * 3}\| [\d.]+ \((\w+)\)", len(ratios_of_masks(6, 1))),
+    ("docs/performance/masks.md", r"sizes as constants \| [\d.]+ \((\w+)\)",
+     len(ratios_of_masks(128, "forward"))),
+    ("docs/performance/masks.md", rf"sizes as constants {CELL}\| [\d.]+ \((\w+)\)",
+     len(ratios_of_masks(128, "backward"))),
+    ("docs/performance/masks.md", rf"sizes as constants {CELL * 2}\| [\d.]+ \((\w+)\)",
+     len(ratios_of_masks(64, "forward"))),
+    ("docs/performance/masks.md", rf"sizes as constants {CELL * 3}\| [\d.]+ \((\w+)\)",
+     len(ratios_of_masks(64, "backward"))),
     ("docs/performance/masks.md", r"(\w+) functions of papers, models and libraries",
      len(next(tables(MASKS, "function", "call", "FlexAttention", "attngen", "ratio")))),
 ]  # fmt: skip
@@ -122,15 +110,10 @@ def test_counts_of_integrations() -> None:
 
 # --- figures of the first page, and of the page with all results ------------------------------------------------
 
-CELLS = {
-    **{f"forward, {card}": forward_ratios(name) for card, name in (("H200", "bf16"), ("H100", "bf16, H100"))},
-    **{f"backward, {card}": list(backward_ratios(card)) for card in ("H200", "H100")},
-}
-
 
 def near(quoted: str, value: float) -> bool:
-    """Whether a figure is that value but for the rounding of the speeds that it is made of."""
-    return abs(float(quoted) - value) < 0.007
+    """Whether a figure is that value but for the rounding of itself, and of the speeds that it is made of."""
+    return abs(float(quoted) - value) < 0.008
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -138,19 +121,17 @@ def test_speeds_of_the_first_page(direction: str) -> None:
     (rows,) = tables(ROOT / "README.md", "speed over the best peer", "H200", "H100")
     quoted = next(row[1:] for row in rows if row[0] == direction)
     for card, cell in zip(("H200", "H100"), quoted, strict=True):
-        ratios = CELLS[f"{direction}, {card}"]
-        mean, least, most = re.findall(r"\d\.\d+", cell)
-        assert near(mean, geometric_mean(ratios)), (cell, geometric_mean(ratios))
-        assert near(least, min(ratios)), (cell, min(ratios))
-        assert near(most, max(ratios)), (cell, max(ratios))
+        values = mean_and_range(run(direction, card).ratios().values())
+        for figure, value in zip(re.findall(r"\d\.\d+", cell), values, strict=True):
+            assert near(figure, value), (cell, value)
 
 
 def test_speeds_of_the_page_with_all_results() -> None:
     (rows,) = tables(ROOT / "docs/performance.md", "", "attngen", "beside", "card", "all figures")
     quoted = {row[0].partition(",")[0]: re.findall(r"\d\.\d+", row[1]) for row in rows}
     for direction in ("forward", "backward"):
-        ratios = CELLS[f"{direction}, H200"]
-        for figure, value in zip(quoted[direction], (geometric_mean(ratios), min(ratios), max(ratios)), strict=True):
+        values = mean_and_range(run(direction, "H200").ratios().values())
+        for figure, value in zip(quoted[direction], values, strict=True):
             assert near(figure, value), (direction, figure, value)
 
 
@@ -158,21 +139,21 @@ def test_speeds_of_the_page_on_training() -> None:
     text = " ".join((ROOT / "docs/training.md").read_text().split())
     pattern = r"it is ([\d.]+) times as fast as FlashAttention-4 and cuDNN .*?, and ([\d.]+) times"
     ((peers, masks),) = re.findall(pattern, text)
-    assert near(peers, geometric_mean(CELLS["backward, H200"]))
-    assert abs(float(masks) - geometric_mean(ratios_of_masks(3, 1))) < 0.06
+    assert near(peers, geometric_mean(run("backward", "H200").ratios().values()))
+    assert abs(float(masks) - geometric_mean(ratios_of_masks(128, "backward"))) < 0.06
 
 
 @pytest.mark.parametrize(
-    ("page", "pattern", "column"),
+    ("page", "pattern", "head_dim"),
     [
-        ("README.md", r"are ([\d.]+) times as fast as in FlexAttention forward and ([\d.]+) times backward", 3),
-        ("docs/performance.md", r"d 128, forward / backward \| ([\d.]+) × / ([\d.]+) ×, at least 1.36", 3),
-        ("docs/performance.md", r"the same at d 64 \| ([\d.]+) × / ([\d.]+) ×, at least 1.36", 6),
-        ("docs/performance/masks.md", r"sizes as constants \| ([\d.]+) \(69\) \| ([\d.]+) \(68\)", 3),
-        ("docs/performance/masks.md", rf"sizes as constants {CELL * 2}\| ([\d.]+) \(65\) \| ([\d.]+) \(64\)", 6),
+        ("README.md", r"are ([\d.]+) times as fast as in FlexAttention forward and ([\d.]+) times backward", 128),
+        ("docs/performance.md", r"d 128, forward / backward \| ([\d.]+) × / ([\d.]+) ×, at least 1.36", 128),
+        ("docs/performance.md", r"the same at d 64 \| ([\d.]+) × / ([\d.]+) ×, at least 1.36", 64),
+        ("docs/performance/masks.md", r"sizes as constants \| ([\d.]+) \(69\) \| ([\d.]+) \(68\)", 128),
+        ("docs/performance/masks.md", rf"sizes as constants {CELL * 2}\| ([\d.]+) \(65\) \| ([\d.]+) \(64\)", 64),
     ],
 )
-def test_means_of_masks(page: str, pattern: str, column: int) -> None:
+def test_means_of_masks(page: str, pattern: str, head_dim: int) -> None:
     (quoted,) = re.findall(pattern, " ".join((ROOT / page).read_text().split()))
-    for figure, direction in zip(quoted, (0, 1), strict=True):
-        assert abs(float(figure) - geometric_mean(ratios_of_masks(column, direction))) < 0.06, (page, figure)
+    for figure, direction in zip(quoted, ("forward", "backward"), strict=True):
+        assert abs(float(figure) - geometric_mean(ratios_of_masks(head_dim, direction))) < 0.06, (page, figure)

@@ -35,7 +35,9 @@ from pathlib import Path
 from typing import Any
 
 from attngen.compile.toolchain import CUPY, chosen_nvrtc
+from attngen.inspect.known import causes_table
 from attngen.inspect.record import FAILED, NOT_RUN, PASSED, REFUSED, Record, records, source_hashes, table, write
+from attngen.lab.bench.figures import clean_commit
 from attngen.store.limits import available_cores
 from tests.gpu.events import NEARLY
 
@@ -330,18 +332,6 @@ def versions() -> dict[str, str]:
     return by_name | ({"nvrtc": nvrtc.version} if nvrtc else {})
 
 
-def clean_commit() -> str | None:
-    """Return the commit of the checkout, or None if it has changes or no history."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return None if git("status", "--porcelain") else git("rev-parse", "--short=12", "HEAD")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def report(suite: Suite, record: Record, said: Iterable[str], folder: Path) -> str:
     """Report of a run: counts, failures, times of files and of tests, and what programs printed."""
     lines = [*said, f"{record.card}: {record.counts()}, {record.exhaustive} exhaustive", ""]
@@ -369,7 +359,8 @@ def quote(path: Path = DOCS, rows: Sequence[Record] | None = None) -> str:
     if not mark:
         raise SystemExit(f"{path} has no line '<!-- records -->'")
     _, end, tail = after.partition("<!-- end of records -->\n")
-    return f"{head}{mark}\n{table(records() if rows is None else rows)}\n{end}{tail}"
+    rows = records() if rows is None else rows
+    return f"{head}{mark}\n{table(rows)}\n{causes_table(rows)}\n{end}{tail}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -529,14 +530,14 @@ def special() -> list[Expr]:
     return [declared_score(text) for text in texts]
 
 
-def zeros() -> list[Expr]:
+def zeros(*, of_scalars: bool = True) -> list[Expr]:
     """Values of which the sign of a zero decides: an angle of ±pi, an infinity of either sign."""
     z = "(0.0 * s)"
     values = [
         z, f"-{z}", f"(0 - {z})", f"({z} + 0.0)", f"(0.0 + {z})", f"({z} - 0.0)", f"({z} + -0.0)", f"({z} - -0.0)",
         f"{z} * 1", f"-0.0 * {z}", f"-(-{z})", "(-0.0 if kv < 9 else 0.0)", "-0.0", "0.0", f"(kv - 5) * {z}",
         "(0.0 * -1.0 if s > 0 else 0.0)", f"({z} if q > 5 else -{z})", "-float(kv - 5)", f"abs({z})",
-        f"{z} ** 3", f"{z} ** 2", "(-gain * 0.0)", "-(gain - gain)",
+        f"{z} ** 3", f"{z} ** 2", *(("(-gain * 0.0)", "-(gain - gain)") if of_scalars else ()),
         *(f"{name}({z})" for name in (
             "floor", "ceil", "trunc", "round", "expm1", "log1p", "erf", "tanh", "silu", "sqrt", "sin", "tan", "atan",
         )),
@@ -554,7 +555,9 @@ def declared_score(text: str) -> Expr:
 
 
 def test_triton_agrees_with_eager(tmp_path: Path) -> None:
-    exprs = expressions(0, 8) + special() + zeros()
+    # scalars are Python's numbers in the interpreter, and releases before 3.9 make 0.0 of Python's -0.0
+    release = tuple(map(int, metadata.version("triton").split(".")[:2]))
+    exprs = expressions(0, 8) + special() + zeros(of_scalars=release >= (3, 9))
     check(exprs, harness.run_triton(exprs, tmp_path))
 
 

@@ -208,7 +208,8 @@ def test_an_answer_that_another_thread_overtakes_is_not_kept(monkeypatch: pytest
 
 
 def test_load_says_what_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(LoadError, match="cannot be read: File name too long"):
+    # since Python 3.14 a path whose name is too long does not exist
+    with pytest.raises(LoadError, match="cannot be read: File name too long|does not exist"):
         attngen.load("x" * 300)
     with pytest.raises(LoadError, match="~nobody-at-all/kernels: Could not determine home directory"):
         attngen.load("~nobody-at-all/kernels")

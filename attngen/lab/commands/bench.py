@@ -39,20 +39,20 @@ _PICTURES = (".png", ".pdf", ".svg")
 _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "oracle": ("the comparison", "--oracle", (
         "variants", "passes", "suite", "cells", "seqlens", "tokens", "peer_parts", "taken", "check", "plot_path",
-        "ladder", "sustained", "dry_run", "head_dims", "limit",
+        "ladder", "sustained", "dry_run", "head_dims", "limit", "record_path",
     )),
     "masks": ("masks and scores of models", "--suite masks", (
         "spec", "part", "variants", "passes", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained",
     )),
     "serving": ("the serving suite", "--suite serving", (
-        "passes", "seqlens", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained",
+        "passes", "seqlens", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained", "record_path",
     )),
     "parallel": ("the parallel suite", "--suite parallel", (
         "spec", "part", "variants", "passes", "tokens", "taken", "check", "plot_path", "ladder", "sustained",
-        "head_dims", "limit", "jobs",
+        "head_dims", "limit", "jobs", "record_path",
     )),
     "small": ("the suite of small calls", "--suite small", (
-        "variants", "passes", "seqlens", "tokens", "taken", "plot_path", "ladder",
+        "variants", "passes", "seqlens", "tokens", "taken", "plot_path", "ladder", "record_path",
     )),
 }  # fmt: skip
 
@@ -91,6 +91,9 @@ _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 @click.option("--report", "report_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write one file to send back from a GPU that docs/cards.md has no figures of: all figures, and the "
                    "checks of attngen doctor.")  # fmt: skip
+@click.option("--record", "record_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Put the figures, with card, date and commit, into a file of runs, such as docs/figures/speed.json, "
+                   "in the place of earlier ones of the same kind and card.")  # fmt: skip
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.png",
               help="Draw TFLOP/s over seqlen; needs matplotlib.")  # fmt: skip
 @click.option("--ladder", is_flag=True,
@@ -122,6 +125,7 @@ def command(
     check: bool,
     json_path: Path | None,
     report_path: Path | None,
+    record_path: Path | None,
     plot_path: Path | None,
     ladder: bool,
     sustained: bool,
@@ -139,7 +143,7 @@ def command(
     are simulated.
     Exits 1 if a kernel of attngen fails, or if none could be measured.
     """
-    for path in (json_path, report_path, plot_path):
+    for path in (json_path, report_path, record_path, plot_path):
         if path is not None:
             refuse_unwritable(path)
     if plot_path is not None and plot_path.suffix.lower() not in _PICTURES:
@@ -169,6 +173,9 @@ def command(
         raise click.UsageError("a ladder has only its own rungs; leave --peer and --taken out, or --ladder")
     if ladder and passes in ("backward", "both"):
         raise click.UsageError("a ladder leads to a forward kernel; leave --pass out, or --ladder")
+    if record_path is not None and ladder:
+        raise click.UsageError("--record keeps figures beside peers; leave it out, or --ladder")
+    commit = None if record_path is None else _begin_record(record_path)
     if plot_path is not None:
         import_module("matplotlib")  # fail now, not after all the work
     from attngen.lab.bench import runner
@@ -202,6 +209,16 @@ def command(
 
         checks = [asdict(finding) for finding in look()]
         _write_document({"attngen": __version__, "findings": checks, "bench": report.to_dict()}, report_path)
+    if record_path is not None and report.rows:
+        from attngen.lab.bench.figures import runs_of, write_runs
+
+        given = {"--suite": suite, "--sustained": sustained, "--taken": taken, "--rounds": rounds}
+        words = [f"{name} {value}" if value is not True else name for name, value in given.items() if value]
+        source = " ".join(["attngen bench", *([str(spec)] if spec else []), *words])
+        try:
+            write_runs(record_path, runs_of(report.to_dict(), commit, source))
+        except OSError as error:
+            raise click.FileError(str(record_path), hint=cause(error)) from error
     print_report(report)
     if plot_path is not None and report.rows:
         from attngen.lab.bench.plot import plot
@@ -212,6 +229,17 @@ def command(
             raise click.FileError(str(plot_path), hint=cause(error)) from error
     if not report.ok:
         context.exit(cli.EXIT_FAILURE)
+
+
+def _begin_record(path: Path) -> str | None:
+    """The commit that is measured, before the run writes anything. Refuses a file that holds something else."""
+    from attngen.lab.bench.figures import clean_commit, read_runs
+
+    try:
+        read_runs(path)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"--record {path}: {error}") from None
+    return clean_commit()
 
 
 def _suite(
