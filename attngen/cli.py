@@ -7,13 +7,16 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
 from attngen.errors import AttngenError, CallError, DiskFullError, NoKernelError, SettingError, SpecError, suggest
 from attngen.files import FULL, cause, failed_write
 from attngen.glyphs import ERRORS
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 #: Name of each command, and what it does. Its module is ``attngen.commands.NAME``, or in the laboratory.
 COMMANDS: dict[str, str] = {
@@ -75,6 +78,13 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of commands and of options; no command is imported for its help."""
+        from click.shell_completion import CompletionItem
+
+        names = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
