@@ -63,7 +63,12 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'attngen' has no attribute '{name}'")
     home = _HOMES[name]
-    value = import_module(f"attngen.{name}") if home is None else getattr(import_module(home), name)
+    try:
+        value = import_module(f"attngen.{name}") if home is None else getattr(import_module(home), name)
+    except ModuleNotFoundError as error:
+        from attngen.errors import needs_torch
+
+        raise ModuleNotFoundError(needs_torch(f"attngen.{name}", error), name=error.name) from None
     globals()[name] = value  # so that this runs once per name
     return value
 

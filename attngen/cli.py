@@ -7,13 +7,16 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import click
 
 from attngen.errors import AttngenError, CallError, DiskFullError, NoKernelError, SettingError, SpecError, suggest
 from attngen.files import FULL, cause, failed_write
 from attngen.glyphs import ERRORS
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 #: Name of each command, and what it does. Its module is ``attngen.commands.NAME``, or in the laboratory.
 COMMANDS: dict[str, str] = {
@@ -76,6 +79,13 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names of commands and of options; no command is imported for its help."""
+        from click.shell_completion import CompletionItem
+
+        names = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
+
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
@@ -125,9 +135,9 @@ class LazyGroup(click.Group):
         ctx.exit(code)
 
     def _wants_json(self, ctx: click.Context, arguments: Sequence[str]) -> bool:
-        """Whether a command is given ``--json`` as a flag; for ``bench`` it is the name of a file."""
+        """Whether a command is given ``--json`` as a flag; ``bench`` may also be given the name of a file with it."""
         command: click.Command | None = self
-        for argument in arguments:
+        for place, argument in enumerate(arguments):
             if isinstance(command, click.Group) and not argument.startswith("-"):
                 command = command.get_command(ctx, argument)
             elif argument == "--":
@@ -135,9 +145,15 @@ class LazyGroup(click.Group):
             elif argument == "--json" and command is None:  # an unknown command, whose options are unknown as well
                 return True
             elif argument == "--json" and command is not None:
-                options = (option for option in command.params if "--json" in option.opts)
-                return any(isinstance(option, click.Option) and option.is_flag for option in options)
+                options = [option for option in command.params if "--json" in option.opts]
+                flag = any(isinstance(option, click.Option) and option.is_flag for option in options)
+                return flag or (bool(options) and not any(map(is_report, arguments[place + 1 : place + 2])))
         return False
+
+
+def is_report(argument: str) -> bool:
+    """Whether what follows ``--json`` of ``bench`` is the name of its file, not another option or the spec."""
+    return not argument.startswith("-") and not argument.endswith((".yaml", ".yml"))
 
 
 def exit_code(error: AttngenError) -> int:

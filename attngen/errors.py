@@ -119,6 +119,13 @@ class NoKernelError(CallError):
     """No built kernel takes the call; the message lists each candidate and the reason against it."""
 
 
+def needs_torch(what: str, error: ModuleNotFoundError) -> str:
+    """The sentence about what an absent torch prevents. Raises ``error`` again if it is about another module."""
+    if error.name != "torch":
+        raise error
+    return f"{what} needs torch, which is not installed; install its build for your GPU, or the one for CPUs"
+
+
 def together(errors: Iterable[AttngenError]) -> AttngenError:
     """One error that stands for several; the request is wrong only if each of them says so."""
     each = list({str(one): one for error in errors for one in error.each or (error,)}.values())

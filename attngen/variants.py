@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from attngen.errors import SpecError
+from attngen.errors import LoadError, SpecError, needs_torch
 from attngen.lang.constant_conditions import fold_conditions
 from attngen.lang.variant import Variant, VariantSettings
 from attngen.runtime.registry.lookup import registry
@@ -75,9 +76,10 @@ class PythonVariant(str):
         ``sizes`` is a number of queries and keys, (queries, keys), or (batch, heads, queries, keys). Batch and heads
         that it leaves out are those of the tensors, else 1; a mask that depends on them needs one or the other. The
         mask's own tensors and scalars are keywords, as at a call; the result is on their device. Raises CallError for
-        one that is missing, unknown, wrong, or not what was declared.
+        one that is missing, unknown, wrong, or not what was declared, and LoadError without torch.
         """
-        from attngen.inspect.seen import seen
+        with _torch("a mask"):
+            from attngen.inspect.seen import seen
 
         return seen(self.value, self._sizes(sizes, arguments), kv_heads, arguments)  # type: ignore[arg-type]
 
@@ -89,9 +91,11 @@ class PythonVariant(str):
 
         With ``sizes`` and arguments as ``mask`` takes them, it also counts visible pairs, and tiles that are full,
         partial and empty, over all sequences and heads, or those of sequence ``b`` and head ``h``. If an argument that
-        the mask reads is missing, nothing is counted, and the result says what is missing. Raises CallError.
+        the mask reads is missing, nothing is counted, and the result says what is missing. Raises CallError, and
+        LoadError without torch.
         """
-        from attngen.inspect.seen import seen_keys
+        with _torch("explaining a mask"):
+            from attngen.inspect.seen import seen_keys
 
         return seen_keys(self.value, self._sizes(sizes, arguments), kv_heads, arguments, b, h)
 
@@ -102,9 +106,10 @@ class PythonVariant(str):
         """Return a picture of the mask, text in a terminal: of sequence ``b`` and head ``h``, or of all together.
 
         With matplotlib, a notebook shows it as an image, and its ``save`` writes one. ``sizes`` and arguments are as
-        for ``mask``. Raises CallError.
+        for ``mask``. Raises CallError, and LoadError without torch.
         """
-        from attngen.inspect.picture import picture
+        with _torch("a picture of a mask"):
+            from attngen.inspect.picture import picture
 
         return picture(self.name, self.mask(sizes, kv_heads=kv_heads, **arguments), b, h)
 
@@ -114,6 +119,15 @@ class PythonVariant(str):
         if sizes is None and "sizes" in arguments and "sizes" not in own:
             return arguments.pop("sizes")
         return sizes
+
+
+@contextmanager
+def _torch(what: str) -> Iterator[None]:
+    """Raise LoadError, in one sentence, where an import inside fails for want of torch."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise LoadError(needs_torch(what, error)) from None
 
 
 def variant(

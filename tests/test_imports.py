@@ -276,6 +276,31 @@ def test_commands_are_there_without_the_extra_that_they_need() -> None:
     assert loaded(code, *EXTRAS) == []
 
 
+def test_without_torch_one_sentence_says_so() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+import attngen
+causal = attngen.variant("q >= kv", name="mine")
+for call in (
+    lambda: causal.plot(8), lambda: causal.mask(8), lambda: causal.explain(), lambda: attngen.attention,
+    lambda: attngen.integrations.sdpa, lambda: attngen.integrations.flex_attention,
+):
+    try:
+        call()
+    except (attngen.errors.LoadError, ImportError) as error:
+        print(error)
+"""
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    subjects = [
+        line.partition(" needs torch, which is not installed; install its build for your GPU")[0] for line in lines
+    ]
+    assert subjects == [
+        "a picture of a mask", "a mask", "explaining a mask", "attngen.attention", "attngen.integrations.sdpa",
+        "attngen.integrations.flex_attention",
+    ]  # fmt: skip
+
+
 def test_building_needs_no_torch() -> None:
     code = (
         "sys.modules['torch'] = None  # an import of it fails\n"

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import re
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
-from attngen.arch import ARCHES
+from attngen.cards import SUPPORT
+from attngen.dtypes import ATTENTION_DTYPES
 from attngen.errors import Location, SpecError, StoreError
 from attngen.files import cause
+from attngen.lang.ir import INDEX_NAMES
+from attngen.lang.parser import CONSTANTS, FUNCTIONS
+
+
+def _listed(title: str, words: Iterable[str], indent: str = "  ") -> str:
+    """A comment that lists words, as wide as the others."""
+    lines = textwrap.wrap(f"{title} {', '.join(words)}", 118 - len(indent), break_long_words=False)
+    return "\n".join(f"{indent}# {line}" for line in lines)
+
 
 _SCAFFOLD = """\
 # Check with `attngen check {file}`, build with `attngen build {file}`.
 schema: 1
 package: {name}
-arch: [sm90a]                    # {arches}
+{arches}
+arch: [sm90a]
 
 variants:
 {variant}
 kernels:                         # a list in a field makes one kernel for each of its values
   - variant: {name}
     head_dim: [64, 128]          # or {{qk: 192, v: 128}}
-    dtype: bf16                  # bf16, fp16, fp32
+    dtype: bf16                  # {dtypes}
     layout: dense                # dense, varlen, paged
     # backend: triton            # left out: cuda, if the arch has it and it can do everything here; else triton
     # tile: {{m: 128, n: 64}}      # left out, the plan chooses these
@@ -30,12 +43,13 @@ kernels:                         # a list in a field makes one kernel for each o
 """
 
 #: Notes on expressions, above the variant.
-_NOTES = """\
+_NOTES = f"""\
   # mask: true where query q sees key kv. q_pos is q counted so that the last query is at the last key.
-  # score: the logit, from s. Names: b h hk q kv q_pos seqlen_q seqlen_k heads kv_heads, and those declared.
-  # Operators: + - * / // % ** & | ^ << >> ~, comparisons, and or not, x if c else y, min max abs clamp floor ceil
-  # exp exp2 log log2 tanh sigmoid silu sqrt rsqrt sin cos tan. Leave out mask or score where there is none.
+  # score: the logit, from s. Leave out mask or score where there is none.
   # sink: a logit of each head that joins the softmax and has no value. dropout: true drops at the rate of the call.
+{_listed("Names:", [*INDEX_NAMES, *CONSTANTS, "True", "False", "and those declared"])}
+  # Operators: + - * / // % ** & | ^ << >> ~, comparisons, and or not, x if c else y.
+{_listed("Functions:", FUNCTIONS)}
 """
 
 _EXAMPLE = """\
@@ -61,7 +75,10 @@ def scaffold(name: str, preset: str | None, file: str) -> str:
     except ValueError as error:
         raise SpecError(str(error), field="NAME") from error
     body = _EXAMPLE.format(name=name) if preset is None else _copy_of(preset, name)
-    return _SCAFFOLD.format(name=name, file=file, arches=", ".join(ARCHES), variant=_NOTES + body)
+    arches = "; ".join(f"{arch} ({row.cards})" for arch, row in SUPPORT.items())
+    arches = _listed("arch:", [f"one or more of {arches}"], "")
+    dtypes = ", ".join(ATTENTION_DTYPES)
+    return _SCAFFOLD.format(name=name, file=file, arches=arches, dtypes=dtypes, variant=_NOTES + body)
 
 
 def _copy_of(preset: str, name: str) -> str:

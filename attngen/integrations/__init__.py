@@ -10,7 +10,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from attngen.errors import suggest
+from attngen.errors import needs_torch, suggest
 
 if TYPE_CHECKING:
     from attngen.integrations.torch_sdpa.routing import sdpa as sdpa
@@ -24,10 +24,13 @@ __all__ = sorted({"sdpa", *(module.name for module in iter_modules(__path__))}.d
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'attngen.integrations' has no attribute '{name}'{suggest(name, __all__)}")
-    if name == "sdpa":
-        value = import_module("attngen.integrations.torch_sdpa.routing").sdpa
-    else:
-        value = import_module(f"attngen.integrations.{name}")
+    try:
+        if name == "sdpa":
+            value = import_module("attngen.integrations.torch_sdpa.routing").sdpa
+        else:
+            value = import_module(f"attngen.integrations.{name}")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(needs_torch(f"attngen.integrations.{name}", error), name=error.name) from None
     globals()[name] = value
     return value
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from attngen import resources
 from attngen.arch import ARCHES
-from attngen.errors import AttngenError, Gathered, Location, SpecError
+from attngen.errors import AttngenError, Gathered, Location, SpecError, suggest
 from attngen.formats import SCHEMA
 from attngen.lang.check import compile_variant, with_listed
 from attngen.lang.doubts import Doubt, doubts, extent_doubts
@@ -115,7 +115,8 @@ def _read(path: Path, asked: Location) -> bytes:
         if path.is_dir():
             raise SpecError(f"'{path}' is a folder; name a YAML file in it", location=asked)
         if not path.is_file():
-            raise SpecError(f"there is no file '{path}'", location=asked)
+            others = {str(one) for folder in (path.parent, Path("specs")) for one in folder.glob("*.yaml")}
+            raise SpecError(f"there is no file '{path}'{suggest(str(path), sorted(others))}", location=asked)
         with path.open("rb") as stream:
             content = stream.read(tree.MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

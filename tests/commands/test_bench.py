@@ -96,6 +96,38 @@ def test_mistakes(spec: Path, arguments: tuple[str, ...], code: int, says: str) 
     assert says in run(spec, "--dry-run", *arguments, code=code).stderr
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_json_without_a_file_is_printed(spec: Path, tmp_path: Path, before: bool) -> None:
+    """As by the other commands; what follows ``--json`` is a file only if it is no option and no spec."""
+    run(spec, "--dry-run", "--json", tmp_path / "plan.json")
+    printed = run(*(("--json", spec) if before else (spec, "--json")), "--dry-run").stdout
+    assert json.loads(printed) == json.loads((tmp_path / "plan.json").read_text())
+    wrong = run("--json", spec, "--dry-run", "--kernel", "d65", code=cli.EXIT_USAGE)
+    assert "no kernel 'd65'" in json.loads(wrong.stdout)["errors"][0]["message"]
+
+
+def test_json_without_a_file_is_printed_after_a_run(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, report())
+    done = run(spec, "--json")
+    assert json.loads(done.stdout) == report().to_dict()
+    assert done.stderr.startswith("[1/")
+
+
+def test_json_of_simulated_ranks(tmp_path: Path) -> None:
+    suite = ("--suite", "parallel", "--dry-run", "--seqlen", "4096", "--json")
+    document = json.loads(run(*suite).stdout)
+    assert {row["variant"] for row in document["simulated"]} == {"causal", "sliding_window"}
+    assert "4096 tokens a rank" in run(*suite, tmp_path / "ranks.json").stdout
+    assert json.loads((tmp_path / "ranks.json").read_text()) == document
+
+
+def test_json_overwrites_no_spec(spec: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(SPEC)
+    assert "the name of a spec" in run("--json", other, spec, "--dry-run", code=cli.EXIT_USAGE).stderr
+    assert other.read_text() == SPEC
+
+
 def test_a_spec_that_is_wrong(spec: Path) -> None:
     spec.write_text(SPEC.replace("variant:", "varaint:"))
     assert "did you mean 'variant'?" in run(spec, "--dry-run", code=cli.EXIT_USAGE).stderr

@@ -51,6 +51,39 @@ def test_each_command_has_a_module_and_help(runner):
         assert command.help
 
 
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("attngen b", {"build", "bench"}),
+        ("attngen --v", {"--version"}),
+        ("attngen cache ", {"list", "verify", "clear"}),
+        ("attngen build --js", {"--json"}),
+        ("attngen bench --suite m", {"masks"}),
+    ],
+)
+def test_shells_complete_words(runner, words, completed):
+    """As bash asks after the line of docs/tour.md."""
+    asked = {"_ATTNGEN_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    lines = runner.invoke(cli.group, [], prog_name="attngen", env=asked).stdout.splitlines()
+    assert set(lines) == {f"plain,{word}" for word in completed}
+
+
+def test_completing_a_command_imports_none():
+    code = """
+import os, sys
+from attngen.cli import main
+try:
+    main([])
+except SystemExit:
+    pass
+print([name for name in sys.modules if name.startswith(("attngen.commands.", "attngen.lab."))])
+"""
+    asked = {"_ATTNGEN_COMPLETE": "zsh_complete", "COMP_WORDS": "attngen b", "COMP_CWORD": "1"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
+    assert "build" in ran.stdout
+    assert ran.stdout.splitlines()[-1] == "[]"
+
+
 def test_version(runner):
     result = runner.invoke(cli.group, ["--version"])
     assert result.output.startswith("attngen ")

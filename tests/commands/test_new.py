@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from attngen import cli
+from attngen.arch import ARCHES
+from attngen.dtypes import ATTENTION_DTYPES
+from attngen.lang.ir import INDEX_NAMES
+from attngen.lang.parser import FUNCTIONS
 from attngen.lang.variant import Variant
 from attngen.schema import load_spec, preset, preset_names
 from tests.sampling import few
@@ -32,6 +37,14 @@ def test_scaffold_checks(folder):
     assert result.exit_code == 0, result.output
     assert result.output == "wrote specs/mine.yaml; next: attngen check specs/mine.yaml\n"
     assert run("check", "specs/mine.yaml", "--strict").exit_code == 0
+
+
+def test_scaffold_lists_all_that_a_spec_may_name(folder):
+    run("new", "mine", "--out", "mine.yaml")
+    lines = (folder / "mine.yaml").read_text().splitlines()
+    assert max(map(len, lines)) <= 120
+    words = set(re.findall(r"\w+", " ".join(line.partition("#")[2] for line in lines)))
+    assert words >= {*ARCHES, *FUNCTIONS, *INDEX_NAMES, *ATTENTION_DTYPES}
 
 
 @few("name", preset_names(), always=range(0, 19, 3))

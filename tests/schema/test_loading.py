@@ -178,6 +178,15 @@ def test_every_mistake_of_a_file_is_told():
     assert "head_dm: unknown field; did you mean 'head_dim'?" in lines[0]  # and not that it is missing as well
 
 
+def test_a_file_that_is_not_there_has_a_nearest_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "specs").mkdir()
+    (tmp_path / "specs/my_mask.yaml").touch()
+    for asked in ("specs/my_maks.yaml", "my_mask.yaml"):
+        with pytest.raises(SpecError, match=f"there is no file '{asked}'; did you mean 'specs/my_mask.yaml'?"):
+            load_spec(asked)
+
+
 def test_missing_and_unreadable_files(tmp_path):
     with pytest.raises(SpecError, match="there is no file"):
         load_spec(tmp_path / "none.yaml")

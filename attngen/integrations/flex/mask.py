@@ -78,7 +78,7 @@ class _Created(NamedTuple):
     def lists(self) -> Any:
         """Torch's mask of these arguments."""
         made = of_torch.create_block_mask(
-            self.mask_mod, self.batch, self.heads, *self.lengths, device=str(self.device),
+            _of_tensors(self.mask_mod), self.batch, self.heads, *self.lengths, device=str(self.device),
             BLOCK_SIZE=self.block_size, **self.options,
         )  # fmt: skip
         for lengths in self.crops:
@@ -300,6 +300,16 @@ class BlockMask(of_torch.BlockMask):
         made = of_torch.BlockMask.__new__(of_torch.BlockMask)
         made.__dict__.update({name: value for name, value in self.__dict__.items() if name in _MEANS})
         return made
+
+
+def _of_tensors(mask_mod: Mod) -> Mod:
+    """The same function for torch's ``vmap``, which takes no Python bool."""
+
+    def seen(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        visible: Tensor | bool = mask_mod(b, h, q_idx, kv_idx)
+        return q_idx.new_full((), visible, dtype=torch.bool) if isinstance(visible, bool) else visible
+
+    return seen
 
 
 def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:

@@ -48,7 +48,7 @@ def plain(trace: Trace) -> bool:
         if width is None:
             return False
         bits[step] = width
-    return trace.result is not None and trace.result.dtype is torch.bool
+    return type(trace.result) is TraceStep and trace.result.dtype is torch.bool
 
 
 def _bits(step: TraceStep, known: Mapping[TraceStep, int]) -> int | None:

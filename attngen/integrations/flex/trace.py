@@ -22,6 +22,7 @@ from attngen.errors import CallError
 from attngen.integrations.flex.direct import DIRECT, Rule
 from attngen.integrations.flex.effects import Kept, effect_of
 from attngen.integrations.flex.identity import FunctionInputs
+from attngen.integrations.flex.rewrites import REWRITES
 
 _aten = torch.ops.aten
 _NO_TENSORS: frozenset[int] = frozenset()
@@ -74,10 +75,10 @@ Operand = TraceStep | CapturedTensor | Made
 
 @dataclass(slots=True)
 class Trace:
-    """The trace of a function: steps in order, and the one that it returns."""
+    """The trace of a function: steps in order, and what it returns."""
 
     steps: list[TraceStep] = field(default_factory=list)
-    result: TraceStep | None = None
+    result: Operand | None = None
     #: Slots of captured tensors whose values, not only shapes, decided what was recorded.
     fixed: set[int] = field(default_factory=set)
     #: Whether a tensor was met that the reading of the function did not find.
@@ -93,7 +94,13 @@ _ABOUT = {
 
 
 class _OperationError(Exception):
-    """An operation that a mask_mod or score_mod may not have; the text says why."""
+    """An operation that a mask_mod or score_mod may not have; the text says why, and what to write instead."""
+
+
+_BRANCHES = (
+    "it branches on the value of an index, as 'if', 'and', max(), slices and .item() do; write torch.where with both "
+    "arms, &, torch.maximum, and one index for each dimension of a tensor"
+)
 
 
 class _Gathers(TorchFunctionMode):
@@ -154,6 +161,8 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.trace = Trace()
+        #: Whether something that depends on arguments was read in a way that is not dispatched, as by tolist.
+        self.decided = False
         self._words = words
         self._device = device
         self._file = getattr(getattr(plain_of(function), "__code__", None), "co_filename", None)
@@ -173,7 +182,10 @@ class _Recorder(TorchDispatchMode):
         if tensor.dim() and tensor.device.type != self._device.type:
             known = self.known.get(id(tensor))
             name = f"'{known.name}' " if isinstance(known, CapturedTensor) else ""
-            raise _OperationError(f"the captured tensor {name}is on {tensor.device}, the call on {self._device}")
+            raise _OperationError(
+                f"the captured tensor {name}is on {tensor.device}, the call on {self._device}; capture its copy there, "
+                f"by .to('{self._device}')"
+            )
 
     def element(self, tensor: Tensor, indices: tuple[int, ...]) -> Tensor:
         """Return an element of a tensor, which is read where it is used, unless its value is looked at here."""
@@ -249,21 +261,42 @@ class _Recorder(TorchDispatchMode):
                 self.trace.fixed.add(known.slot)
             elif isinstance(known, Made):
                 self.trace.fixed |= known.sources
-            elif known is None:
+            elif isinstance(known, TraceStep):
+                self.decided = True
+            else:
                 self.trace.strange = True
+
+    def returned(self, value: Any) -> None:
+        """Take a function's result: a tensor, or a Python bool or number, which stands for all pairs."""
+        if isinstance(value, Tensor):
+            self.trace.result = self._operand(value)
+        elif isinstance(value, bool | int | float):
+            if self.decided:
+                raise _OperationError(_BRANCHES)
+            dtype = torch.tensor(value, device="cpu").dtype
+            self.trace.result = TraceStep("scalar_tensor", "aten.scalar_tensor", (value,), {}, dtype, torch.Size())
+            self.trace.steps.append(self.trace.result)
+        else:
+            raise _OperationError(f"it returns {type(value).__name__}; allowed: a tensor, or a Python bool or number")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _OperationError(
+                f"{func} returns random numbers, which differ from call to call; {REWRITES['random'].instead}"
+            )
         if func._schema.is_mutable:
-            raise _OperationError(f"it changes a tensor ({func}); a function must have no side effects")
+            raise _OperationError(
+                f"it changes a tensor ({func}), and a function must have no side effects; give the result another name"
+            )
         known, tensors = self.known, list(_tensors((args, kwargs)))
         for tensor in tensors:
             self.expect(tensor)
         depends = any(type(known.get(id(tensor))) is TraceStep for tensor in tensors)
         if not depends and tensors:
             return self._constant(func, args, kwargs, tensors)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _OperationError(f"{func} returns random numbers, which differ from call to call")
+        if depends and torch.Tag.dynamic_output_shape in func.tags and func is not _aten.index.Tensor:
+            raise _OperationError(_BRANCHES)  # nonzero and its like
         if depends and _name(func) not in self._words:
             result = self._decomposed(func, args, kwargs)
             if result is not None:
@@ -275,9 +308,7 @@ class _Recorder(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor | tuple | list):
-            raise _OperationError(
-                "it branches on the value of an index, as 'if' and .item() do; write torch.where with both arms"
-            )
+            raise _OperationError(_BRANCHES)
         for one in _tensors(result):
             self._alive.append(one)
             self.known[id(one)] = self._step(func, args, kwargs, one) if depends or not one.dim() else self._made(one)
@@ -438,10 +469,10 @@ def traced(
         raise refusal(
             function, kind, f"it changes {changed}, which a trace does only once; a function must have no side effects"
         )
-    result = recorder.known.get(id(returned)) if isinstance(returned, Tensor) else None
-    if not isinstance(result, TraceStep):
-        raise refusal(function, kind, "it returns no tensor that depends on its arguments")
-    recorder.trace.result = result
+    try:
+        recorder.returned(returned)
+    except _OperationError as error:
+        raise refusal(function, kind, str(error)) from None
     return recorder.trace
 
 

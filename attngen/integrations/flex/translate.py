@@ -11,6 +11,7 @@ import torch
 
 from attngen.errors import CallError
 from attngen.integrations.flex.facts import Look
+from attngen.integrations.flex.rewrites import REWRITES, instead_of
 from attngen.integrations.flex.trace import CapturedTensor, Made, Operand, Trace, TraceStep, refusal
 from attngen.integrations.flex.values import (
     _INDICES,
@@ -70,11 +71,19 @@ class Translator:
         result = self._trace.result
         assert result is not None
         if result.shape:
-            raise self._refuse(result, f"it returns a tensor of shape {tuple(result.shape)}; one number is expected")
+            raise self._refuse(
+                result,
+                f"it returns a tensor of shape {tuple(result.shape)}; allowed: one number, as of tensor[q_idx, h]",
+            )
         if self._kind == "mask_mod" and result.dtype != torch.bool:
-            raise self._refuse(result, f"a mask is a condition, but it returns {_short(result.dtype)}")
+            raise self._refuse(
+                result, f"a mask is a condition, but it returns {_short(result.dtype)}; compare it, as in result != 0"
+            )
         if self._kind == "score_mod" and result.dtype == torch.bool:
-            raise self._refuse(result, "a score is a number, but it returns a condition")
+            raise self._refuse(
+                result, "a score is a number, but it returns a condition; that is a mask_mod of create_block_mask, or "
+                "torch.where(condition, score, -math.inf)"
+            )  # fmt: skip
         return self._of(result)
 
     def _refuse(self, operand: Operand, reason: str) -> CallError:
@@ -119,7 +128,10 @@ class Translator:
         if isinstance(operand, CapturedTensor | Made):
             return self._number(operand)
         if operand in self._rows:
-            raise self._refuse(operand, "a row of a captured tensor is used where a number is expected")
+            raise self._refuse(
+                operand, "a row of a captured tensor is used where a number is expected; index all of its dimensions, "
+                f"as in tensor[q_idx, h]; of what adds up a row, {REWRITES['product'].instead}"
+            )  # fmt: skip
         return self._text[operand]
 
     def _number(self, operand: CapturedTensor | Made) -> str:
@@ -128,7 +140,10 @@ class Translator:
             source, places = operand.element
             return f"{self._captured(source).name}[{', '.join(map(str, places)) or '0'}]"
         if operand.shape.numel() != 1:
-            raise self._refuse(operand, f"a tensor of shape {tuple(operand.shape)} stands where a number belongs")
+            raise self._refuse(
+                operand, f"a tensor of shape {tuple(operand.shape)} stands where a number belongs; index it, as in "
+                "tensor[q_idx], or compute with all of it outside of the function and index the result"
+            )  # fmt: skip
         if isinstance(operand, Made):
             self._may_use(operand)
             assert operand.tensor is not None
@@ -141,11 +156,15 @@ class Translator:
     def _may_use(self, operand: Made) -> None:
         """Refuse what was computed from tensors that are not looked at."""
         if operand.sources & self._values.closed:
-            raise self._refuse(operand, "it computes with a captured tensor before it indexes it")
+            raise self._refuse(operand, "it computes with a captured tensor before it indexes it; index it first")
 
     def _captured(self, operand: CapturedTensor | Made) -> Captured:
         if operand.dtype not in DTYPES and operand.dtype not in CONVERTED:
-            raise self._refuse(operand, f"a captured tensor is {_short(operand.dtype)}")
+            if operand.dtype.is_complex:
+                instead = REWRITES["complex"].instead
+            else:
+                instead = f"allowed: its copy by .float() or .int(), or {', '.join(map(_short, DTYPES))}"
+            raise self._refuse(operand, f"a captured tensor is {_short(operand.dtype)}; {instead}")
         if isinstance(operand, Made):
             self._may_use(operand)
         return self._into.captured(operand)
@@ -155,7 +174,11 @@ class Translator:
     def _call(self, step: TraceStep) -> None:
         own, rule = getattr(self, f"_aten_{step.name}", None), _RULES.get(step.name)
         if own is None and rule is None:
-            raise self._refuse(step, f"{step.overload} has no equivalent in attngen's language")
+            raise self._refuse(
+                step, f"{step.overload} has no equivalent in attngen's language; {instead_of(step.name)}"
+            )
+        if step.overload == "aten.view.dtype":  # the bits of another number
+            raise self._refuse(step, f"{REWRITES['bits'].reason} ({step.overload}); {REWRITES['bits'].instead}")
         self._check_numbers(step)
         text = own(step) if own is not None else _RULES[step.name](self, step)
         self._text[step] = text if step.name in _CLOSED else _wrapped(text, step.dtype)
@@ -181,10 +204,18 @@ class Translator:
         tensor, indices = step.args[0], step.args[1]
         tensor, before = self._rows.get(tensor, (tensor, []))
         if isinstance(tensor, TraceStep) or (isinstance(tensor, Made) and tensor.element is not None):
-            raise self._refuse(step, "only captured tensors have indices")
+            raise self._refuse(
+                step,
+                "only captured tensors have indices; index the captured tensors first, and compute with the numbers",
+            )
         indices = [*before, *indices]
         if len(indices) > len(tensor.shape) or any(i is None for i in indices):
-            raise self._refuse(step, f"a tensor of {len(tensor.shape)} dimensions has {len(indices)} indices")
+            raise self._refuse(
+                step, f"a tensor of {len(tensor.shape)} dimensions has {len(indices)} indices; allowed: a number for "
+                "each dimension, as in tensor[q_idx, h]"
+            )  # fmt: skip
+        if any(not isinstance(i, int) and _dtype(i) == torch.bool for i in indices):
+            raise self._refuse(step, "an index is a condition; allowed: an integer, such as condition.int()")
         if len(indices) < len(tensor.shape):
             self._rows[step] = tensor, indices
             return ""
@@ -281,7 +312,7 @@ class Translator:
     def _divisor(self, step: TraceStep, operand: Any) -> str:
         """Return a divisor, which must be known not to be 0."""
         if isinstance(operand, int | float) and operand == 0:
-            raise self._refuse(step, "it divides by 0")
+            raise self._refuse(step, "it divides by 0; allowed: any other number")
         text = self._of(operand)
         self._declare_positive(operand)
         return text
@@ -355,7 +386,10 @@ class Translator:
         text = self._of(step.args[0])
         if wanted.is_floating_point:
             if wanted in (torch.bfloat16, torch.float16):
-                raise self._refuse(step, f"a rounding to {_short(wanted)} has no equivalent in attngen's language")
+                raise self._refuse(
+                    step, f"a rounding to {_short(wanted)} has no equivalent in attngen's language; "
+                    f"{REWRITES['rounding'].instead}"
+                )  # fmt: skip
             return text if source.is_floating_point else f"float({text})"
         if wanted == torch.bool:
             return text if source == torch.bool else f"({text} != 0)"

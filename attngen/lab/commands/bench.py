@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from attngen import __version__, cli
+from attngen import __version__, cli, resources
 from attngen.commands.arguments import SPEC
-from attngen.commands.output import counted, print_table, refuse_unwritable
+from attngen.commands.output import counted, print_json, print_table, refuse_unwritable
 from attngen.files import cause
 from attngen.lab.commands.bench_ladder import print_ladders
 from attngen.lab.commands.bench_output import (
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from attngen.lab.bench.grid import GridReport, GridResult, GridRow
     from attngen.lab.bench.report import Mean, Report
     from attngen.lab.bench.runner import BenchOptions, Suite
+
+#: The value of ``--json`` without a file.
+_STDOUT = Path("-")
 
 #: Endings of the names of pictures.
 _PICTURES = (".png", ".pdf", ".svg")
@@ -86,8 +89,10 @@ _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
               help="Samples of each contender; their median counts.")  # fmt: skip
 @click.option("--check/--no-check", default=True, show_default=True,
               help="Compare results with float64 before they are timed.")  # fmt: skip
-@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
-              help="Write all figures so far to this file after each case.")  # fmt: skip
+@click.option("--json", "json_path", is_flag=False, flag_value="-", metavar="[FILE]",
+              type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+              help="Print JSON instead of tables; with a FILE, print tables, and write all figures so far to this file "
+                   "after each case.")  # fmt: skip
 @click.option("--report", "report_path", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write one file to send back from a GPU that docs/cards.md has no figures of: all figures, and the "
                    "checks of attngen doctor.")  # fmt: skip
@@ -143,6 +148,7 @@ def command(
     are simulated.
     Exits 1 if a kernel of attngen fails, or if none could be measured.
     """
+    spec, json_path, as_json = _json_target(spec, json_path)
     for path in (json_path, report_path, record_path, plot_path):
         if path is not None:
             refuse_unwritable(path)
@@ -161,8 +167,9 @@ def command(
         from attngen.lab.commands import bench_parallel
 
         if not bench_parallel.run(
-            cells=cells, seqlens=seqlens, peers=peer_parts, rounds=rounds, json_path=json_path, dry_run=dry_run
-        ):
+            cells=cells, seqlens=seqlens, peers=peer_parts, rounds=rounds, json_path=json_path, as_json=as_json,
+            dry_run=dry_run,
+        ):  # fmt: skip
             context.exit(cli.EXIT_FAILURE)
         return
     if chosen != "masks" and (head_dims or limit is not None):
@@ -188,6 +195,8 @@ def command(
         rounds=rounds, check=check, jobs=jobs, limit=limit, ladder=ladder, taken=taken, sustained=sustained,
     )  # fmt: skip
     todo, print_report, print_plan = _suite(chosen, spec, options)
+    if as_json:
+        print_report = print_plan = _print_document
     if dry_run:
         report = runner.dry_run(todo)
         _write(report, json_path)
@@ -242,6 +251,17 @@ def _begin_record(path: Path) -> str | None:
     return clean_commit()
 
 
+def _json_target(spec: Path | None, given: Path | None) -> tuple[Path | None, Path | None, bool]:
+    """The spec, the file that ``--json`` writes, and whether it prints instead: as in ``--json SPEC``, too."""
+    if given is None or given == _STDOUT:
+        return spec, None, given is not None
+    if cli.is_report(str(given)):
+        return spec, given, False
+    if spec is not None:
+        raise click.UsageError(f"--json {given}: the name of a spec; --json alone prints, and a FILE ends in .json")
+    return resources.spec_file(given), None, True
+
+
 def _suite(
     chosen: str, spec: Path | None, options: BenchOptions
 ) -> tuple[Suite[Any, Any], Callable[[Any], None], Callable[[Any], None]]:
@@ -280,6 +300,10 @@ def _refuse_beside(context: click.Context, what: str, chosen: str, others: Seque
             (option,) = [each for each in context.command.params if each.name == name]
             name = option.opts[0] if isinstance(option, click.Option) else option.human_readable_name
             raise click.UsageError(f"{name} is not for {what}; leave it out, or {chosen}")
+
+
+def _print_document(report: Report[Any]) -> None:
+    print_json(report.to_dict())
 
 
 def _write(report: Report[Any], path: Path | None) -> None:

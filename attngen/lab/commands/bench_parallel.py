@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.commands.output import print_table
+from attngen.commands.output import print_json, print_table
 from attngen.errors import AttngenError
 from attngen.parallel import Cost, Plan
-from attngen.parallel.simulation import table
+from attngen.parallel.simulation import Simulated, table
 from attngen.parallel.values import passed
 from attngen.runtime.registry.binding import find
 
@@ -105,11 +105,17 @@ def lengths(seqlen: int) -> tuple[int, ...]:
 
 def run(
     *, cells: tuple[str, ...], seqlens: tuple[int, ...], peers: tuple[str, ...], rounds: int, json_path: Path | None,
-    dry_run: bool,
+    as_json: bool, dry_run: bool,
 ) -> bool:  # fmt: skip
-    """Measure, or simulate; whether all that attngen does was measured."""
+    """Measure, or simulate; whether all that attngen does was measured. ``as_json`` prints JSON instead of tables."""
     if dry_run:
-        _print_simulated(seqlens)
+        simulated = _simulated(seqlens)
+        every = list(chain.from_iterable(simulated.values()))
+        _write("simulated", every, json_path)
+        if as_json:
+            print_json({"simulated": [one.to_dict() for one in every]})
+        else:
+            _print_simulated(simulated)
         return True
     if "RANK" not in os.environ:
         raise click.UsageError(
@@ -137,7 +143,9 @@ def run(
                         _report(rows, json_path)
     finally:
         dist.destroy_process_group()
-    if rank == 0:
+    if rank == 0 and as_json:
+        print_json({"rows": [asdict(row) for row in rows]})
+    elif rank == 0:
         _print(rows, ranks)
     return all(row.reason is None for row in rows if row.contender.startswith(("attngen", "one")))
 
@@ -342,8 +350,12 @@ def _report(rows: list[ContenderTimes], path: Path | None) -> None:
     last = rows[-1]
     figures = last.reason if last.reason is not None else f"{last.forward:.3f} ms, {last.both:.3f} with backward"
     click.echo(f"{last.mask}, {last.seqlen} tokens, {last.contender}: {figures}", err=True)
+    _write("rows", rows, path)
+
+
+def _write(name: str, rows: Sequence[ContenderTimes | Simulated], path: Path | None) -> None:
     if path is not None:
-        path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps({name: [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
 
 
 def _print(rows: list[ContenderTimes], ranks: int) -> None:
@@ -363,14 +375,21 @@ def _print(rows: list[ContenderTimes], ranks: int) -> None:
     )
 
 
-def _print_simulated(seqlens: tuple[int, ...]) -> None:
+def _simulated(seqlens: tuple[int, ...]) -> dict[str, list[Simulated]]:
+    """Simulations of all methods, by the title of their table."""
     cost = Cost(64, KV_HEADS, HEAD_DIM)
-    for tokens in seqlens or (8192,):
-        for name, variant, values in (("causal", "causal", {}), ("window", "sliding_window", {"window": 4096})):
-            lines = [
-                [one.method, one.ranks, f"{one.forward:.0f}", f"{one.backward:.0f}", f"{one.exposed:.0%}", one.bound]
-                for one in table(variant, cost=cost, values=values, tokens=tokens)
-            ]
-            print_table(["method", "ranks", "forward", "backward", "not hidden", "bound by"], lines,
-                        title=f"{name}, {tokens} tokens a rank, TFLOP/s of each GPU")  # fmt: skip
+    return {
+        f"{name}, {tokens} tokens a rank, TFLOP/s of each GPU": table(variant, cost=cost, values=values, tokens=tokens)
+        for tokens in seqlens or (8192,)
+        for name, variant, values in (("causal", "causal", {}), ("window", "sliding_window", {"window": 4096}))
+    }
+
+
+def _print_simulated(simulated: Mapping[str, Sequence[Simulated]]) -> None:
+    for title, rows in simulated.items():
+        lines = [
+            [one.method, one.ranks, f"{one.forward:.0f}", f"{one.backward:.0f}", f"{one.exposed:.0%}", one.bound]
+            for one in rows
+        ]
+        print_table(["method", "ranks", "forward", "backward", "not hidden", "bound by"], lines, title=title)
     click.echo("simulated from the speeds of attngen.parallel.Links, 64 heads, 8 KV heads; nothing was measured")

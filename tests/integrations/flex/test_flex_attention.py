@@ -198,7 +198,7 @@ def _counts(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         (_sorts, "has no equivalent in attngen's language"),
         (_counts, "it changes a tensor"),
         (lambda b, h, q, kv: q - kv, "a mask is a condition, but it returns int32"),
-        (lambda b, h, q, kv: True, "returns no tensor that depends on its arguments"),
+        (lambda b, h, q, kv: None, "it returns NoneType"),
         (lambda b, h, q, kv: torch.lgamma(q / 3.0) > kv, "aten.lgamma.default has no equivalent"),
         (lambda b, h, q, kv: q // (kv - 3) > 0, "divisor"),
     ],
