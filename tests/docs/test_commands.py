@@ -23,6 +23,9 @@ from click.testing import CliRunner, Result
 from attngen import cli, resources
 from attngen.build import pipeline as build
 from attngen.lab.bench import grid
+from attngen.lab.bench.serving import suite as serving
+from attngen.lab.bench.small import oracle
+from attngen.lab.bench.small import suite as small
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
@@ -161,7 +164,8 @@ def _run(line: str, folders: dict[str, Path]) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folders["small" if option is None else "whole"])
         if word == "bench":
-            patch.setattr(grid, "prepare", lambda spec: _prepared_once(arguments[0], spec))
+            for suite in (grid, oracle, serving, small):
+                patch.setattr(suite, "prepare", _prepared_once)
         if f"specs/{MINE}" not in arguments:
             patch.setattr(build, "COMPILER", "tests.runtime.manifests:compile_as_manifest")
         return CliRunner().invoke(cli.group, [word, *arguments], input="y\n")  # where it asks
@@ -171,10 +175,10 @@ def _run(line: str, folders: dict[str, Path]) -> Result:
 _PREPARED: dict[str, list[build.Prepared]] = {}
 
 
-def _prepared_once(path: str, spec: Spec) -> list[build.Prepared]:
-    if path not in _PREPARED:
-        _PREPARED[path] = build.prepare(spec)
-    return _PREPARED[path]
+def _prepared_once(spec: Spec) -> list[build.Prepared]:
+    if spec.name not in _PREPARED:
+        _PREPARED[spec.name] = build.prepare(spec)
+    return _PREPARED[spec.name]
 
 
 def _filled(word: str) -> str:
