@@ -11,7 +11,9 @@ import click
 
 from attngen import cli
 from attngen.build.compiles import Failure
+from attngen.build.kernel_filter import EVERYTHING, KernelFilter
 from attngen.commands.arguments import SPEC
+from attngen.commands.filtering import filtering
 from attngen.commands.output import counted, print_json, print_table, warn
 from attngen.errors import AttngenError, SpecError
 
@@ -63,8 +65,9 @@ class CheckReport:
         }
 
 
-def check_spec(path: str) -> CheckReport:
-    """Load, expand, plan and render a spec. Errors are kept, one for each kernel that cannot be made."""
+def check_spec(path: str, only: KernelFilter = EVERYTHING) -> CheckReport:
+    """Load, expand, plan and render a spec, or its kernels that pass a filter. Errors are kept, one for each kernel
+    that cannot be made."""
     from attngen.build.compiles import Task, after_refusals
     from attngen.build.pipeline import prepare_each
     from attngen.schema.lint import Remark, lint
@@ -88,8 +91,8 @@ def check_spec(path: str) -> CheckReport:
     report.warnings = lint(spec, kernels)
     repeated: list[Repeated] = []
     try:
-        prepared, failures = prepare_each(spec, repeated=repeated)
-    except SpecError as error:  # it has no kernels
+        prepared, failures = prepare_each(spec, only, repeated=repeated)
+    except SpecError as error:  # it has no kernels, or none that passes
         report.failures.append(Failure("", error))
         return report
     store = Store()
@@ -125,8 +128,11 @@ def _not_planned(kernels: Iterable[KernelSpec], broken: Collection[str]) -> Iter
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of specs, for editors, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option("--strict", is_flag=True, help="Count a warning as an error.")
+@filtering
 @click.pass_context
-def command(context: click.Context, specs: tuple[Path, ...], schema: bool, as_json: bool, strict: bool) -> None:
+def command(
+    context: click.Context, specs: tuple[Path, ...], schema: bool, as_json: bool, strict: bool, only: KernelFilter
+) -> None:
     """Check specs without compiling: names, masks, shapes, budgets. Exits 2 if one cannot be built.
 
     Every kernel is planned and rendered; one that cannot be is named, and the others are checked anyway.
@@ -138,7 +144,7 @@ def command(context: click.Context, specs: tuple[Path, ...], schema: bool, as_js
         return
     if not specs:
         raise click.UsageError("name at least one spec, for example specs/hopper.yaml")
-    reports = [check_spec(str(path)) for path in specs]
+    reports = [check_spec(str(path), only) for path in specs]
     if as_json:
         print_json({"specs": [report.to_dict() for report in reports]})
     else:

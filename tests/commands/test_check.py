@@ -36,6 +36,14 @@ def test_table():
     assert sum("causal" in line and "sm90a" in line for line in result.output.splitlines()) == 2
 
 
+def test_a_part_of_a_spec():
+    path = str(resources.specs_dir() / "presets" / "causal.yaml")
+    assert run(path, "--head-dim", "128").output.splitlines()[-1] == f"{path}: 1 kernel, nothing wrong"
+    result = run(path, "--head-dim", "12")
+    assert result.exit_code == 2
+    assert "head_dim: the spec lists no kernels for '12'" in result.output
+
+
 def test_a_shipped_spec_needs_no_checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "2 kernels, nothing wrong" in run("specs/presets/causal.yaml").output
