@@ -76,21 +76,22 @@ def with_key_values(plan: Plan, logits: Logits) -> tuple[Steps, Steps, KeyValues
         row_lines=needed(fixed, [_user(declared(by_row))]),
     )
     names = [name for _, name in values.fields]
-    full = _taking(logits.full, names if of_score else [], by_row)
+    read = ["key"] if plan.structure.distance_values else []  # by what takes the values of distances
+    full = _taking(logits.full, names if of_score else [], by_row, read)
     key = tuple(each for each in steps.key if each not in by_key)
-    return _taking(replace(steps, key=key), names, by_row), full, values
+    return _taking(replace(steps, key=key), names, by_row, read), full, values
 
 
-def _taking(steps: Steps, names: Sequence[str], by_row: Sequence[Statement]) -> Steps:
+def _taking(steps: Steps, names: Sequence[str], by_row: Sequence[Statement], read: Sequence[str]) -> Steps:
     """Return the steps of a tile that take the ``names`` of each key, and what is the same ``by_row``, from where these
-    were put."""
+    were put. ``read``: what an element reads besides."""
     row = [*taken("of_rows[row]", declared(by_row)), *(each for each in steps.row if each not in by_row)]
     key = list(steps.key)
     if names:
         at = next(i for i, each in enumerate(key) if "key" in each.names) + 1
         key[at:at] = taken("of_key({key})", names)
     used = _user(name for _, name in steps.row_values)
-    return replace(steps, row=needed(row, [used]), key=needed(key, steps.element))
+    return replace(steps, row=needed(row, [used]), key=needed(key, [*steps.element, _user(read)]))
 
 
 def fields_of(loads: Iterable[Statement]) -> tuple[tuple[str, str], ...]:

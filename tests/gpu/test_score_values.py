@@ -24,7 +24,7 @@ SPEC = Path(__file__).with_name("score_values.yaml")
 DEVICE = "cuda"
 VARIANTS = (
     "forgetting", "forgetting_of_any", "of_keys", "gated", "by_table", "read_by_both", "mapped", "of_steps",
-    "buckets", "of_distances", "in_windows", "distances_mapped",
+    "buckets", "of_distances", "in_windows", "distances_mapped", "documents_by_distance",
 )  # fmt: skip
 #: Head dim, queries, keys, batch, query heads, KV heads: whole tiles, ragged ones, fewer queries than keys.
 SHAPES = (
@@ -76,6 +76,8 @@ def values(name: str, batch: int, heads: int, rows: int, keys: int) -> dict[str,
         case "in_windows":
             table = torch.randn(129, device=DEVICE).half()
             return {"table": table, "gate": torch.rand(keys, device=DEVICE), "f": torch.randn(rows, device=DEVICE)}
+        case "documents_by_distance":
+            return {"doc": integers(4, batch, keys).sort(-1).values.int(), "t": torch.randn(heads, 64, device=DEVICE)}
         case "distances_mapped":
             runs = integers(4, keys // 48 + 1).repeat_interleave(48)[:keys].contiguous()
             return {"doc": runs, "f": of_keys, "table": torch.randn(heads, 32, device=DEVICE)}

@@ -365,6 +365,19 @@ def test_values_of_distances_come_with_a_tile(passes: str) -> None:
     assert "min(max(distance, 0), 9)" in loader
 
 
+def test_values_of_distances_beside_values_of_keys_know_their_key() -> None:
+    """Also in full tiles, where nothing else reads the place of a key."""
+    declared = (
+        "variants:\n  own:\n    mask: 'q_pos >= kv and doc[b, q_pos] == doc[b, kv]'\n"
+        "    score: 's + t[h, clamp(q_pos - kv, 0, 9)]'\n    tensors:\n      t: {dtype: fp32, shape: [h, 10]}\n"
+        "      doc: {dtype: int32, shape: [b, seqlen_k], monotone: {axis: 1}}\n"
+    )
+    plan = planned("own", declared=declared, backend="cuda")
+    consumer = render(plan).text.split("// A consumer: 64 ")[1]
+    assert plan.structure.distance_values == plan.structure.key_values == 1
+    assert consumer.count("of_distance(key - 8 * row)") == consumer.count("const int key = 8 * (i / 2)") == 2
+
+
 def test_values_of_distances_of_heads_that_share_rows_are_of_each_pair() -> None:
     declared = "variants:\n  own: {score: 's + t[clamp(q - kv, 0, 9)]', tensors: {t: {dtype: fp32, shape: [10]}}}\n"
     plan = planned("own", declared=declared, backend="cuda", pack_gqa="true")
