@@ -12,7 +12,7 @@ from attngen import resources
 
 class _SpecPath(click.Path):
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
-        return resources.spec_file(Path(str(super().convert(value, parameter, context))))
+        return resources.spec_file(Path(value))  # click's own looks for the file, whose name may have no bytes here
 
 
 #: A path; ``specs/hopper.yaml`` also where there is no such file, as the shipped spec.
