@@ -79,7 +79,7 @@ class Row:
     blocks: int = 1
     orders: int = 1
     often: bool = False  # in every run
-    like: str = ""  # a row of a kernel like this one; each change of this one is tried in long runs alone
+    rare: bool = False  # each change is tried in long runs alone
 
     def plan(self) -> Plan:
         return planned(self.variant, **self.fields)
@@ -183,14 +183,14 @@ ALONE = dict.fromkeys(
 SHORT, LONG = Size(1, 1, 8), Size(300, 300, 4)
 ROWS = (
     Row("forward", {"backend": "cuda"}, (SHORT, LONG), spared=LAST_TURN, often=True),
-    Row("forward-128", {"backend": "cuda", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN, like="forward"),
-    Row("forward-256", {"backend": "cuda", "head_dim": 256}, (SHORT, LONG), spared=LAST_TURN),
+    Row("forward-128", {"backend": "cuda", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN, rare=True),
+    Row("forward-256", {"backend": "cuda", "head_dim": 256}, (SHORT, LONG), spared=LAST_TURN, rare=True),
     Row("forward-skips", {"backend": "cuda", "head_dim": 96}, (SHORT, LONG), spared=LAST_TURN | OF_SKIPS),
     Row("forward-split", {"backend": "cuda", "split_kv": "tiles"}, (Size(100, 300, 2),), spared=LAST_TURN),
     Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
     Row(
         "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 4), Size(1, 1, 4)), variant="blocks",
-        arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3,
+        arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3, rare=True,
     ),
     Row(
         "blocks-alone", {**BLOCKS, "tile": "{n: 64}", "pipeline": "{stages: 2}"}, (Size(300, 900, 4),),
@@ -201,16 +201,16 @@ ROWS = (
         "backward-128",
         {**BACKWARD, "head_dim": 128},
         (Size(300, 300), Size(70, 70, 2, 2, 3)),
-        spared=OF_GROUP | ALONE, like="backward",
+        spared=OF_GROUP | ALONE, rare=True,
     ),
     Row(
         "backward-blocks", {**BACKWARD, "declared": BLOCKS["declared"], "head_dim": 128}, (Size(300, 540),),
-        variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE, orders=2,
+        variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE, orders=2, rare=True,
     ),
     Row(
         "backward-blocks-by-rows", {**BACKWARD, "declared": BLOCKS["declared"].replace("q // 64", "q // 128")},
         (Size(600, 540),), variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE,
-        like="backward-blocks",
+        rare=True,
     ),
     Row("backward-ordered", {**BACKWARD, "head_dim": 128, "deterministic": "true"}, (Size(300, 300),)),
     Row(
@@ -219,14 +219,14 @@ ROWS = (
     ),
     Row(
         "cluster-ordered", {**BACKWARD, "head_dim": 192, "deterministic": "true"}, (Size(200, 128),),
-        races=LAST_PRODUCTS, spared=OF_CLUSTER | ALONE, like="cluster",
+        races=LAST_PRODUCTS, spared=OF_CLUSTER | ALONE, rare=True,
     ),
     Row("cluster-halves", {**BACKWARD, "head_dim": 512}, (Size(200, 128),), races=LAST_PRODUCTS, spared=OF_CLUSTER),
     # Blocks that wait for each other.
     Row("first", {**BACKWARD}, (Size(200, 300),), spared=OF_GROUP | OF_Q, blocks=3, orders=3),
     Row(  # the last keys are seen by no query
         "first-unseen", {**BACKWARD}, (Size(200, 700),), variant="causal_top_left", spared=OF_GROUP | OF_Q, blocks=3,
-        orders=3,
+        orders=3, rare=True,
     ),
     Row(
         "order", {**BACKWARD, "head_dim": 128, "deterministic": "true", **masked(APART)}, (Size(500, 512, 1),),
@@ -246,16 +246,16 @@ ROWS = (
     ),
     Row(
         "cut", {**BACKWARD}, (Size(500, 100), Size(500, 400, 1)), variant="full", races=WHOLE_WORK,
-        spared=OF_GROUP | OF_Q | OF_CUTS, blocks=3, orders=3,
+        spared=OF_GROUP | OF_Q | OF_CUTS, blocks=3, orders=3, rare=True,
     ),
     Row("parts", {"backend": "cuda", "split_kv": "tiles"}, (Size(300, 600, 2),), spared=LAST_TURN, blocks=3, orders=3),
     Row("mma", {"arch": "sm80", "backend": "cuda"}, (Size(70, 300, 2),), often=True),
-    Row("mma-128", {"arch": "sm80", "backend": "cuda", "head_dim": 128}, (Size(70, 300, 2),), like="mma"),
+    Row("mma-128", {"arch": "sm80", "backend": "cuda", "head_dim": 128}, (Size(70, 300, 2),), rare=True),
     Row("mma-pairs", {"arch": "sm80", "backend": "cuda", "head_dim": 256}, (Size(70, 300, 2),)),
     Row("mma-backward", {"arch": "sm80", **BACKWARD}, (Size(300, 300),), orders=2),
     Row(
         "mma-backward-128", {"arch": "sm80", **BACKWARD, "head_dim": 128}, (Size(200, 300),), orders=2,
-        like="mma-backward",
+        rare=True,
     ),
     Row(
         "mma-backward-ordered", {"arch": "sm80", **BACKWARD, "deterministic": "true"}, (Size(300, 200, 1),),
@@ -274,7 +274,7 @@ ROWS = (
     ),
     Row(
         "latent-listed", {"backend": "cuda", **LISTED}, (Size(3, 150, 40), Size(3, 150, 8)), variant="listed",
-        spared=OF_LISTED, blocks=4, orders=2,
+        spared=OF_LISTED, blocks=4, orders=2, rare=True,
     ),
     Row("latent-backward", {**BACKWARD, **LATENT}, (Size(3, 100, 16),)),
 )  # fmt: skip
@@ -364,7 +364,7 @@ def run(kernel: Library, row: Row, tried: tuple[Mutant, ...] = ()) -> dict[Mutan
     [
         pytest.param(row, id=row.name, marks=[] if row.often else [pytest.mark.exhaustive])
         for row in ROWS
-        if row.often or row.like or row not in EXPLAINED  # the test of every change runs the others
+        if row.often or row.rare or row not in EXPLAINED  # the test of every change runs the others
     ],
 )
 def test_a_kernel_is_right_and_has_no_race(row: Row) -> None:
@@ -380,7 +380,7 @@ def is_spared(row: Row, mutant: Mutant) -> bool:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.long] if row.like else []) for row in EXPLAINED]
+    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.long] if row.rare else []) for row in EXPLAINED]
 )
 def test_every_change_is_noticed(row: Row) -> None:
     tried = tuple(mutant for mutant in library(row).mutants if not is_spared(row, mutant))
