@@ -402,12 +402,12 @@ def _with_others(store: Store, index: Index, only: KernelFilter) -> Index:
     if earlier is None or (earlier.spec, earlier.spec_hash) != (index.spec, index.spec_hash):
         return index
     names = {entry.name for entry in index.kernels}
-    kept = tuple(entry for entry in earlier.kernels if entry.name not in names and not _is_of(store, entry, only))
+    kept = tuple(entry for entry in earlier.kernels if entry.name not in names and not _superseded(store, entry, only))
     return Index(index.package, index.spec, index.spec_hash, index.inputs, kept + index.kernels)
 
 
-def _is_of(store: Store, entry: IndexEntry, only: KernelFilter) -> bool:
-    """True if a filter takes a kernel that was built before, or the kernel cannot be read."""
+def _superseded(store: Store, entry: IndexEntry, only: KernelFilter) -> bool:
+    """True for an earlier kernel that the filter takes, or whose manifest cannot be read."""
     if not only.takes(arch=entry.arch):
         return False
     artifact = store.read(entry.key)[0]
