@@ -63,6 +63,7 @@ class Candidate:
 
     choice: ForwardChoice
     tile_n: int  # of the choice, or fewer
+    entries: int  # of the batch, in a work tile
     bias_bytes: int  # of tiles of biases, for each pair
     by_distance: int  # values of each distance of a query from a key
     table_bytes: int  # of small tables, of which consumers hold copies
@@ -84,12 +85,17 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
         step = key_step(operands_of(spec), form.transposes, spec.transposed_v and not spec.grouped_v)
         step = max(step, bias_keys(spec, tiled) if tiled else 0)
         usual = choice.tile.n // step * step
+        if choice.entries > 1:
+            if spec.tile_n in (None, choice.tile.n):
+                yield Candidate(choice, choice.tile.n, choice.entries, tiled, by_distance, table_bytes)
+            choice = _choice(work, form, max(qk, v), entries=1)
+            usual = choice.tile.n // step * step
         leaves_room = bool(spec.roles) or tiled > 0
         fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
         usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
         choices = (choice, choice.resized(_FEW_CONSUMERS, choice.tile.n)) if tiled else (choice,)
         for tile_n, one in product((spec.tile_n or usual, *fewer), choices):
-            yield Candidate(one, tile_n, tiled, by_distance, table_bytes)
+            yield Candidate(one, tile_n, 1, tiled, by_distance, table_bytes)
 
 
 def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:
@@ -105,11 +111,13 @@ def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:
         yield tiled, by_distance, 0, per_pair
 
 
-def _choice(work: ForwardWork, form: Form, columns: int) -> ForwardChoice:
+def _choice(work: ForwardWork, form: Form, columns: int, *, entries: int | None = None) -> ForwardChoice:
     """The first row that suits a kernel, of those ``within`` a prediction only if it holds. Where runs decide what rows
-    see, tiles have to end where these do."""
+    see, tiles have to end where these do. ``entries``: of the rows with so many only."""
     spec, table = work.asked, TABLES[form.schedule]
     rows: Iterable[ForwardChoice] = table.suiting(facts_of(work), columns)
+    if entries is not None:
+        rows = (row for row in rows if row.entries == entries)
     if work.iteration == "ranges" and not form.transposes and first_see_many_more(spec):
         # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
         # (docs/notebook/softmax_and_masks.md, "Long rows, and blocks that end together")

@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field
 
+from attngen.families.hopper_forward.entries import may_share_entries
 from attngen.families.hopper_forward.softmax import softmax_of, terms_of
 from attngen.lang.biases import lookups, reads_integers
 from attngen.parts.boxes import is_paged, operand_widths
@@ -99,6 +100,7 @@ FACTS: Mapping[str, Callable[[ForwardWork], bool]] = MappingProxyType({
     "scored": lambda work: work.spec.variant.score is not None or work.spec.variant.dropout,
     "bounds": _bounds,
     "biased": _biased,
+    "shared_by_entries": lambda work: may_share_entries(work.asked, work.bias_bytes, work.exponents),
     "window": _window,
     "blocks_of_64_keys": _has_blocks_of_64_keys,
     "few_intervals": lambda work: len(bands_of(work.spec).visible) <= _FEW_INTERVALS,
@@ -136,7 +138,8 @@ class Consumers(NumberOfConsumers):
 class ForwardChoice(RowModel):
     """A row of the table.
 
-    ``keeps_turn``: with ping-pong, until the products of a step are done. ``within``: the row is taken only if rows in
+    ``keeps_turn``: with ping-pong, until the products of a step are done. ``entries`` of the batch lie in a work tile, and
+    share tiles of biases. ``within``: the row is taken only if rows in
     the middle of a long sequence are predicted to take less than so many times the time that the next row predicts.
     """
 
@@ -146,6 +149,7 @@ class ForwardChoice(RowModel):
     warps: Consumers
     pipeline: ChosenStages = ChosenStages(stages=2)  # of the ring of K and V with this tile; else 2
     keeps_turn: bool = False
+    entries: Annotated[int, Field(ge=1, le=4)] = 1
     within: Annotated[float | None, Field(gt=0)] = None
 
     @property

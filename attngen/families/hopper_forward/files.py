@@ -19,16 +19,21 @@ class Parts:
     visits: str  # how the tiles of keys that rows see are found
     scheduler: str
     records: str  # how the scheduler hands over work tiles
+    queries: str  # how Q of a work tile is copied
     loader: str  # of K, and of V if that has none of its own
     values: str  # how V follows K
     consumer: str  # the loop over work tiles, or the one tile of a block that shares its keys
     turns: str  # how consumers share the tensor cores
     tiles: str  # whether a consumer skips tiles of keys
     work: str  # how a consumer reads the record of a work tile
+    matrices: str  # what a consumer multiplies, and holds in registers
     step: str  # how the products of a step follow each other
     logits: str  # how products become logits
+    elements: str  # the loop over the elements of a tile
     softmax: str
     store: str  # how O leaves
+    outputs: str  # where it goes
+    lse: str
 
 
 def parts_of(plan: Plan, forward: HopperForward) -> Parts:
@@ -38,25 +43,33 @@ def parts_of(plan: Plan, forward: HopperForward) -> Parts:
         "values_for_transposers" if forward.transposes else "values_by_columns" if forward.v_by_columns else "values"
     )
     kind = kind_of_plan(plan)
+    several = "_entries" if forward.entries > 1 else ""
     return Parts(
         keys=_file(f"keys/{'blocks' if forward.block_keys else plan.key_access}"),
-        visits=_file(f"visits/{_visits(plan)}"),
-        scheduler=_file("_scheduler_shared" if forward.shares else "_scheduler"),
+        visits=_file(f"visits/{_visits(plan, forward)}"),
+        scheduler=_file("_scheduler_shared" if forward.shares else f"_scheduler{several}"),
         records=_file("scheduler/records_counted" if forward.transposes else "scheduler/records"),
-        loader=_file("_loader_pages_k" if forward.value_loader else "_loader"),
+        queries=_file(f"loader/queries{several}"),
+        loader=_file("_loader_pages_k" if forward.value_loader else f"_loader{several}"),
         values=_file(f"loader/{values}"),
         consumer=_file(f"_consumer{'_shared' if forward.shares else '_own' if forward.map_rows else ''}"),
         turns=_file("consumer/turns_pingpong" if forward.pingpong else "consumer/turns_cooperative"),
         tiles=_file(f"consumer/{_tiles(forward)}"),
         work=_file(f"consumer/{work}"),
+        matrices=_file(f"consumer/matrices{several}"),
         step=_file(f"consumer/{_step(forward)}"),
         logits=_file(f"logits/{kind.logits}"),
-        softmax=_file(f"softmax/{kind.file}"),
+        elements=_file(f"_elements{several}"),
+        softmax=_file(f"softmax/{kind.file}{several}"),
         store=_file("consumer/store_staged" if forward.staged else "consumer/store_direct"),
+        outputs=_file(f"_epilogue{several}"),
+        lse=_file(f"_lse{several}"),
     )
 
 
-def _visits(plan: Plan) -> str:
+def _visits(plan: Plan, forward: HopperForward) -> str:
+    if forward.entries > 1:
+        return "entries"
     if plan.iteration == "ranges":
         return "ranges"
     if not plan.structure.map_rows:

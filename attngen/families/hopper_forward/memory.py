@@ -34,6 +34,8 @@ def with_memory(
     choices = ((2, v), (1, v), *((1, columns) for columns in parts))
     if draft.shares:  # a block has one work tile
         choices = ((1, v),)
+    elif draft.entries > 1:
+        choices = choices[:2]
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
         pipes = forward_pipes(

@@ -35,7 +35,7 @@ def forward_pipes(
 
     ``warps`` is the number of a consumer's warps, which a model may have fewer of.
     """
-    consumers = roles.consumers
+    consumers, entries = roles.consumers, roles.entries
     each, by_q, by_k = "each consumer", "the loader of Q", "the loader of K and V"
     by_v = by_k
     if roles.value_loader:
@@ -45,11 +45,13 @@ def forward_pipes(
     info = () if roles.map_rows else (("tile_info", info_bytes),)
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
-    value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * tile_n * roles.key_values
+    value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * entries * tile_n * roles.key_values
     values = [("key_values", value_bytes)] if roles.key_values else []
     if roles.distance_values:
         values.append(("distance_values", _TILES_OF_VALUES * _VALUE_BYTES * (tile_m + tile_n) * roles.distance_values))
     scheduler = roles.consumers + 1 if iteration == "ranges" else 1
+    if entries > 1:
+        scheduler = entries  # a lane writes the keys of each
     others = "the loaders of Q and V" if roles.value_loader else "the loader of Q"
     if roles.transposes:
         by_q, others = "the scheduler", "the transposers"
@@ -59,7 +61,7 @@ def forward_pipes(
         guards="a tile of Q stays until it is multiplied with every tile of K of its work tile",
         full=Signal(1, by_q, "a tile of Q has landed", bytes=True),
         empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time"),
-        stored=(("q", tile_m * qk * operands.q.bytes),),
+        stored=(("q", entries * tile_m * qk * operands.q.bytes),),
     )  # fmt: skip
     own_steps = Ring(
         "own_steps", stages, by_k, each, count=consumers,
@@ -79,9 +81,9 @@ def forward_pipes(
         guards="a tile of K, and the word that says what each consumer does with it, stay until S is complete",
         full=Signal(1, by_k, "a tile of K has landed, and what each consumer does with it is written", bytes=True),
         empty=Signal(consumers, releases, f"{done} K"),
-        stored=(("k", tile_n * qk * operands.k.bytes), *info, *scales, *values),
+        stored=(("k", entries * tile_n * qk * operands.k.bytes), *info, *scales, *values),
     )  # fmt: skip
-    v_bytes, v_rows = tile_n * v * operands.v.bytes, []
+    v_bytes, v_rows = entries * tile_n * v * operands.v.bytes, []
     landed = Signal(1, by_v, "a tile of V has landed", bytes=True)
     if roles.transposes:
         by_rows, by_v = by_v, "the transposers"
@@ -160,7 +162,7 @@ def _others(
     beyond that of Q, K and V, which they reuse at the end."""
     tables = (("tables", roles.consumers * roles.table_bytes),) if roles.table_bytes else ()
     if roles.staged:
-        return (("out", tile_m * roles.out_columns * operands.out.bytes), *tables)
+        return (("out", roles.entries * tile_m * roles.out_columns * operands.out.bytes), *tables)
     if not roles.shares:
         return tables
     places = roles.q_stages * tile_m * qk * operands.q.bytes

@@ -42,9 +42,10 @@ def registers_of(
 
 
 def register_refusal(
-    spec: KernelSpec, registers: tuple[int, int], consumers: int, tile_n: int, width_v: int
+    spec: KernelSpec, registers: tuple[int, int], consumers: int, tile_n: int, width_v: int, entries: int = 1
 ) -> PlanError | None:
-    """Return the error if a block cannot have these ``registers`` per thread, or a consumer needs more; else None."""
+    """Return the error if a block cannot have these ``registers`` per thread, or a consumer, which has rows of so many
+    batch ``entries``, needs more; else None."""
     producer, consumer = registers
     for value in registers:
         if value % 8 or not 24 <= value <= 256:
@@ -60,9 +61,9 @@ def register_refusal(
             f"reserves {launch} each, {pool} in all, which the producer gives up and the consumers take",
         )
     operands = operands_of(spec)
-    needed = _needed_registers(tile_n, width_v, operands)
+    needed = _needed_registers(entries * tile_n, entries * width_v, operands)
     if needed > consumer and "spill" not in spec.allow:
-        s, p, o = _fragments(tile_n, width_v, operands)
+        s, p, o = _fragments(entries * tile_n, entries * width_v, operands)
         return refuse(
             spec,
             "tile",

@@ -74,6 +74,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
             *([] if roles.overlap else ["nooverlap"]),
             *([kind.label] if kind.label else []),
             *(["shared"] if roles.shares else []),
+            *([f"entries{roles.entries}"] if roles.entries > 1 else []),
             *([] if roles.persistent or roles.shares else ["single"]),
             *([] if roles.longest_first else ["natural"]),
             *([] if roles.staged or roles.shares else ["direct"]),
@@ -185,6 +186,7 @@ def _products(planned: Plan, roles: HopperForward) -> int:
     the loop. Where consumers have steps of their own, work tiles begin alike, and O += P V stands in a
     step and behind it."""
     qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
+    qk, pv = roles.entries * qk, roles.entries * pv
     if roles.shares:
         return 2 * qk + 2 * pv
     if roles.map_rows:

@@ -47,6 +47,7 @@ class HopperForward(Structure):
     fused: bool = False  # exponentials follow the score in both branches of the mask, not after them
     sharing: int = 1  # most blocks of a cluster that split the keys of a work item
     bias_stages: int = 0  # of the ring of these tiles
+    entries: int = 1  # of the batch, in a work tile: they share these tiles
     cuts: bool = False  # a call may split the keys of the first query tiles of each unit among several blocks
 
     def __post_init__(self) -> None:

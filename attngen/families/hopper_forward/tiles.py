@@ -136,7 +136,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         return refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile.n)
     registers = registers_of(spec, roles, consumers, tile_n, v, choice.registers if as_chosen else None)
-    if refused := register_refusal(spec, registers, consumers, tile_n, v):
+    if refused := register_refusal(spec, registers, consumers, tile_n, v, candidate.entries):
         return refused
     transposes = form.transposes and not spec.transposed_v
     value_loader = is_paged(spec) and not form.transposes  # pages take many small copies
@@ -172,7 +172,8 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         out_columns=v,
         lookahead=_SEARCHING_LOOKAHEAD if searches(spec) else _LOOKAHEAD,
         value_loader=value_loader,
-        key_values=len(values.loads),  # others if there is room
+        # others if there is room; consumers of several entries know no others
+        key_values=len(values) if candidate.entries > 1 else len(values.loads),
         distance_values=candidate.by_distance,
         v_by_columns=form.transposes,
         transposes=transposes,
@@ -188,6 +189,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         block_keys=block_keys,
         table_bytes=candidate.table_bytes,
         bias_stages=BIAS_STAGES[-1] if candidate.bias_bytes else 0,
+        entries=candidate.entries,
         **softmax,
         **_order(spec, iteration, form, candidate, consumers, map_rows=map_rows, kind=kind, widest=max(qk, v)),
     )

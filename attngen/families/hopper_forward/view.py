@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from attngen.dtypes import V_GROUP, DType
+from attngen.families.hopper_forward.entries import sharing_scalar
 from attngen.families.hopper_forward.files import Parts, parts_of
 from attngen.families.hopper_forward.kinds import kind_of_plan
 from attngen.families.hopper_forward.pipes import forward_pipes_of
@@ -17,6 +18,7 @@ from attngen.lang.statements import Code, Statement, leaf, reads
 from attngen.parts.boxes import BOX_BYTES, TRANSPOSED_BYTES, widest_box
 from attngen.parts.regions import SWIZZLES, RegionView, classifier_lines
 from attngen.plan.model import Plan
+from attngen.plan.symbols import argument_name
 from attngen.render.biases import Bias, biases_of
 from attngen.render.classifier import ClassifierView, classifier_view
 from attngen.render.cuda_arguments import argument_lines
@@ -81,6 +83,7 @@ class CudaView:
     key_values: KeyValues | None
     distance_values: DistanceValues | None
     biases: tuple[Bias, ...]
+    sharing: str  # how many batch entries in a row share them, where a work tile has several
     tables: tuple[Fill, ...]
     tables_by_kv_head: bool
     partial: Steps
@@ -160,6 +163,7 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
         key_values=key_values,
         distance_values=distance_values,
         biases=found_biases,
+        sharing=_sharing(plan, structure),
         tables=(filled := fills(plan, code.tables)),
         tables_by_kv_head="hk" in reads(line for each in filled for line in each.lines),
         partial=taking_distance_values(partial_steps, distance_values, _BY_DISTANCE),
@@ -177,6 +181,12 @@ def cuda_view(plan: Plan, template: str) -> CudaView:
     )
 
 
+def _sharing(plan: Plan, forward: HopperForward) -> str:
+    """The argument that says how many batch entries share biases."""
+    scalar = sharing_scalar(plan.variant, forward.bias_bytes) if forward.entries > 1 else None
+    return argument_name(scalar) if scalar else ""
+
+
 def _headers(plan: Plan, forward: HopperForward, *, bounds: bool) -> tuple[str, ...]:
     """The headers that a kernel needs."""
     variant, kind = plan.variant, kind_of_plan(plan)
@@ -185,6 +195,7 @@ def _headers(plan: Plan, forward: HopperForward, *, bounds: bool) -> tuple[str, 
         "cluster": forward.shares,
         "division": bool(plan.divisors),
         "dropout": variant.dropout,
+        "entries": forward.entries > 1,
         "expression": any((variant.masked, variant.score, variant.sink)),
         "least_logit": bounds,
         "pages": plan.key_access == "paged",
@@ -226,7 +237,8 @@ def _region_text(name: str, size: int, key_values: KeyValues | None) -> str:
 
 def _work_lines(plan: Plan, read: Collection[str], own: Sequence[Statement]) -> tuple[Statement, ...]:
     """Return the statements that name what expressions read of a work tile, before those of their ``own``."""
-    lines = [int_constant("seqlen_k", "{work.seqlen_k}")]
+    assert isinstance(plan.structure, HopperForward)
+    lines = [int_constant("seqlen_k", "{work.seqlen_k}")] if plan.structure.entries == 1 else []
     if plan.ragged_queries and "seqlen_q" in read:
         lines.append(int_constant("seqlen_q", "{work.seqlen_q}"))
     own_head, other_head = ("hk", "h") if plan.pack_gqa else ("h", "hk")
