@@ -181,12 +181,22 @@ ALONE = dict.fromkeys(
     "tells other blocks what is done",
 )  # fmt: skip
 SHORT, LONG = Size(1, 1, 8), Size(300, 300, 4)
+#: Batch entries that share biases in threes and twos, so that one of each is alone; they have few keys, or none.
+ENTRIES = {
+    "rows": 3, "bias": torch.randn(2, 2, 130, 152, generator=torch.Generator().manual_seed(1)),
+    "real": torch.rand(5, 150, generator=torch.Generator().manual_seed(2)) < 0.7,
+    "seqused_k": torch.tensor([150, 40, 0, 150, 100], dtype=torch.int32),
+}  # fmt: skip
 ROWS = (
     Row("forward", {"backend": "cuda"}, (SHORT, LONG), spared=LAST_TURN, often=True),
     Row("forward-128", {"backend": "cuda", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN, rare=True),
     Row("forward-256", {"backend": "cuda", "head_dim": 256}, (SHORT, LONG), spared=LAST_TURN, rare=True),
     Row("forward-skips", {"backend": "cuda", "head_dim": 96}, (SHORT, LONG), spared=LAST_TURN | OF_SKIPS),
     Row("forward-split", {"backend": "cuda", "split_kv": "tiles"}, (Size(100, 300, 2),), spared=LAST_TURN),
+    Row(
+        "forward-entries", {"backend": "cuda"}, (Size(130, 150, 2, 2, 5),), variant="triangle", arguments=ENTRIES,
+        spared=LAST_TURN, orders=2,
+    ),
     Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
     Row(
         "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 4), Size(1, 1, 4)), variant="blocks",

@@ -29,7 +29,6 @@ class Parts:
     matrices: str  # what a consumer multiplies, and holds in registers
     step: str  # how the products of a step follow each other
     logits: str  # how products become logits
-    elements: str  # the loop over the elements of a tile
     softmax: str
     store: str  # how O leaves
     outputs: str  # where it goes
@@ -58,8 +57,7 @@ def parts_of(plan: Plan, forward: HopperForward) -> Parts:
         work=_file(f"consumer/{work}"),
         matrices=_file(f"consumer/matrices{several}"),
         step=_file(f"consumer/{_step(forward)}"),
-        logits=_file(f"logits/{kind.logits}"),
-        elements=_file(f"_elements{several}"),
+        logits=_file(f"logits/{kind.logits}{several}"),
         softmax=_file(f"softmax/{kind.file}{several}"),
         store=_file("consumer/store_staged" if forward.staged else "consumer/store_direct"),
         outputs=_file(f"_epilogue{several}"),

@@ -62,7 +62,7 @@ def triangle_attention(
     lengths = None if kv_lengths is None else _lengths(kv_lengths, (batch, rows, 1, 1, 1), keys)
     name = "triangle_unmasked" if real is None else "triangle"
     kind = BIAS[bias.dtype]
-    own = {"rows": rows, "bias": _in_whole_columns(bias[:, 0])}
+    own = {"rows": rows, "bias": _in_whole_columns(bias.squeeze(1))}
     candidate = VariantCandidate(
         name if kind == "fp32" else f"{name}_{kind}", own if real is None else {**own, "real": real}
     )
