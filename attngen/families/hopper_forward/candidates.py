@@ -82,14 +82,11 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
             per_pair = replace(per_pair, mask=TRUE)
         work = ForwardWork(spec, replace(spec, variant=per_pair), iteration, tiled, by_distance, exponents)
         choice = _choice(work, form, max(qk, v))
+        for row in _rows_of_entries(work, form, max(qk, v)) if tiled else ():
+            yield Candidate(row, row.tile.n, row.entries, tiled, by_distance, table_bytes)
         step = key_step(operands_of(spec), form.transposes, spec.transposed_v and not spec.grouped_v)
         step = max(step, bias_keys(spec, tiled) if tiled else 0)
         usual = choice.tile.n // step * step
-        if choice.entries > 1:
-            if spec.tile_n in (None, choice.tile.n):
-                yield Candidate(choice, choice.tile.n, choice.entries, tiled, by_distance, table_bytes)
-            choice = _choice(work, form, max(qk, v), entries=1)
-            usual = choice.tile.n // step * step
         leaves_room = bool(spec.roles) or tiled > 0
         fewer = [n for n in FEWER_KEYS if n < usual and n % step == 0] if leaves_room and not spec.tile_n else []
         usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
@@ -111,13 +108,18 @@ def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:
         yield tiled, by_distance, 0, per_pair
 
 
-def _choice(work: ForwardWork, form: Form, columns: int, *, entries: int | None = None) -> ForwardChoice:
+def _rows_of_entries(work: ForwardWork, form: Form, columns: int) -> list[ForwardChoice]:
+    """The rows of the table that suit a kernel and have several batch entries in a work tile, with as many keys as the
+    spec wants."""
+    rows = (row for row in TABLES[form.schedule].suiting(facts_of(work), columns) if row.entries > 1)
+    return [row for row in rows if work.asked.tile_n in (None, row.tile.n)]
+
+
+def _choice(work: ForwardWork, form: Form, columns: int) -> ForwardChoice:
     """The first row that suits a kernel, of those ``within`` a prediction only if it holds. Where runs decide what rows
-    see, tiles have to end where these do. ``entries``: of the rows with so many only."""
+    see, tiles have to end where these do."""
     spec, table = work.asked, TABLES[form.schedule]
-    rows: Iterable[ForwardChoice] = table.suiting(facts_of(work), columns)
-    if entries is not None:
-        rows = (row for row in rows if row.entries == entries)
+    rows: Iterable[ForwardChoice] = (row for row in table.suiting(facts_of(work), columns) if row.entries == 1)
     if work.iteration == "ranges" and not form.transposes and first_see_many_more(spec):
         # a tile of the first queries takes as long as many others together: the fewer its rows, the sooner it ends
         # (docs/notebook/softmax_and_masks.md, "Long rows, and blocks that end together")

@@ -67,6 +67,7 @@ class HopperExplanation(ScheduleExplanation):
                 "epilogue": "merged" if structure.shares else "staged" if structure.staged else "direct",
                 "skips": structure.skips,
                 "pack_gqa": self.plan.pack_gqa,
+                "entries": structure.entries,
             },
             "registers": asdict(self.registers),
             "loop": dict(self.loop()),
@@ -95,7 +96,8 @@ class HopperExplanation(ScheduleExplanation):
     def grid(self, side_by_side: str) -> str:
         """The work of each block; ``side_by_side`` describes the order."""
         rows, heads = ("seqlen_q x group", "kv_heads") if self.plan.pack_gqa else ("seqlen_q", "heads")
-        tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x batch"
+        batch = "batch" if self.structure.entries == 1 else f"groups of {self.structure.entries} batch entries"
+        tiles = f"ceil({rows} / {self.plan.tile_m}) x {heads} x {batch}"
         order = f"longest first; {side_by_side}" if self.structure.longest_first else "head by head in natural order"
         if self.structure.from_first:
             order = f"longest first, from the first queries on; {side_by_side}"
@@ -191,8 +193,9 @@ def explain(plan: Plan, pipes: Pipes | None) -> HopperExplanation:
 def _registers(plan: Plan, structure: HopperForward) -> Registers:
     launch = min(plan.arch.registers // plan.threads // 8 * 8, 256)
     given = plan.operands
-    s, o = (fragment_registers(columns, given.accumulator) for columns in (plan.tile_n, plan.columns_v[0].width))
-    p = fragment_registers(plan.tile_n, given.p)
+    keys, width_v = structure.entries * plan.tile_n, structure.entries * plan.columns_v[0].width
+    s, o = (fragment_registers(columns, given.accumulator) for columns in (keys, width_v))
+    p = fragment_registers(keys, given.p)
     producer = structure.registers_of("loader")
     consumer = structure.registers_of("consumers")
     return Registers(
@@ -212,6 +215,8 @@ def _registers(plan: Plan, structure: HopperForward) -> Registers:
 def _roles(plan: Plan, structure: HopperForward) -> Iterator[str]:
     each = "consumer" if structure.consumers == 1 else "consumers"
     yield f"{structure.consumers} {each} of {ROWS} query rows, a warpgroup each: products, softmax and output"
+    if structure.entries > 1:
+        yield f"rows of {structure.entries} batch entries that share biases: each step has {plan.tile_n} keys of each"
     if plan.pack_gqa:
         yield f"rows hold all query heads of a KV head, so that their number must divide {ROWS}"
     first = {role.name: role.first for role in structure.warp_roles}
@@ -282,18 +287,19 @@ def _holds(plan: Plan, structure: HopperForward, region: str) -> str:
     """Contents of a region of shared memory."""
     width_qk, width_v = plan.columns_qk[0].width, plan.columns_v[0].width
     tiles = "1 tile" if structure.q_stages == 1 else f"{structure.q_stages} tiles"
+    each = "" if structure.entries == 1 else f"{structure.entries} x "
     parts = "" if structure.out_columns == width_v else f", {width_v // structure.out_columns} parts in turn"
     return {
-        "q": f"Q: {tiles} of {plan.tile_m} x {width_qk}",
-        "k": f"K: {plan.stages} stages of {plan.tile_n} x {width_qk}",
-        "v": f"V: {plan.stages} stages of {plan.tile_n} x {width_v}",
+        "q": f"Q: {tiles} of {each}{plan.tile_m} x {width_qk}",
+        "k": f"K: {plan.stages} stages of {each}{plan.tile_n} x {width_qk}",
+        "v": f"V: {plan.stages} stages of {each}{plan.tile_n} x {width_v}",
         "v_rows": f"V before it is transposed: {plan.stages} stages of {plan.tile_n} x {structure.box_bytes} B",
         "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
         "key_values": "what mask and score read of the keys of two tiles in each stage of K",
         "distance_values": "what the score reads of the distances of two tiles in each stage of K",
         "biases": f"biases: {structure.bias_stages} stages of {structure.biases} x {plan.tile_m} x {plan.tile_n}",
         "tables": f"tables that the score reads: {structure.consumers} copies of {structure.table_bytes} B",
-        "out": f"O for its store: {plan.tile_m} x {structure.out_columns}{parts}",
+        "out": f"O for its store: {each}{plan.tile_m} x {structure.out_columns}{parts}",
         "work": "records of two work tiles: place, and ranges of KV tiles",
         "more_partials": "what partial results take in the end, beside the place of Q, K and V",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",

@@ -170,7 +170,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         q_stages=1,
         box_bytes=widest_box(qk * size, v * size),
         out_columns=v,
-        lookahead=_SEARCHING_LOOKAHEAD if searches(spec) else _LOOKAHEAD,
+        lookahead=_SEARCHING_LOOKAHEAD if searches(spec) and candidate.entries == 1 else _LOOKAHEAD,
         value_loader=value_loader,
         # others if there is room; consumers of several entries know no others
         key_values=len(values) if candidate.entries > 1 else len(values.loads),
