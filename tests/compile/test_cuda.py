@@ -43,6 +43,7 @@ KERNELS: tuple[tuple[str, int, bool], ...] = (
     ("dilated", 256, True),
     ("causal_sink", 64, False),
     ("sliding_window_sink", 64, True),  # a sink for each row
+    ("triangle", 64, False),  # two batch entries in a work tile
 )
 
 #: A log of ptxas as it is where nothing went wrong; what the tests below plant replaces parts of it.
@@ -131,11 +132,12 @@ CHOICES: tuple[tuple[str, dict[str, object]], ...] = (
     ("causal", {"warps": "{overlap: false}", "softmax": "exact_max", "epilogue": "direct"}),
     ("causal", {"warps": "{overlap: false}", "layout": "varlen"}),
     ("sliding_window", {"tile": "{m: 192, n: 64}", "epilogue": "direct", "order": "natural"}),
+    ("triangle", {"head_dim": 32, "tile": "{n: 32}"}),  # four batch entries
 )
 
 
 @pytest.mark.exhaustive
-@few(("variant", "fields"), CHOICES, ids=["second rung", "varlen", "direct"], always=(2,))
+@few(("variant", "fields"), CHOICES, ids=["second rung", "varlen", "direct", "entries"], always=(2,))
 def test_choices_keep_their_speed(variant: str, fields: dict[str, object]) -> None:
     plan = planned(variant, backend="cuda", **fields)  # type: ignore[arg-type]
     resources = compile_source(plan, render(plan)).manifest["resources"]

@@ -138,9 +138,9 @@ class Consumers(NumberOfConsumers):
 class ForwardChoice(RowModel):
     """A row of the table.
 
-    ``keeps_turn``: with ping-pong, until the products of a step are done. ``entries`` of the batch lie in a work tile, and
-    share tiles of biases. ``within``: the row is taken only if rows in
-    the middle of a long sequence are predicted to take less than so many times the time that the next row predicts.
+    ``keeps_turn``: with ping-pong, until the products of a step are done. ``entries`` of the batch lie in a work tile,
+    and share tiles of biases. ``within``: the row is taken only if rows in the middle of a long sequence are predicted
+    to take less than so many times the time that the next row predicts.
     """
 
     work: Many[_Fact] = ()

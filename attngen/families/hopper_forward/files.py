@@ -37,12 +37,12 @@ class Parts:
 
 def parts_of(plan: Plan, forward: HopperForward) -> Parts:
     """Return the parts of a plan."""
-    work = "work_in_place" if forward.v_by_columns else "work_shared" if forward.shares else "work"
+    several = "_entries" if forward.entries > 1 else ""
+    work = "work_in_place" if forward.v_by_columns else "work_shared" if forward.shares else f"work{several}"
     values = (
         "values_for_transposers" if forward.transposes else "values_by_columns" if forward.v_by_columns else "values"
     )
     kind = kind_of_plan(plan)
-    several = "_entries" if forward.entries > 1 else ""
     return Parts(
         keys=_file(f"keys/{'blocks' if forward.block_keys else plan.key_access}"),
         visits=_file(f"visits/{_visits(plan, forward)}"),
