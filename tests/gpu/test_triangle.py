@@ -21,7 +21,10 @@ pytestmark = only_package("cuequivariance")
 DEVICE = "cuda"
 HALVES = torch.bfloat16, torch.float16
 #: Batch, rows, heads, queries, keys.
-SHAPES = ((1, 5, 4, 256, 256), (2, 3, 2, 257, 257), (1, 2, 2, 130, 71), (2, 70, 1, 33, 40), (1, 9, 8, 384, 384))
+SHAPES = (
+    (1, 5, 4, 256, 256), (2, 3, 2, 257, 257), (1, 2, 2, 130, 71), (2, 70, 1, 33, 40), (1, 9, 8, 384, 384),
+    (3, 1, 2, 64, 200),
+)  # fmt: skip
 
 
 def given(

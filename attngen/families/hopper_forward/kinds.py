@@ -18,8 +18,9 @@ class SoftmaxKind:
     """A kind of softmax: what plans and ``attngen explain`` know of it beside its template.
 
     ``softmax`` is the value of a spec's field, or weights that are no softmax; ``form`` what the plan makes of it where
-    the score permits: relative, capped or powers. ``file`` is its template in ``hopper_forward/softmax``, ``logits``
-    the file of its ``finish_logits`` in ``hopper_forward/logits``. ``label`` stands in names of kernels.
+    the score permits: relative, capped or powers, or where a work tile has several batch entries. ``file`` is its
+    template in ``hopper_forward/softmax``, ``logits`` the file of its ``finish_logits`` in ``hopper_forward/logits``.
+    ``label`` stands in names of kernels.
     ``explanation`` says how P of a step is made, ``first_tile`` what makes that of the first tile. ``dtypes`` are those
     of P, and ``header`` has its own functions, if it has any. ``exponentials`` counts operations of the MUFU for an
     element of P. With ``cuts``, query tiles may be cut into parts, whose results are merged. ``has_lse``: rows have a
@@ -58,6 +59,7 @@ _OLD_MAX = (
 _FEW = "; from a new maximum after a partial first tile{few}"
 _CAPPED = "; in tiles without a mask tanh is a polynomial of the products while no argument is large"
 _RELATIVE = "; logits are relative to the row max, which a term of the score subtracts"
+_ENTRIES = "; one vote for the rows of all batch entries"
 _LAZY = "maximum; O is rescaled only if it has grown by 2^{raised}; exponentials make P(j)"
 _CONSTANT = "exponentials make P(j) from a constant, {fixed_max}, in place of row maxima: the score is bounded"
 _SIGMOID = "P(j) is the sigmoid of each logit, whatever others are"
@@ -76,6 +78,9 @@ KINDS = (
     SoftmaxKind("first_max", "capped", "first_max_capped", _OLD_MAX + _CAPPED, logits="capped"),
     SoftmaxKind(
         "first_max", "capped", "first_max_capped_8_bits", _OLD_MAX + _CAPPED + _FEW, "", "capped", dtypes=_EIGHT_BITS
+    ),
+    SoftmaxKind(
+        "first_max", "entries", "first_max_entries", _OLD_MAX + _ENTRIES, logits="branches_entries", cuts=False
     ),
     SoftmaxKind("lazy", "", "lazy", _LAZY, "lazy", dtypes=_ALL),
     SoftmaxKind("exact_max", "", "exact_max", "maximum, O rescaled, exponentials make P(j)", "exactmax", dtypes=_ALL),
@@ -105,14 +110,18 @@ def kind_of(softmax: str, form: str, p: str) -> SoftmaxKind:
     return next(kind for kind in KINDS if (kind.softmax, kind.form) == (softmax, form) and p in kind.dtypes)
 
 
-def form_of(*, terms: tuple[float, ...], capped: bool, relative: bool) -> str:
+def form_of(*, terms: tuple[float, ...], capped: bool, relative: bool, entries: int) -> str:
     """The form of a softmax, by fields of ``HopperForward``."""
+    if entries > 1:
+        return "entries"
     return "capped" if capped else "powers" if terms else "relative" if relative else ""
 
 
 def kind_of_structure(forward: HopperForward, p: str) -> SoftmaxKind:
     """The kind of softmax of a structure, with P in the dtype ``p``."""
-    form = form_of(terms=forward.terms, capped=forward.capped, relative=forward.relative)
+    form = form_of(
+        terms=forward.terms, capped=forward.capped, relative=forward.relative, entries=forward.entries
+    )  # fmt: skip
     return kind_of(forward.softmax, form, p)
 
 

@@ -261,7 +261,8 @@ def _softmax(
     # rows of a tile map begin with a partial tile, in which some see few keys
     by_count = end_aligned or (iteration == "tile_map" and not relative and widest <= _COUNTED_COLUMNS)
     remembers = numbers.lane_sum_log2 and softmax == "first_max" and end_aligned and widest <= _REMEMBERED_COLUMNS
-    kind = kind_of(softmax, form_of(terms=terms, capped=capped, relative=relative), operands_of(spec).p.name)
+    form_ = form_of(terms=terms, capped=capped, relative=relative, entries=candidate.entries)
+    kind = kind_of(softmax, form_, operands_of(spec).p.name)
     fields = {
         "softmax": softmax,
         "fixed_max": "0.0f" if constant is None else f"{constant:.1f}f",
