@@ -125,7 +125,7 @@ def _real(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     given = _with_batch("mask", mask)
     if tuple(given.shape) != shape:
         raise CallError(f"mask must have the shape {shape}, to match q and k, got {tuple(given.shape)}")
-    return contiguous_last(given.to(torch.bool)[:, :, 0, 0].flatten(0, 1))
+    return contiguous_last(given.to(torch.bool).reshape(-1, shape[-1]))
 
 
 def _lengths(kv_lengths: Tensor, shape: tuple[int, ...], keys: int) -> Tensor:
