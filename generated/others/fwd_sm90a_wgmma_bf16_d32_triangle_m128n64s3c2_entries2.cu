@@ -458,6 +458,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
     Place work = next_work();
     bool more = __any_sync(~0u, work.tiles > 0);
     left = work.tiles;
+    // Whether a work tile has several entries, of which some may be missing; of one alone the others take no time.
+    const auto has_several = [&] { return __popc(__ballot_sync(~0u, work.length >= 0)) > 32 / kEntries; };
     const auto length_of = [&](int entry) { return __shfl_sync(~0u, work.length, entry); };
     const auto wait_operands = [&] {
       q_ring.wait();
@@ -476,10 +478,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       float row_max[kEntries][2], row_sum[kEntries][2], maximum[2], alpha[2];
 #pragma unroll
       for (int i = 0; i < 2 * kEntries; ++i) row_max[i / 2][i % 2] = kUnseen, row_sum[i / 2][i % 2] = 0.0f;
+      const bool several = has_several();
 #pragma unroll
       for (int entry = 0; entry < kEntries; ++entry) {
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) acc[entry][i] = 0.0f;
+      }
+      if (__any_sync(~0u, !several)) {
+#pragma unroll
+        for (int entry = 1; entry < kEntries; ++entry) {
+#pragma unroll
+          for (int i = 0; i < kBlockN / 2 / kPacked; ++i) p[entry][i] = 0;
+        }
       }
 
       // S becomes logits.
@@ -488,7 +498,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         biases_ring.wait();
         const BiasTile<float, kBlockM, 128> bias(kBiases + biases_ring.stage * kBiasesBytes, 16 * warp, lane);
         uint32_t bias_pairs[8];  // of one key each
-        if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
+        if (__any_sync(~0u, !several)) {
+          int lengths[kEntries];
+#pragma unroll
+          for (int entry = 0; entry < kEntries; ++entry) lengths[entry] = length_of(entry);
+#pragma unroll
+          for (int i = 0; i < kBlockN / 4; ++i) {
+            if (i % 4 == 0) bias.read(bias_pairs, 4 * i);
+#pragma unroll
+            for (int entry = 0; entry < 1; ++entry) {
+              const int seqlen_k = lengths[entry];
+              const int visible_to = seqlen_k - kv_first;
+              const auto of_key = [&](int key) { return shared_at<KeyValues>(key_values + sizeof(KeyValues) * (entry * kBlockN + key)); };
+              const int key = 8 * (i / 2) + i % 2;  // from the first one of the lane
+              const auto [u_value_of_key] = of_key(key);
+#pragma unroll
+              for (int row = 0; row < 2; ++row) {
+                float& x = s[entry][4 * (i / 2) + 2 * row + i % 2];
+                x = x * softmax_scale + element_of<float>(bias_pairs, i, row) + u_value_of_key;
+                if (key >= visible_to) x = kMasked;
+              }
+            }
+          }
+        } else if (__any_sync(~0u, tile_info >> (kPartialBit + warpgroup) & 1)) {
           int lengths[kEntries];
 #pragma unroll
           for (int entry = 0; entry < kEntries; ++entry) lengths[entry] = length_of(entry);
@@ -531,6 +563,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         // What is far below the row max vanishes as it is; a row that has seen nothing else counts it as the least logit.
 #pragma unroll
         for (int entry = 0; entry < kEntries; ++entry) {
+          if (entry > 0 && __any_sync(~0u, !several)) break;
           if (__any_sync(~0u, fminf(row_max[entry][0], row_max[entry][1]) < kLeastLogit)) bound_below(s[entry], kLeastLogit);
         }
       };
@@ -541,6 +574,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       // The running max of the first tile; P = exp2(S - max)
 #pragma unroll
       for (int entry = 0; entry < kEntries; ++entry) {
+        if (entry > 0 && __any_sync(~0u, !several)) break;
         find_maximum(s[entry], kLog2e, maximum);
         raise_row_max(maximum, row_max[entry], alpha);
         exponentiate<Element>(s[entry], kLog2e, row_max[entry], p[entry], row_sum[entry]);
@@ -567,12 +601,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         const auto kept = [&](int entry, int row) { return sum[entry][row] <= fminf(kRecomputeGrowth * row_sum[entry][row], kRecomputeAbove); };
 #pragma unroll
         for (int entry = 0; entry < kEntries; ++entry) {
+          if (entry > 0 && __any_sync(~0u, !several)) break;
           exponentiate<Element>(s[entry], kLog2e, row_max[entry], p[entry], sum[entry]);
           all_kept = all_kept && kept(entry, 0) && kept(entry, 1);
         }
         if (__any_sync(~0u, !all_kept)) {
 #pragma unroll
           for (int entry = 0; entry < kEntries; ++entry) {
+            if (entry > 0 && __any_sync(~0u, !several)) break;
             find_maximum(s[entry], kLog2e, maximum);
             keep_row_max({kept(entry, 0), kept(entry, 1)}, row_max[entry], maximum);
             raise_row_max(maximum, row_max[entry], alpha);

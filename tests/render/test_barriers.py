@@ -118,7 +118,6 @@ OF_SKIPS = dict.fromkeys(
     ),
     "of tiles that are skipped between others, of which these calls have none",
 )  # fmt: skip
-OF_BIASES = {"biases_ring.acquire(); (removed*": "there are more stages of biases than of K, which is given back later"}
 OF_CLUSTER = {
     "*KRing(0, 0, here).wait(); (removed*": "for blocks without a step, or others have waited for K",
     "VRing(0, 0, here).wait(); (removed*": "for blocks without a step",
@@ -196,11 +195,11 @@ ROWS = (
     Row("forward-split", {"backend": "cuda", "split_kv": "tiles"}, (Size(100, 300, 2),), spared=LAST_TURN),
     Row(
         "forward-entries", {"backend": "cuda"}, (Size(130, 150, 2, 2, 5),), variant="triangle", arguments=ENTRIES,
-        spared=LAST_TURN | OF_BIASES, orders=2,
+        spared=LAST_TURN, orders=2,
     ),
     Row(
         "forward-entries-4", {"backend": "cuda", "head_dim": 32, "tile": "{n: 32}"}, (Size(130, 150, 2, 2, 5),),
-        variant="triangle", arguments=ENTRIES, spared=LAST_TURN | OF_BIASES, orders=2, rare=True,
+        variant="triangle", arguments=ENTRIES, spared=LAST_TURN, orders=2, rare=True,
     ),
     Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
     Row(

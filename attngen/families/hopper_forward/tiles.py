@@ -351,12 +351,14 @@ def _with_most(
     draft: HopperForward, key_values: int, memory: Callable[[HopperForward], HopperForward], arch: Arch
 ) -> HopperForward:
     """Return the ``draft`` with its memory, and with what else fits: first more stages of biases, if all of O still has
-    room; else values of each key, up to ``key_values``, if nothing else becomes smaller for them."""
+    room, and with several batch entries the next Q; else values of each key, up to ``key_values``, if
+    nothing else becomes smaller for them."""
+    least = memory(draft)
     for more in BIAS_STAGES[:-1] if draft.biases else ():
         roles = memory(replace(draft, bias_stages=more))
-        if fits(roles, arch) and roles.out_columns == draft.out_columns:
+        keeps_q = draft.entries == 1 or roles.q_stages == least.q_stages
+        if fits(roles, arch) and roles.out_columns == draft.out_columns and keeps_q:
             return roles
-    least = memory(draft)
     for count in range(key_values, draft.key_values, -1) if fits(least, arch) else ():
         roles = memory(replace(draft, key_values=count))
         if fits(roles, arch) and replace(roles, key_values=draft.key_values, shared=least.shared) == least:
