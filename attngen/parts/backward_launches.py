@@ -29,15 +29,19 @@ def launch_of(plan: Plan, name: str, grid: str, warps: int, **fields: object) ->
 def leading_launches(plan: Plan, preprocess_arguments: tuple[Argument, ...], *, pdl: bool = False) -> Iterator[Launch]:
     """Yield the launches before that of all products: row statistics, by programmatic dependent launch if ``pdl``, and
     the tile map if there is one."""
-    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
-    yield launch_of(plan, "preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=preprocess_arguments, pdl=pdl)
+    yield preprocess_launch(plan, preprocess_arguments, pdl=pdl)
     if plan.iteration == "tile_map":
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
-        rows = plan.structure.map_rows
         yield launch_of(
-            plan, "classify_dqkv", "key_map_rows" if rows else "key_words", classifier_warps(plan),
-            iteration="tile_map", tile_map=tile_map_axes(plan), arguments=own, tile_n=rows or plan.tile_n,
+            plan, "classify_dqkv", "key_words", classifier_warps(plan), iteration="tile_map",
+            tile_map=tile_map_axes(plan), arguments=own,
         )  # fmt: skip
+
+
+def preprocess_launch(plan: Plan, own: tuple[Argument, ...], *, pdl: bool) -> Launch:
+    """The launch of the row statistics, with its ``own`` arguments."""
+    rows = max(_ROWS, 32 * _ROWS_WARPS // row_lanes(plan.head_dim_v, plan.operands.shared("out", "dout")))
+    return launch_of(plan, "preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=own, pdl=pdl)
 
 
 def tile_map_axes(plan: Plan) -> TileMapAxes | None:

@@ -87,10 +87,6 @@ MAPPED_BIAS_SPILLS = Spills(
     "spilled by the loader, which mostly waits",
     None,
 )
-#: Of packed sequences, most of them in the warp that rounds dQ.
-MAP_ROW_SPILLS = Spills(
-    "CUDA backward kernels whose tile map has a row for each consumer", 112, "spilled by warps that mostly wait", None
-)
 #: The warp that reads dS has the few registers of a producer, and waits for consumers most of the time.
 READER_SPILLS = Spills(
     "CUDA backward kernels with a warp that reads dS", 128, "spilled by a warp that mostly waits", None

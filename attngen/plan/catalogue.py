@@ -28,6 +28,7 @@ _MODULES = (
     "decode.mma",
     "latent.mma_indexed",
     "triton.forward",
+    "hopper_backward.blocks",
     "hopper_backward.schedule",
     "hopper_backward.cluster",
     "latent_backward.schedule",

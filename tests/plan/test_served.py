@@ -77,10 +77,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "scale_block": (1, 64, 128, PAGE_BLOCK),
 }
 
-#: What kernels do whatever these fields say: all but backward kernels in CUDA give the same bits, or refuse, and masks
-#: of index scores are exact.
+#: What kernels do whatever these fields say: all but backward kernels in CUDA that add up dQ give the same bits, or
+#: refuse, and masks of index scores are exact.
 ALWAYS = {
     *(("deterministic", name) for name in ENTRIES if "backward" not in name or name == "triton_backward"),
+    ("deterministic", "hopper_blocks"),
     ("fast_math", "index_scores"),
 }
 

@@ -192,7 +192,9 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
     text, mutants = mutated(on_host("kernel.inc", change(source.text)))
     included = re.findall(r'#include "(\w+\.cuh)"', text)
     folder = Path(mkdtemp(prefix="attngen-barriers-"))
-    (folder / "kernel.inc").write_text(re.sub(r"extern __shared__ .*?char shared_memory\[\];", "", text))
+    text = re.sub(r"extern __shared__ .*?char shared_memory\[\];", "", text)
+    named = "".join(f"using namespace {name};\n" for name in re.findall(r"^namespace (\w+) \{$", text, re.MULTILINE))
+    (folder / "kernel.inc").write_text(text + named)
     waiting, seen = list(included), set()
     while waiting:
         name = waiting.pop()
@@ -259,8 +261,8 @@ _KEPT: list[Any] = []
 
 @dataclass
 class CheckedDriver(HostDriver):
-    """Runs a library. ``tried``: the changes of its main launch, or of a call's only one, that are run before it, with
-    their faults."""
+    """Runs a library. ``tried``: the changes of a launch that multiplies, or of a call's only one, that are run before
+    it, with their faults."""
 
     library: Library | None = None
     tried: Sequence[Mutant] = ()
@@ -306,7 +308,7 @@ class CheckedDriver(HostDriver):
             blocks = launch.cluster if symbol in self.library.clusters else cluster  # chosen by the call
             given = (number, grid, blocks, threads, self.order, ctypes.c_void_p(parameters))
             self.launches.append((symbol, grid))
-            if launch.name == self.library.plan.main or symbol == kernels[-1][0][0] == kernels[0][0][0]:
+            if launch.products or symbol == kernels[-1][0][0] == kernels[0][0][0]:
                 for mutant in self.tried:
                     said = _apart(partial(self.library.functions.run_without, mutant.number, *given))
                     self.faults[mutant] = self.faults.get(mutant, "") or said

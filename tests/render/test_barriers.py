@@ -39,10 +39,11 @@ BLOCKS = {
 SEEN = torch.rand(4, 5, 15, generator=torch.Generator().manual_seed(1)) < 0.5
 SEEN[1, ::2] = True
 SEEN[1, 1, 3:], SEEN[1, 3, :-3], SEEN[0, 4] = False, False, False
-#: Blocks of two heads that share keys: runs that one consumer alone sees, and two tiles of keys that nothing sees.
-SEEN_BY_KEYS = torch.rand(2, 5, 9, generator=torch.Generator().manual_seed(3)) < 0.5
-SEEN_BY_KEYS[0, :, :2], SEEN_BY_KEYS[1, :, 6:8] = torch.tensor([False, True]), torch.tensor([True, False])
-SEEN_BY_KEYS[:, :, 2:6] = False
+#: Blocks of two heads that share keys: runs that one consumer alone sees, longer than there are stages, and a tile of
+#: keys that nothing sees.
+SEEN_BY_KEYS = torch.rand(2, 15, 6, generator=torch.Generator().manual_seed(3)) < 0.5
+SEEN_BY_KEYS[0, :10, :2], SEEN_BY_KEYS[1, :, 4:] = torch.tensor([False, True]), torch.tensor([True, False])
+SEEN_BY_KEYS[0, 0, :2], SEEN_BY_KEYS[:, :, 2:4] = True, False
 OF_BLOCKS = {"wait_products<0>(); (removed*": "where O is written, when no product is under way"}
 LISTED = {"declared": "variants:\n  listed: {keys: counted_index}\n", "layout": "dense", **LATENT}
 
@@ -218,12 +219,12 @@ ROWS = (
         spared=OF_GROUP | ALONE, rare=True,
     ),
     Row(
-        "backward-blocks", {**BACKWARD, "declared": BLOCKS["declared"], "head_dim": 128}, (Size(300, 540),),
+        "backward-blocks", {**BACKWARD, "declared": BLOCKS["declared"], "head_dim": 128}, (Size(900, 380),),
         variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE, orders=2, rare=True,
     ),
     Row(
         "backward-blocks-by-rows", {**BACKWARD, "declared": BLOCKS["declared"].replace("q // 64", "q // 128")},
-        (Size(600, 540),), variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE,
+        (Size(600, 380),), variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE,
         rare=True,
     ),
     Row("backward-ordered", {**BACKWARD, "head_dim": 128, "deterministic": "true"}, (Size(300, 300),)),
@@ -435,7 +436,9 @@ CHANGES = {
     "a whole tile counts as parts": ("cut", "part < 0 ? parts : 1;", "1;"),
     "counters are 0 again": ("latent", "counter[0] = counter[1] = 0;", ";"),
     "the last one does the rest": ("latent", "last && left >= kGaveUp", "false"),
-    "dQ has the keys of who sees a step": ("backward-blocks", "bits & kHidden ? 1 : 0", "0"),
+    "a stage goes back before a wait for one behind hidden steps": (
+        "backward-blocks", "release(used);\n          find_step();", "find_step();\n          release(used);",
+    ),
     "an arrival stands behind its products": (
         "mma", "wait_copies<kStages - 2>();\n    __syncthreads();", "__syncthreads();\n    wait_copies<kStages - 2>();",
     ),

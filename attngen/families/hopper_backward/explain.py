@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from attngen.families.hopper_backward.blocks_structure import BlocksBackward
 from attngen.families.hopper_backward.launches import first_stored
 from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.lang.printing import canonical
@@ -71,8 +72,6 @@ class BlockExplanation(ScheduleExplanation):
     def steps(self) -> Iterator[str]:
         """Other decisions about steps and their order."""
         roles = self.roles
-        if roles.map_rows:
-            yield "the tile map has a row for the keys of each consumer; a step is a tile of queries that either needs"
         if roles.own_spans:
             yield "a consumer whose keys no query of a step sees multiplies nothing but dQ of the step before"
         if roles.query_values:
@@ -139,3 +138,27 @@ class ClusterExplanation(BlockExplanation):
     def of_dout(self) -> str:
         """A note where a stage of dO holds half a tile."""
         return "half ones " if self.roles.parts_of(self.roles.columns_of(self.plan.columns_v)) > 1 else ""
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksExplanation(ScheduleExplanation):
+    """The explanation of a Hopper backward by blocks."""
+
+    def launch(self, launch: Launch) -> list[str]:
+        """Lines on one launch: its purpose, and the warpgroups and the memory of those that multiply."""
+        roles, does = self.plan.structure, describe(launch)
+        assert isinstance(roles, BlocksBackward)
+        if launch.name not in ("dkdv", "dq"):
+            return [does]
+        by_keys = launch.name == "dkdv"
+        rows, moved = ("keys", "Q and dO") if by_keys else ("queries", "K and V")
+        regions = roles.shared if by_keys else roles.of_queries
+        return [
+            does,
+            f"producer: 1 warpgroup, {roles.registers_of('loader')} registers a thread: loads",
+            f"consumers: {roles.consumers} warpgroups of 64 {rows}, {roles.registers_of('consumers')} registers a thread",
+            "loop: tile_map, with a row for each consumer, which visits what its own rows see and waits for no other",
+            f"in flight: {launch.stages} blocks of {moved}",
+            f"shared memory {launch.shared_bytes} B: "
+            + ", ".join(f"{region.name} {region.bytes}" for region in regions if region.bytes >= 1024),
+        ]

@@ -17,7 +17,6 @@ from attngen.parts.backward_launches import (
 )
 from attngen.plan import arguments
 from attngen.plan.allowances import (
-    MAP_ROW_SPILLS,
     MAPPED_BIAS_SPILLS,
     PINGPONG_SPILLS,
     READER_SPILLS,
@@ -55,8 +54,6 @@ def _spills(roles: HopperBackward) -> Spills:
         return READER_SPILLS
     if roles.pingpong and roles.slots and roles.biases:
         return MAPPED_BIAS_SPILLS
-    if roles.map_rows:
-        return MAP_ROW_SPILLS
     return PINGPONG_SPILLS if roles.pingpong else SPILLS
 
 
@@ -180,7 +177,5 @@ def _products(plan: Plan, roles: HopperBackward) -> int:
         return s + dp + s + dp + rows * parts + keys * (roles.dq_columns // roles.dq_part)
     if roles.pingpong:
         # of a step that the consumer's keys do not see, dQ before it alone
-        places = 2 + roles.own_spans
-        over_half = keys // 2 if roles.map_rows else 0  # dQ over half of the keys stands beside that over all
-        return 2 * loop + keys * roles.own_spans + places * over_half
+        return 2 * loop + keys * roles.own_spans
     return loop + s if roles.overlap == "gradients" else loop + s + dp + rows

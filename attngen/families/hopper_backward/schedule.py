@@ -28,7 +28,7 @@ from attngen.families.hopper_backward.kinds import (
 )
 from attngen.families.hopper_backward.launches import launches, workspaces
 from attngen.families.hopper_backward.pipes import backward_pipes, backward_pipes_of, backward_roles
-from attngen.families.hopper_backward.structure import KEYS_OF_CONSUMER, HopperBackward
+from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.lang.biases import MOST_HELD, biases, hiding_entries, rooms
 from attngen.lang.distances import is_slight
 from attngen.lang.printing import canonical
@@ -50,7 +50,6 @@ from attngen.plan.traits import (
     costly_query_values,
     distance_values_of_score,
     is_light,
-    mask_block,
     reads_positions,
 )
 from attngen.schema.kernel_spec import Backward, KernelSpec
@@ -82,10 +81,6 @@ _COSTLY_VALUES = 2
 #: Stages of each consumer's ring of bias tiles; the first number that fits is taken (docs/notebook/hopper_backward.md,
 #: "Tiles of biases").
 _BIAS_STAGES = (2, 1)
-
-#: Stages of Q and of dO where consumers skip steps: each may have a step of its own under way while the next one comes.
-#: Not measured: follows from the barriers.
-_STAGES_BY_BLOCKS = 3
 
 #: Query tiles that all heads of a group visit before the next ones (docs/notebook/hopper_backward.md, "Stripes").
 _QUERY_CHUNK = 8
@@ -162,8 +157,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
 
     The loader stores as much beside a tile of Q as shared memory has room for (``_offers``). Raises PlanError.
     """
-    if refused := _refusal(spec):
-        raise refused
+    check_backward(spec)
     check_head_dims(spec)
     wide = is_wide(spec)
     operands = operands_of(spec)
@@ -263,20 +257,18 @@ def _tile(
     family = family_of(spec, per_pair, brought)
     facts = facts_of(spec, family, iteration, qk, dropout=spec.variant.dropout or relief.rows_of_dropout)
     choice = next(TABLE.suiting(facts.__contains__, max(qk, v)))
-    by_blocks = None if relief.lean else _by_blocks(spec, choice, brought, family, iteration)
-    choice, map_rows = (by_blocks, KEYS_OF_CONSUMER) if by_blocks else (choice, 0)
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
-    stages = (spec.backward or Backward()).dkdv.stages or (_STAGES_BY_BLOCKS if map_rows else parts + more)
+    stages = (spec.backward or Backward()).dkdv.stages or parts + more
     varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
     reads_ds = _reads_ds(spec)
     # consumers need 240 registers
-    crowded = choice.overlap == "pingpong" and not (varlen or map_rows)
+    crowded = choice.overlap == "pingpong" and not varlen
     narrow = max(qk, v) <= NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
     registers = _NARROW_REGISTERS if narrow else _WIDE_REGISTERS
     by_rows = choice.tile.m == _KEYS
-    own_spans = map_rows > 0 or (_has_own_spans(spec, choice, family, iteration) and not relief.lean)
+    own_spans = _has_own_spans(spec, choice, family, iteration) and not relief.lean
     cuts = not relief.lean and _cuts(
         spec,
         crowded=(varlen and not is_light(spec.variant)) or (own_spans and spec.head_dim_qk < qk)
@@ -289,7 +281,7 @@ def _tile(
         packed=choice.packed,
         rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
         rows_early=choice.rows_ahead > 0 and (by_rows or not varlen) and not relief.lean and not relief.late,
-        q_stages=_STAGES_BY_BLOCKS if map_rows else choice.q_stages,
+        q_stages=choice.q_stages,
         box_bytes=widest_box(
             *(columns * element.bytes for columns in (qk, v, *([] if by_rows else [_dq_columns(qk)])))
         ),
@@ -302,11 +294,10 @@ def _tile(
         else 0,
         distance_values=brought.by_distance,
         cuts=cuts,
-        cuts_first=cuts and not map_rows and (iteration == "tile_map" or first_seen_most(spec)),
+        cuts_first=cuts and (iteration == "tile_map" or first_seen_most(spec)),
         uneven=_by_data(spec, iteration),
         query_chunk=_QUERY_CHUNK if cuts and not own_spans and _goes_by_chunks(spec, choice, iteration) else 0,
-        map_rows=map_rows,
-        slots=iteration == "tile_map" and not (wide or map_rows),
+        slots=iteration == "tile_map" and not wide,
         biases=len(biases(spec.variant, brought.bias_bytes)),
         bias_bytes=brought.bias_bytes,
         hides_by_entries=iteration == "tile_map"
@@ -363,28 +354,6 @@ def _has_own_spans(spec: KernelSpec, choice: BackwardChoice, family: str, iterat
     few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
     halves = choice.overlap == "pingpong" and choice.tile.m < _KEYS and family != "varying_derivative"
     return few and halves and iteration == "ranges" and not spec.deterministic
-
-
-def _by_blocks(
-    spec: KernelSpec, choice: BackwardChoice, brought: Brought, family: str, iteration: str
-) -> BackwardChoice | None:
-    """The choice of a kernel whose tile map has a row for the keys of each consumer: the mask is constant on the
-    queries of a step and these keys, and not on those of all. None for others, and where tiles of dS are read whole,
-    or tiles of biases come with steps."""
-    alone = choice.overlap == "pingpong" and family != "varying_derivative" and not brought.bias_bytes
-    if not alone or iteration != "tile_map" or spec.deterministic or is_wide(spec) or _reads_ds(spec):
-        return None
-    given = (spec.backward or Backward()).dkdv.tile_m
-    for queries in dict.fromkeys((choice.tile.m, KEYS_OF_CONSUMER)):
-        if given not in (None, queries):
-            continue
-        if mask_block(spec.variant, (queries, _KEYS)) == (queries, _KEYS):
-            return None
-        if mask_block(spec.variant, (queries, KEYS_OF_CONSUMER)) == (queries, KEYS_OF_CONSUMER):
-            tile = choice.tile.model_copy(update={"m": queries})
-            measured = dict.fromkeys(("gpu", "date", "method", "speedup"))  # for other kernels
-            return choice.model_copy(update={"tile": tile, **measured})
-    return None
 
 
 def _reads_ds(spec: KernelSpec) -> bool:
@@ -449,8 +418,13 @@ def _dq_columns(qk: int) -> int:
     return 64 if qk > 64 else 32
 
 
+def check_backward(spec: KernelSpec) -> None:
+    """Raise PlanError for a spec that no backward in CUDA can serve."""
+    if refused := _refusal(spec):
+        raise refused
+
+
 def _refusal(spec: KernelSpec) -> PlanError | None:
-    """Reason why the schedule cannot serve a spec at all, or None."""
     if differentiable_of(spec.variant) and (reason := _why_no_tensor_gradients(spec)):
         own = "gradients of a variant's own tensors (grad: true)"
         return refuse(spec, "backward", f"a backward in cuda gives no {own} {reason}; allowed: triton")
@@ -490,10 +464,10 @@ def _memory_layouts(
     tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
 ) -> Iterator[HopperBackward]:
     """Yield the roles with their regions of shared memory, from the most stages of Q and biases to the fewest; beside
-    biases, dQ may be rounded without shared memory, and where each consumer has steps of its own it is."""
+    biases, dQ may be rounded without shared memory."""
     pipes = backward_pipes if draft.cluster == 1 else cluster_pipes
     of_biases = _BIAS_STAGES if draft.biases else (0,)
-    of_dq = (True, False) if draft.biases else (not draft.map_rows,)
+    of_dq = (True, False) if draft.biases else (True,)
     for stages_dq, q_stages, bias_stages in product(of_dq, range(draft.q_stages, 1, -1), of_biases):
         roles = replace(draft, q_stages=q_stages, bias_stages=bias_stages, stages_dq=stages_dq)
         yield replace(roles, shared=pipes(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions)

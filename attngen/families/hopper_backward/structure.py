@@ -30,8 +30,7 @@ class HopperBackward(Structure):
     cluster: int = 1  # blocks that divide a tile of keys, 64 each; 1: one block has all
     column_blocks: int = 1  # of these, blocks that have the same keys, and divide the columns of all matrices
     dq_part: int = 0  # columns of dQ that the warpgroup of queries of a cluster multiplies at once
-    own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask;
-    # with ``map_rows`` from rows of a tile map
+    own_spans: bool = False  # each consumer knows which tiles of queries its own keys see, and which need no mask
     cuts: bool = False  # a call may split the last tiles of keys among several blocks
     cuts_first: bool = False  # the first tiles of keys of each KV head instead, which many more queries see
     query_chunk: int = (
@@ -64,7 +63,7 @@ class HopperBackward(Structure):
     @property
     def holds_mask_bits(self) -> bool:
         """Whether consumers apply the mask of a tile map by bits; those of a cluster evaluate it for each element."""
-        return self.slots or self.map_rows > 0
+        return self.slots
 
     @property
     def in_cluster(self) -> bool:

@@ -23,7 +23,7 @@ from attngen.render.cuda_arguments import argument_lines
 from attngen.render.cuda_gradients import QueryValues, classified_query_word, factor, probabilities, query_word
 from attngen.render.cuda_math import Steps
 from attngen.render.cuda_statements import positions_name
-from attngen.render.cuda_tiles import Ends, Tiles, tiles
+from attngen.render.cuda_tiles import Ends, tiles
 from attngen.render.distance_values import DistanceValues
 from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
@@ -149,10 +149,9 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     assert isinstance(roles, HopperBackward)
     parts = {part.name: part for part in plan.launches}
     dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts.get("postprocess")
-    # with rows of consumers, words of the map say all
-    span = Tiles((), (), (), {}) if roles.map_rows else tiles(dqkv, OWN_QUERIES if roles.own_spans else QUERIES)
+    span = tiles(dqkv, OWN_QUERIES if roles.own_spans else QUERIES)
     code = probabilities(dqkv)
-    listed = query_word(dqkv) if plan.iteration != "ranges" and not roles.map_rows else ()
+    listed = query_word(dqkv) if plan.iteration != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)
     dq_factor_lines, dq_factor = factor(plan.of_launch(postprocess) if postprocess else dqkv, code.factor)
     steps = reads([*code.partial.all, *code.full.all, *(code.visible.all if code.visible else ()), code.exponent])

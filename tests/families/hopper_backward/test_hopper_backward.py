@@ -287,37 +287,6 @@ def test_a_consumer_whose_keys_no_query_of_a_step_sees_multiplies_dq_of_the_step
         assert "clear_ds(buffer);" in step
 
 
-@pytest.mark.parametrize(
-    ("mask", "fields", "queries"),
-    [
-        ("sel[q // 64, kv // 64]", {"head_dim": 128}, 64),
-        ("sel[q // 64, kv // 64] and q_pos >= kv", {"head_dim": 64, "layout": "varlen"}, 64),
-        ("sel[q // 128, kv // 64]", {"head_dim": 64}, 128),
-        ("sel[q // 64, kv // 128]", {"head_dim": 128}, 0),  # all keys of a tile
-        ("sel[q // 64, kv // 32]", {"head_dim": 128}, 0),
-        ("sel[q // 64, kv // 64]", {"head_dim": 128, "deterministic": "true"}, 0),
-        ("sel[q // 64, kv // 64]", {"head_dim": 256}, 0),
-    ],
-)
-def test_rows_of_the_map_for_each_consumer_are_planned_and_rendered(
-    mask: str, fields: dict[str, object], queries: int
-) -> None:
-    declared = f"variants:\n  blocks: {{mask: '{mask}', tensors: {{sel: {{dtype: bool, shape: [rows, columns]}}}}}}\n"
-    kernel = backward("blocks", declared=declared, **fields)
-    roles, text = kernel.structure, render(kernel).text
-    assert isinstance(roles, HopperBackward)
-    assert (roles.map_rows, roles.own_spans) == (64 if queries else 0, queries > 0)
-    assert ("kMapRows" in text) == (queries > 0)
-    assert "clear_ds" not in text
-    if queries:
-        axes = kernel.launch("dqkv").tile_map
-        assert axes is not None
-        assert (kernel.tile_m, axes.rows, axes.bits) == (queries, 64, 0)
-        assert (kernel.stages, roles.stages_dq) == (3, False)
-        hidden = text.split("if (hidden()) {")[2].split("continue;")[0]
-        assert re.findall(r"issue_\w+", hidden) == ["issue_dq"]
-
-
 def test_five_products_a_step() -> None:
     kernel = backward(head_dim=128)
     low = gradient_floor(kernel, kernel.launch("dqkv"))

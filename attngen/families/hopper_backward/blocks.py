@@ -1,0 +1,211 @@
+"""The Hopper backward of masks that are constant on blocks of 64 keys and 64 queries: two kernels, whose consumers visit the
+blocks that their own rows see. One computes dK and dV, the other dQ, so that nothing is added up in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from attngen.arch import Arch
+from attngen.errors import PlanError
+from attngen.families.hopper_backward.blocks_pipes import (
+    ROWS,
+    blocks_roles,
+    keys_pipes,
+    keys_pipes_of,
+    queries_pipes,
+)
+from attngen.families.hopper_backward.blocks_structure import BlocksBackward
+from attngen.families.hopper_backward.kinds import NOTHING, family_of, is_wide, per_pair_of, varies
+from attngen.families.hopper_backward.schedule import SERVES, alternatives, check_backward
+from attngen.lang.biases import rooms
+from attngen.parts.backward_launches import launch_of, preprocess_launch
+from attngen.parts.boxes import widest_box, widths
+from attngen.plan import arguments
+from attngen.plan.allowances import SPILLS
+from attngen.plan.choices import check_head_dims, iteration_of
+from attngen.plan.draft import axes_of, classifier_warps, drafted, row_workspaces
+from attngen.plan.model import Argument, Launch, Plan, Region
+from attngen.plan.operands import operands_of
+from attngen.plan.own_gradients import differentiable_of
+from attngen.plan.pipes import Pipes
+from attngen.plan.schedule import Schedule
+from attngen.plan.traits import mask_block
+from attngen.schema.kernel_spec import Backward, KernelSpec
+
+_CONSUMERS = 2
+_TILE = ROWS * _CONSUMERS
+#: Registers of a thread of the loader's warpgroup and of a consumer, of which dK and dV take most. Not measured: follows from
+#: registers.
+_REGISTERS = 24, 240
+#: Most steps in flight. Not measured: as many as shared memory holds at head dim 128 (docs/notebook/hopper_backward.md, "dQ in a
+#: kernel of its own").
+_STAGES = 5
+#: K and V, or Q and dO, of the heads that run side by side: about half of the L2. Not measured.
+_L2_BYTES = 24 * 2**20
+
+
+def suits(spec: KernelSpec) -> bool:
+    """Whether a mask is constant on blocks of 64 queries and keys, and not on the tiles of other kernels, and the score asks for
+    nothing that comes with a tile, differs in its derivative from pair to pair, or has gradients of tensors."""
+    if is_wide(spec) or spec.variant.dropout or differentiable_of(spec.variant):
+        return False
+    given = (spec.backward or Backward()).dkdv
+    fixed = given.tile_m not in (None, ROWS) or given.tile_n not in (None, _TILE) or given.stages is not None
+    if fixed or iteration_of(spec, "q", by_bits=True) != "tile_map" or iteration_of(spec, "kv") != "tile_map":
+        return False
+    plain = family_of(spec, per_pair_of(spec, NOTHING), NOTHING) != "varying_derivative" and not varies(spec)
+    own = mask_block(spec.variant, (ROWS, ROWS)) == (ROWS, ROWS)
+    whole = mask_block(spec.variant, (ROWS, _TILE)) == (ROWS, _TILE) and mask_block(spec.variant, (_TILE, ROWS)) == (
+        _TILE,
+        ROWS,
+    )
+    return plain and own and not whole and not any(rooms(spec.variant))
+
+
+def queries_plan(plan: Plan) -> Plan:
+    """The plan of the kernel of dQ by itself: it goes along keys, as forward kernels do."""
+    assert isinstance(plan.structure, BlocksBackward)
+    own = replace(plan.structure, shared=plan.structure.of_queries)
+    return replace(plan.of_launch(plan.launch("dq")), direction="forward", structure=own)
+
+
+def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    """Return the plan. Raises PlanError."""
+    check_backward(spec)
+    check_head_dims(spec)
+    operands = operands_of(spec)
+    element = operands.shared("q", "k", "v", "dout", "p", "ds")
+    columns_qk, columns_v = (widths(head_dim, element, 1) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
+    roles = blocks_roles(_CONSUMERS, *_REGISTERS)
+    roles = blocks_roles(_CONSUMERS, *_REGISTERS)
+    (stages, by_keys), (of_queries, by_queries) = (
+        _most_stages(arch, partial(pipes, _CONSUMERS, roles, columns_qk.width, columns_v.width, operands))
+        for pipes in (keys_pipes, queries_pipes)
+    )
+    structure = BlocksBackward(
+        consumers=_CONSUMERS,
+        warp_roles=roles,
+        box_bytes=widest_box(columns_qk.width * element.bytes, columns_v.width * element.bytes),
+        map_rows=ROWS,
+        shared=by_keys,
+        of_queries=by_queries,
+    )
+    planned = drafted(
+        spec,
+        label="wgmma",
+        width=f"c{_CONSUMERS}",
+        tile_map=True,
+        alignment=16,
+        choices=("blocks",),
+        columns_qk=(columns_qk,),
+        columns_v=(columns_v,),
+        backend="cuda",
+        schedule="hopper_blocks",
+        loads="descriptor",
+        q_operand="shared",
+        tile_m=ROWS,
+        tile_n=_TILE,
+        stages=stages,
+        num_warps=4 * (_CONSUMERS + 1),
+        max_registers=None,
+        iteration="tile_map",
+        mask_code="branch",
+        softmax="exact_max",
+        l2_bytes=_L2_BYTES,
+        structure=structure,
+        main="dkdv",
+    )
+    return planned.with_launches(*_launches(planned, structure, of_queries), workspaces=tuple(row_workspaces()))
+
+
+def _most_stages(arch: Arch, pipes: Callable[[int], Pipes]) -> tuple[int, tuple[Region, ...]]:
+    """The most stages that a block has memory for, and what lies where; up to head dim 128 these are two at least."""
+    for stages in range(_STAGES, 2, -1):
+        regions = pipes(stages).regions
+        if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
+            return stages, regions
+    return 2, pipes(2).regions
+
+
+def _launches(plan: Plan, structure: BlocksBackward, queries_stages: int) -> Iterator[Launch]:
+    """Yield the launches in their order."""
+    qk, v, depth = plan.columns_qk[0].width, plan.columns_v[0].width, plan.operands.shared("p", "ds").mma_k
+    rows = ROWS // depth
+    yield preprocess_launch(plan, _preprocess_arguments(plan), pdl=True)
+    yield _classifier(plan, "dkdv", "key_map_rows", "kv_tiles", tile_m=ROWS, tile_n=ROWS)
+    # products of a step stand before the loop, in it, and behind hidden steps; P and dS are multiplied once
+    yield launch_of(
+        plan, "dkdv", "keys", plan.num_warps, stages=plan.stages, iteration="tile_map", tile_map=axes_of(plan, "dkdv"),
+        persistent=True, pdl=True, arguments=_arguments(plan, ROWS, _TILE, "kv_tiles", ("dk", "dv")),
+        shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=3 * (qk + v) // depth + 2 * rows,
+    )  # fmt: skip
+    by_queries = replace(plan, tile_m=_TILE, tile_n=ROWS)
+    yield _classifier(by_queries, "dq", "query_map_rows", "q_tiles", tile_m=ROWS, tile_n=ROWS)
+    yield launch_of(
+        by_queries, "dq", "queries", plan.num_warps, stages=queries_stages, iteration="tile_map",
+        tile_map=axes_of(plan, "dq"), persistent=True, pdl=True,
+        arguments=_arguments(by_queries, _TILE, ROWS, "q_tiles", ("dq",)),
+        shared_bytes=structure.queries_bytes, max_spills=SPILLS.bytes, products=3 * (qk + v) // depth + rows,
+    )  # fmt: skip
+
+
+def _classifier(plan: Plan, owner: str, grid: str, tiles: str, **tile: int) -> Launch:
+    """The launch that makes the tile map of another one, a row for each consumer."""
+    return launch_of(
+        plan, f"classify_{owner}", grid, classifier_warps(plan), iteration="tile_map", tile_map=axes_of(plan, owner),
+        arguments=arguments.classifier_signature(plan, tiles, max_seqlen_k=True), **tile,
+    )  # fmt: skip
+
+
+def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that computes the row statistics."""
+    return (
+        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
+        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
+        *arguments.strides_of(plan, ("out", "dout")),
+        *map(arguments.size, ("heads", "rows", "row_tiles")),
+        Argument("has_dlse", "present", "i32", of="dlse"),
+    )  # fmt: skip
+
+
+def _arguments(plan: Plan, queries: int, keys: int, tiles: str, written: tuple[str, ...]) -> tuple[Argument, ...]:
+    """Return the arguments of one of the kernels of products, whose copies bring so many ``queries`` and ``keys``."""
+    assert isinstance(plan.structure, BlocksBackward)
+    boxes = partial(arguments.tensor_map, plan, box_bytes=plan.structure.box_bytes)
+    window = queries if plan.varlen else None
+    operands = (
+        boxes("q", queries, window=window), boxes("k", keys, window=keys), boxes("v", keys, window=keys),
+        boxes("dout", queries, window=window), *(arguments.pointer(plan, name) for name in written),
+        arguments.row_pointer("lse_log2"), arguments.row_pointer("delta"),
+    )  # fmt: skip
+    return arguments.signature(plan, operands, tiles=tiles, strided=written, counted=True, max_seqlen_k=True)
+
+
+def _alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
+    """Yield plans by whole tiles of keys, for a ``first`` plan that ptxas has refused."""
+    from attngen.families.hopper_backward.schedule import SCHEDULE as BY_TILES
+
+    try:
+        whole = BY_TILES.plan(spec, arch)
+    except PlanError:
+        return
+    yield whole
+    yield from alternatives(spec, arch, whole)
+
+
+SCHEDULE = Schedule(
+    name="hopper_blocks",
+    backend="cuda",
+    direction="backward",
+    template="cuda/hopper_backward/blocks/kernel.cu.j2",
+    view="attngen.families.hopper_backward.blocks_view:blocks_view",
+    supports=lambda arch: arch.wgmma,
+    suits=suits,
+    plan=_plan,
+    alternatives=_alternatives,
+    pipes=keys_pipes_of,
+    explanation="attngen.families.hopper_backward.explain:BlocksExplanation",
+    serves=SERVES,
+)
