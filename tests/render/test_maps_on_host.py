@@ -75,7 +75,7 @@ def library(symbol: str) -> ctypes.CDLL:
         f'#include "{name}"\n' for name in re.findall(r'#include "((?:divisor|division|expression|search)\.cuh)"', text)
     )
     (folder / "kernel.inc").write_text(
-        f'#include "types.cuh"\n{LACKING}#include "tile_map.cuh"\n{helpers}{constants}'
+        f'#include "types.cuh"\n#include "pdl.cuh"\n{LACKING}#include "tile_map.cuh"\n{helpers}{constants}'
         f"constexpr int kThreads = {32 * launch.num_warps};\n{text[text.index('// Makes the tile map') :]}"
     )
     for name in ("tile_map.cuh", "divisor.cuh", "division.cuh", "expression.cuh", "search.cuh"):
