@@ -29,7 +29,8 @@ PASSES = ("forward", "backward", "index_scores")
 PAGES = {
     "hopper_forward": "hopper_forward", "hopper_fp8": "hopper_forward", "hopper_decode": "hopper_decode",
     "hopper_wide": "hopper_wide", "hopper_mla": "latent_attention", "hopper_indexed": "keys_by_index",
-    "mma_forward": "mma", "mma_decode": "mma", "mma_indexed": "keys_by_index", "hopper_backward": "hopper_backward", "hopper_blocks": "hopper_backward",
+    "mma_forward": "mma", "mma_decode": "mma", "mma_indexed": "keys_by_index",
+    "hopper_backward": "hopper_backward", "hopper_blocks": "hopper_backward",
     "hopper_cluster": "hopper_backward_wide", "mla_backward": "latent_attention", "indexed_backward": "keys_by_index",
     "mma_indexed_backward": "keys_by_index", "mma_backward": "mma", "triton_backward": "triton_backward",
     "index_scores": "index_scores",

@@ -62,7 +62,7 @@ def test_both_kernels_fill_shared_memory_with_steps(head_dim: int) -> None:
         sizes = {region.name: region.bytes for region in regions}
         assert launch.shared_bytes == regions[-1].offset + regions[-1].bytes <= plan.arch.shared_memory
         assert launch.stages == sizes["step"] // 8 == 5
-    assert queries_plan(plan).structure.shared == by_queries
+    assert queries_plan(plan).structure.shared == plan.structure.of_queries
 
 
 def test_probabilities_are_computed_in_both_orders_and_multiplied_once() -> None:
