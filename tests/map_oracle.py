@@ -18,8 +18,8 @@ from attngen.runtime.reference.eager import lengths, names_of
 
 VARIANTS = (
     "ids", "ids_of_64_bits", "apart", "other_heads", "shifted", "nested", "windows", "images", "unlike", "later",
-    "not_earlier", "halves", "pairs", "pairs_and_ids", "squares", "blocks", "causal_blocks", "small_blocks",
-    "blocks_of_rows", "shifted_blocks",
+    "not_earlier", "halves", "pairs", "pairs_and_ids", "flags", "drafts", "squares", "blocks", "causal_blocks",
+    "small_blocks", "blocks_of_rows", "shifted_blocks",
 )  # fmt: skip
 
 
@@ -71,6 +71,13 @@ def _values(name: str, batch: int, heads: int, queries: int, keys: int, seed: in
             times = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.0, 3.0e38]
             kept = times if seed % 2 else times[1:]
             return {"time": in_runs(kept, generator, torch.float32, n)}
+        case "flags":
+            return {"flags": in_runs([-(2**31), 2**31 - 1, 0, 1, 2, 4, 5], generator, torch.int32, n)}
+        case "drafts":
+            parts = n // 128 + 1
+            coarse = torch.rand(parts, parts, generator=generator).repeat_interleave(64, 0).repeat_interleave(64, 1)
+            seen = (coarse < 0.3) | (coarse < 0.6) & (torch.rand(64 * parts, 64 * parts, generator=generator) < 0.5)
+            return {"seen": seen, "prompt": n - n // 2}
         case "blocks" | "causal_blocks":
             return {"sel": torch.rand(heads, -(-queries // 64), -(-keys // 64), generator=generator) < 0.4}
         case "small_blocks":

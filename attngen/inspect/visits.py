@@ -98,8 +98,8 @@ def visits(
     """
     if plan.structure.map_rows:  # each consumer visits its own blocks, as if it had a tile of them alone
         alone = replace(plan.structure, consumers=1)
-        if plan.direction == "forward":
-            plan = replace(plan, tile_m=alone.map_rows, tile_n=alone.block_keys, structure=alone)
+        if plan.direction == "forward" or plan.main == "dq":
+            plan = replace(plan, tile_m=alone.map_rows, tile_n=alone.block_keys or plan.tile_n, structure=alone)
         else:
             plan = replace(plan, tile_n=alone.map_rows, structure=alone)
     tiles = -(-seqlen // plan.tile_m)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from attngen.lang.ranges import INT32
+
 Interval = tuple[Any, Any]  # of numbers or of expressions: whatever the algebra computes with
 
 
@@ -150,6 +152,25 @@ def _bitxor(alg: Any, a: Interval, b: Interval) -> Interval:
     )
 
 
+def _of_bits(op: str, rule: Callable[..., Interval]) -> Callable[..., Interval]:
+    """An operator on bits, of which more is known where both sides are single values, as in a run of equal ids."""
+
+    def bits(alg: Any, a: Interval, b: Interval) -> Interval:
+        lo, hi = rule(alg, a, b)
+        single = alg.single(a, b)
+        if single == alg.false:
+            return lo, hi
+        ends = (lo, hi)
+        if _infinite(alg, ends):
+            ends = tuple(map(alg.literal, INT32))
+            if not all(alg.holds("ge", x[0], ends[0]) and alg.holds("le", x[1], ends[1]) for x in (a, b)):
+                return lo, hi
+        value = alg.call(op, a[0], b[0])
+        return alg.call("select", single, value, ends[0]), alg.call("select", single, value, ends[1])
+
+    return bits
+
+
 def _invert(alg: Any, a: Interval) -> Interval:
     return _sub(alg, (alg.literal(-1),) * 2, a)
 
@@ -195,7 +216,8 @@ def _greater(op: str) -> Callable[[Any, Interval, Interval], Interval]:
 def _eq(alg: Any, a: Interval, b: Interval) -> Interval:
     if alg.is_point(a) and alg.is_point(b):
         return (alg.call("eq", a[0], b[0]),) * 2
-    return _both(alg, _less("le")(alg, a, b), _greater("ge")(alg, a, b))
+    must, may = _both(alg, _less("le")(alg, a, b), _greater("ge")(alg, a, b))
+    return must, alg.call("and", may, alg.may_equal(a, b))
 
 
 def _select(alg: Any, c: Interval, a: Interval, b: Interval) -> Interval:
@@ -262,9 +284,9 @@ RULES: dict[str, Callable[..., Interval]] = {
     "floordiv": _floordiv,
     "mod": _mod,
     "pow": _pow,
-    "bitand": _bitand,
-    "bitor": _bitor,
-    "bitxor": _bitxor,
+    "bitand": _of_bits("bitand", _bitand),
+    "bitor": _of_bits("bitor", _bitor),
+    "bitxor": _of_bits("bitxor", _bitxor),
     "invert": _invert,
     "lshift": _shift(_mul),
     "rshift": _shift(_floordiv),

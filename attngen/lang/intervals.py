@@ -181,6 +181,16 @@ class Numbers:
         return True
 
     @staticmethod
+    def single(*intervals: Interval) -> bool:
+        """Return False: a range that is declared is seldom one value."""
+        return False
+
+    @staticmethod
+    def may_equal(a: Interval, b: Interval) -> bool:
+        """Return True: no more is known of a range that is declared."""
+        return True
+
+    @staticmethod
     def exact(expr: Expr) -> bool:
         """Whether a float is never NaN by its form."""
         return exact(expr)

@@ -17,7 +17,7 @@ from attngen.lang.facts import Facts
 from attngen.lang.intervals import EXACT, bounds
 from attngen.lang.ir import Expr, Load, Op, Type, Var, children, names, own, walk
 from attngen.lang.overflow import widen
-from attngen.lang.ranges import Range
+from attngen.lang.ranges import INT32, Range
 from attngen.lang.simplify import COMPLEMENT, TRUE, Linear, linear, make
 
 #: The names that differ from query to query, and from key to key.
@@ -55,6 +55,12 @@ class Statistic:
         return replace(self.name, name=f"{self.name.name}.least"), replace(self.name, name=f"{self.name.name}.greatest")
 
     @property
+    def residues(self) -> Var:
+        """A bit for each remainder by 32 of an integer's values over a tile: two tiles without a common one have no
+        common value, however far their ranges overlap, as of ids that come back."""
+        return Var(f"{self.name.name}.residues", Type.INT)
+
+    @property
     def numbers(self) -> Var:
         """Whether no value over a tile is NaN."""
         return Var(f"{self.name.name}.numbers", Type.BOOL)
@@ -69,8 +75,9 @@ class Separated:
 
     @property
     def ranges(self) -> dict[str, Range]:
-        """Ranges of the names of statistics and of their ends."""
-        return {name.name: each.range for each in self.statistics for name in (each.name, *each.ends)}
+        """Ranges of the names of statistics, of their ends and of their residues."""
+        ranges = {name.name: each.range for each in self.statistics for name in (each.name, *each.ends)}
+        return ranges | {each.residues.name: INT32 for each in self.statistics}
 
 
 @lru_cache(maxsize=256)  # the launches of a kernel, and kernels of one variant, share a mask

@@ -39,6 +39,12 @@ class Symbols:
     def __init__(self, facts: Facts, corners: Mapping[str, tuple[Expr, Expr]], nodes: int = NODES) -> None:
         self._facts, self._nodes = facts, nodes
         self._corners = corners
+        #: By the ends of integer statistics, their residues.
+        self._residues = {
+            ends: Var(f"{name}.residues", Type.INT)
+            for name, ends in corners.items()
+            if ends[0] == Var(f"{name}.least", Type.INT)
+        }
         self._proof = Proof(facts)
         self.memo: dict[Expr, Interval] = {}
         #: Whether an endpoint was given up since it would take too much code to compute.
@@ -144,6 +150,23 @@ class Symbols:
     def is_point(self, interval: Interval) -> bool:
         """Whether an interval certainly holds a single value."""
         return bool(interval[0] == interval[1])
+
+    def single(self, *intervals: Interval) -> Expr:
+        """The condition under which statistics of a tile are one value each; false where another interval varies."""
+        single: Expr = FALSE
+        for interval in intervals:
+            if interval in self._residues:
+                same = make("eq", *interval)
+                single = same if single == FALSE else make("and", single, same)
+            elif not self.is_point(interval):
+                return FALSE
+        return single
+
+    def may_equal(self, a: Interval, b: Interval) -> Expr:
+        """The condition under which two statistics may have a common value, whatever their ranges are."""
+        if a not in self._residues or b not in self._residues:
+            return TRUE
+        return make("ne", make("bitand", self._residues[a], self._residues[b]), integer(0))
 
     def rounded(self, op: str, interval: Interval) -> Interval:
         """Return no bounds where a float is rounded: two compilations of one expression may differ in the last bit."""

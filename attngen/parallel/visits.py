@@ -306,7 +306,8 @@ class _SequenceGrid:
         return np.concatenate(rows), np.concatenate(lo), np.concatenate(hi)
 
     def _ends(self, statistic: Statistic) -> Iterator[tuple[str, Tensor]]:
-        """The least and greatest value of a statistic over each tile, and whether all are numbers, by their names."""
+        """The least and greatest value of a statistic over each tile, its residues, and whether all are numbers, by
+        their names."""
         place = torch.arange(self._seqlen, device="cpu")
         axes = ("q", "q_pos", "q_global") if statistic.axis == "q" else ("kv", "kv_global")
         values = self._value(statistic.value, dict.fromkeys(axes, place)).broadcast_to((self._seqlen,))
@@ -318,6 +319,9 @@ class _SequenceGrid:
         least, greatest = padded.nan_to_num(nan=torch.inf).amin(1) if floats else padded.amin(1), padded.amax(1)
         for name, end in zip(statistic.ends, (least, greatest), strict=True):
             yield name.name, end.bool() if statistic.value.type is Type.BOOL else end
+        if statistic.value.type is Type.INT:
+            residues = torch.stack([(padded % 32 == residue).any(1) for residue in range(32)])
+            yield statistic.residues.name, (residues << torch.arange(32, device="cpu")[:, None]).sum(0).int()
         if floats:
             yield statistic.numbers.name, ~padded.isnan().any(1)
 

@@ -27,14 +27,14 @@ def launch_of(plan: Plan, name: str, grid: str, warps: int, **fields: object) ->
 
 
 def leading_launches(plan: Plan, preprocess_arguments: tuple[Argument, ...], *, pdl: bool = False) -> Iterator[Launch]:
-    """Yield the launches before that of all products: row statistics, by programmatic dependent launch if ``pdl``, and
-    the tile map if there is one."""
+    """Yield the launches before that of all products: row statistics, and the tile map if there is one; by programmatic
+    dependent launch if ``pdl``."""
     yield preprocess_launch(plan, preprocess_arguments, pdl=pdl)
     if plan.iteration == "tile_map":
         own = arguments.classifier_signature(plan, "kv_tiles", max_seqlen_k=True)
         yield launch_of(
             plan, "classify_dqkv", "key_words", classifier_warps(plan), iteration="tile_map",
-            tile_map=tile_map_axes(plan), arguments=own,
+            tile_map=tile_map_axes(plan), arguments=own, pdl=pdl,
         )  # fmt: skip
 
 

@@ -12,9 +12,9 @@ from attngen.plan.operands import operands_of
 from attngen.plan.traits import mask_block
 from attngen.schema.kernel_spec import KernelSpec
 
-#: Warps of a classifier block, which makes one word (32 tiles) of a tile map. Each warp takes whole tiles, so that 16
-#: warps keep a multiprocessor busy even if the map has few words (docs/notebook/softmax_and_masks.md, "How long a map
-#: takes").
+#: Warps of a classifier block, which makes one word (32 tiles) of a tile map: as many as a tile of 128 x 128 has cells,
+#: so that they keep a multiprocessor busy even if the map has few words (docs/notebook/softmax_and_masks.md, "How long
+#: a map takes").
 CLASSIFIER_WARPS = 16
 
 #: The same where a mask is constant on blocks, which decide nearly all tiles: many blocks find room. Not measured
@@ -117,5 +117,6 @@ def forward_launches(
     classifier = Launch(
         "classify", naming.classifier_name(planned.name), grid, *tile, 1,
         classifier_warps(planned) if planned.backend == "cuda" else 4, "tile_map", classify(), tile_map=axes,
+        pdl=own.pdl,
     )  # fmt: skip
     return planned.with_launches(classifier, own, workspaces=workspaces)

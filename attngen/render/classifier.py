@@ -1,32 +1,49 @@
-"""The classifier, a kernel that makes the tile map of a CUDA kernel: interval bounds and statistics classify most
-tiles; in the rest, the mask is evaluated for each pair."""
+"""The classifier, a kernel that makes the tile map of a CUDA kernel: interval bounds and statistics decide most cells
+of tiles; in the rest, the mask is evaluated for each pair."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from attngen.lang.blocks import Block, at_corner
 from attngen.lang.emit import Binding
 from attngen.lang.facts import index
 from attngen.lang.ir import Const, Load, Type, Var, names, rewrite, spelled, walk
+from attngen.lang.proof import larger
 from attngen.lang.simplify import FALSE, TRUE
 from attngen.lang.statements import Code, Statement, declared, depending, joined, leaf, reads, written
 from attngen.lang.statistics import Separated, Statistic, one_sided, separated
 from attngen.plan.model import Launch, Plan
 from attngen.plan.traits import mask_block
-from attngen.render.blocks import BlocksView
 from attngen.render.cuda_masking import map_block, row_values
 from attngen.render.cuda_math import element_bindings
 from attngen.render.cuda_statements import int_constant, number_queries
 from attngen.render.cuda_tiles import TileBounds
 from attngen.render.expressions import CUDA, KEYS, Along, emit_for, facts_of, is_wide, tensor_bindings
 
-#: Most nodes in a bound of a tile, which is computed once for each tile of a map.
+#: Most nodes in a bound, which is computed once for each cell of a tile.
 _NODES = 3000
+
+#: Queries and keys of a cell, as many as those of pairs that a warp looks at; and most nodes in the bounds of cells.
+#: Longer ones are computed once for each tile: of each cell, they would take longer than a look at its pairs.
+_CELL, _SHORT = 32, 200
+
+#: Most bytes of shared memory that the ranges of a mask's statistics may take, over the cells of 32 tiles.
+_RANGE_BYTES = 32 * 1024
+
+#: Bytes of the types of tile_map.cuh that hold a statistic.
+_SIZES = {"Range<int>": 8, "Values<int>": 12, "Range<float>": 12, "Range<long long>": 16, "Values<long long>": 24}
+
+#: Threads of a multiprocessor for which there are registers enough, 64 each.
+_THREADS_AT_ONCE = 1024
 
 #: Emits the statements that classify 32 tiles by bounds.
 Word = Callable[[Plan, TileBounds], tuple[Statement, ...]]
+
+#: A bool that is loaded under a condition.
+_GUARDED_BOOL = re.compile(r"^const bool (\w+) = (.* \? .*) != 0 : false;$")
 
 #: Names that differ from query to query of a tile.
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
@@ -34,7 +51,8 @@ _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 
 @dataclass(frozen=True, slots=True)
 class StatisticView:
-    """A statistic in the kernel: the range of its values over a tile, their type, and the value of one position."""
+    """A statistic in the kernel: the name and the type of what is known of its values over a tile, and the value of one
+    position."""
 
     name: str
     type: str
@@ -56,33 +74,69 @@ class SideView:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundsView:
+    """Conditions on a cell of pairs: whether some pair may be visible, and whether all must be. The cell begins at
+    ``q_lo`` and ``kv_lo``, and ends before ``q_end`` and ``kv_end``."""
+
+    lines: tuple[Statement, ...]
+    may: Code
+    must: Code
+    symbols: frozenset[str]  # names of the language in both
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names that the code reads."""
+        return reads([*self.lines, self.may, self.must])
+
+
+@dataclass(frozen=True, slots=True)
 class PairsView:
-    """A tensor of bools that the mask reads at each pair: the address of a row of a tile, and the statements that
-    classify 32 tiles if all elements of a tile are false, and if all are true."""
+    """A tensor of bools that the mask reads at each pair: the address of a row of a tile, and the bounds of a cell if
+    all elements of its tile are false, and if all are true."""
 
     lines: tuple[Statement, ...]
     inside: Code  # whether the tensor has the row
     address: Code  # of the row's first key
     extent: str  # keys of a row
-    if_none: tuple[Statement, ...]
-    if_every: tuple[Statement, ...]
+    if_none: BoundsView
+    if_every: BoundsView
 
     @property
     def reads(self) -> frozenset[str]:
         """Names that the code reads."""
-        return reads([*self.lines, self.inside, self.address, *self.if_none, *self.if_every])
+        return reads([*self.lines, self.inside, self.address]) | self.if_none.reads | self.if_every.reads
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Names of the language in the bounds."""
+        return self.if_none.symbols | self.if_every.symbols
+
+
+@dataclass(frozen=True, slots=True)
+class CellsView:
+    """The cells of a tile, each decided by bounds as far as these can: their size, the size of the groups of queries
+    and of keys over which statistics are taken, and whether an open cell is what a warp looks at pair by pair."""
+
+    size: Block
+    ranges: Block
+    are_parts: bool
+    bounds: BoundsView
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierView:
-    """The kernel that makes a tile map, of the template ``file``. ``bounds`` classify 32 tiles as far as bounds can;
-    ``own`` holds the statistics of a map row's own tile, ``listed`` those of the tiles that the row lists.
+    """The kernel that makes a tile map, of the template ``file``. Bounds decide the ``cells`` of tiles; where rows are
+    those of single consumers, ``bounds`` classify 32 tiles. ``own`` holds the statistics of a map row's own tile,
+    ``listed`` those of the tiles that the row lists.
 
     The mask of a pair is in parts: statements before all loops (``hoisted``), of a query, of a key, and of the pair."""
 
     file: str
     symbol: str
     threads: int
+    blocks: int  # of a multiprocessor at once
+    pdl: bool
+    leads: bool  # the next kernel may start early; not one with clusters, which would crowd a part of the chip
     argument_lines: tuple[str, ...]
     uses_packed: bool
     uses_hk: bool
@@ -90,8 +144,8 @@ class ClassifierView:
     uses_q_row: bool  # in the lines of a pair
     own: SideView
     listed: SideView
+    cells: CellsView | None  # None: rows of single consumers
     pairs: PairsView | None
-    blocks: BlocksView | None  # in place of bounds and pairs
     rows_alike: bool  # all queries of a block see the same of its keys
     bounds: tuple[Statement, ...]
     hoisted: tuple[Statement, ...]
@@ -103,9 +157,9 @@ class ClassifierView:
 
 
 def classifier_view(
-    plan: Plan, own: Launch, argument_lines: tuple[str, ...], along: Along, word: Word
+    plan: Plan, launch: Launch, argument_lines: tuple[str, ...], along: Along, word: Word
 ) -> ClassifierView:
-    """Build the view of the launch ``own``, for a map whose rows list tiles ``along`` an axis."""
+    """Build the view of a launch, for a map whose rows list tiles ``along`` an axis."""
     mask, facts = plan.variant.mask, facts_of(plan)
     of_consumer, of_tile = map_block(plan), mask_block(plan.variant, (plan.tile_m, plan.tile_n))
     block = of_consumer or of_tile
@@ -116,13 +170,14 @@ def classifier_view(
     for each in parts.statistics:
         bindings |= _bindings(plan, each)
     by = TileBounds(parts.mask, _NODES, parts.statistics, bindings)
-    blocks = _blocks(plan, by, block) if block and not of_consumer else None
-    bounds, pairs = () if blocks else word(plan, by), None if block else _pairs(plan, by, word)
-    used = reads(bounds) | frozenset[str]().union(*(each.reads for each in (blocks, pairs) if each is not None))
-    queries, keys = (
-        _side(plan, [each for each in parts.statistics if each.axis == axis and spelled(each.name.name) in used])
-        for axis in ("q", "kv")
-    )
+    bounds = word(plan, by) if of_consumer else ()
+    decided = None if of_consumer else _bounds(plan, by)
+    pairs = None if block else _pairs(plan, by)
+    used = reads(bounds) | frozenset[str]().union(*(each.reads for each in (decided, pairs) if each is not None))
+    symbols = frozenset[str]().union(*(each.symbols for each in (decided, pairs) if each is not None))
+    asked = [each for each in parts.statistics if spelled(each.name.name) in used]
+    queries, keys = (_side(plan, [each for each in asked if each.axis == axis], symbols) for axis in ("q", "kv"))
+    cells = None if decided is None else _cells(plan, by, decided, of_tile, (queries, keys), launch.num_warps)
     of_keys = {expr: f"of_key_{number}" for number, expr in enumerate(one_sided(plan.variant.mask, "kv"))}
     masked = emit_for(plan, CUDA, [plan.variant.mask], element_bindings(plan, ragged=True), labels=of_keys)
     row, hoisted = depending(masked.hoisted, _QUERY_NAMES)
@@ -133,8 +188,11 @@ def classifier_view(
     read = reads([*hoisted, *query_lines, *key, *pair, visible]) | used | queries.reads | keys.reads
     return ClassifierView(
         file=f"cuda/shared/{'_row_classifier' if of_consumer else '_classifier'}.cu.j2",
-        symbol=own.symbol,
-        threads=32 * own.num_warps,
+        symbol=launch.symbol,
+        threads=32 * launch.num_warps,
+        blocks=_THREADS_AT_ONCE // (32 * launch.num_warps),
+        pdl=launch.pdl,
+        leads=plan.launch(plan.main).cluster == 1,
         argument_lines=argument_lines,
         uses_packed=not read.isdisjoint(("q_begin", "k_begin")),
         uses_hk="hk" in read,
@@ -142,20 +200,55 @@ def classifier_view(
         uses_q_row="q_row" in reads([*pair, visible]),
         own=queries if along.axis == "kv" else keys,
         listed=keys if along.axis == "kv" else queries,
+        cells=cells,
         pairs=pairs,
-        blocks=blocks,
         rows_alike=names(mask).isdisjoint(("q", "q_pos", "q_global")),
         bounds=bounds,
         hoisted=hoisted,
         query_values=query_values,
         query_lines=query_lines,
         key_lines=key,
-        pair_lines=pair,
+        pair_lines=_tested_last(pair),
         visible=visible,
     )
 
 
-def _pairs(plan: Plan, by: TileBounds, word: Word) -> PairsView | None:
+def _bounds(plan: Plan, by: TileBounds) -> BoundsView:
+    """The bounds of a cell."""
+    corners = ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi", "kv_lo", "kv_hi")
+    by = replace(by, bindings={**by.bindings, **{name: Binding(name) for name in corners}})
+    code, *exprs = by.emitted(plan, KEYS)
+    may, must = code.results
+    asked = reads([*code.hoisted, *code.body, may, must])
+    ends = {
+        "q_hi": "{q_end} - 1", "kv_hi": "{kv_end} - 1",
+        "q_pos_lo": "{q_lo} + ({seqlen_k} - {seqlen_q})", "q_pos_hi": "{q_end} - 1 + ({seqlen_k} - {seqlen_q})",
+    }  # fmt: skip
+    lines = [int_constant(name, end) for name, end in ends.items() if name in asked]
+    symbols = frozenset[str]().union(*map(names, exprs))
+    return BoundsView((*lines, *_tested_last([*code.hoisted, *code.body])), may, must, symbols)
+
+
+def _cells(
+    plan: Plan, by: TileBounds, bounds: BoundsView, block: Block | None, sides: tuple[SideView, SideView], warps: int
+) -> CellsView:
+    """The cells of tiles of which ``block`` is the largest on which the mask reads tensors at one element, or None;
+    ``sides`` are the statistics of queries and of keys, of whose own tile a warp takes one group at most."""
+    tile = plan.tile_m, plan.tile_n
+    _, may, must = by.emitted(plan, KEYS)
+    size = block or tile
+    if may != must and min(size) >= _CELL and not any(larger(each, _SHORT) for each in (may, must)):
+        size = _CELL, _CELL
+    rows, keys = (length if length >= _CELL else whole for length, whole in zip(size, tile, strict=True))
+    groups = -(-plan.tile_m // rows), -(-plan.tile_n // keys)
+    held = [
+        count * sum(_SIZES[each.type] for each in side.statistics) for count, side in zip(groups, sides, strict=True)
+    ]
+    ranges = (rows, keys) if 32 * max(held) <= _RANGE_BYTES and max(groups) <= warps else tile
+    return CellsView(size, ranges, size == (_CELL, _CELL), bounds)
+
+
+def _pairs(plan: Plan, by: TileBounds) -> PairsView | None:
     """The scan of a tensor of bools over queries and keys, if the mask reads exactly one; else None."""
     loads = {node for node in walk(by.mask) if isinstance(node, Load) and _is_of_pairs(plan, node)}
     if len(loads) != 1 or plan.tile_n % 16:
@@ -171,34 +264,17 @@ def _pairs(plan: Plan, by: TileBounds, word: Word) -> PairsView | None:
             tests.append(written("({}) >= 0 && ({}) < {}", place, place, leaf(extent)))
         address = written("{} + static_cast<long long>({}) * {}", address, place, leaf(stride))
 
-    def bits(value: Const) -> tuple[Statement, ...]:
-        return word(plan, replace(by, mask=rewrite(by.mask, lambda node: value if node == load else None)))
+    def bounds(value: Const) -> BoundsView:
+        return _bounds(plan, replace(by, mask=rewrite(by.mask, lambda node: value if node == load else None)))
 
     return PairsView(
         lines=(*_named(lines, *code.results), *lines),
         inside=joined(" && ", tests),
         address=address,
         extent=bound.extents[-1],
-        if_none=bits(FALSE),
-        if_every=bits(TRUE),
+        if_none=bounds(FALSE),
+        if_every=bounds(TRUE),
     )
-
-
-def _blocks(plan: Plan, by: TileBounds, size: Block) -> BlocksView:
-    """The conditions on a block of pairs."""
-    names = ("q_lo", "q_hi", "q_pos_lo", "q_pos_hi", "kv_lo", "kv_hi")
-    by = replace(by, bindings={**by.bindings, **{name: Binding(name) for name in names}})
-    code, *_ = by.emitted(plan, KEYS)
-    may, must = code.results
-    asked = reads([*code.hoisted, *code.body, may, must])
-    ends = {
-        "q_hi": f"min({{q_lo}} + {size[0]}, {{seqlen_q}}) - 1",
-        "kv_hi": f"min({{kv_lo}} + {size[1]}, {{seqlen_k}}) - 1",
-        "q_pos_lo": "{q_lo} + ({seqlen_k} - {seqlen_q})", "q_pos_hi": "{q_hi} + ({seqlen_k} - {seqlen_q})",
-    }  # fmt: skip
-    asked |= {"q_hi"} if "q_pos_hi" in asked else set()
-    lines = [int_constant(name, end) for name, end in ends.items() if name in asked]
-    return BlocksView(size, (*lines, *code.hoisted, *code.body), may, must)
 
 
 def _is_of_pairs(plan: Plan, load: Load) -> bool:
@@ -213,13 +289,15 @@ def _is_of_pairs(plan: Plan, load: Load) -> bool:
 
 
 def _bindings(plan: Plan, each: Statistic) -> dict[str, Binding]:
-    """Kernel names of the ends of a statistic, and of the flag that says whether all its values are numbers."""
+    """Kernel names of the ends of a statistic, of its residues, and of the flag that says whether all its values are
+    numbers."""
     name, wide = spelled(each.name.name), _is_wide(plan, each)
     pattern = f"({{{name}}}.{{}} != 0)" if each.value.type is Type.BOOL else f"{{{name}}}.{{}}"
     least, greatest = (end.name for end in each.ends)
     return {
         least: Binding(pattern.replace("{}", "least"), wide=wide),
         greatest: Binding(pattern.replace("{}", "greatest"), wide=wide),
+        each.residues.name: Binding(f"{{{name}}}.residues"),
         each.numbers.name: Binding(f"{{{name}}}.numbers"),
     }
 
@@ -228,8 +306,9 @@ def _is_wide(plan: Plan, each: Statistic) -> bool:
     return each.value.type is Type.INT and is_wide(plan, each.value)
 
 
-def _side(plan: Plan, statistics: list[Statistic]) -> SideView:
-    """The code of the statistics of one side; all positions lie inside the sequence."""
+def _side(plan: Plan, statistics: list[Statistic], symbols: frozenset[str]) -> SideView:
+    """The code of the statistics of one side, of which bounds have these ``symbols``; all positions lie inside the
+    sequence."""
     if not statistics:
         return SideView((), (), ())
     code = emit_for(plan, CUDA, [each.value for each in statistics], element_bindings(plan, ragged=False))
@@ -237,8 +316,15 @@ def _side(plan: Plan, statistics: list[Statistic]) -> SideView:
     views = []
     for each, value in zip(statistics, code.results, strict=True):
         kind = "float" if each.value.type is Type.FLOAT else "long long" if _is_wide(plan, each) else "int"
-        views.append(StatisticView(spelled(each.name.name), kind, value))
+        known = "Values" if each.residues.name in symbols else "Range"
+        views.append(StatisticView(spelled(each.name.name), f"{known}<{kind}>", value))
     return SideView(tuple(views), hoisted, (*_named(lines, *code.results), *lines))
+
+
+def _tested_last(lines: Iterable[Statement]) -> tuple[Statement, ...]:
+    """Lines in which bools that are loaded under a condition are compared with 0 after it. Else a comparison is under
+    the condition, too, and the compiler has each load wait for that of the pair before."""
+    return tuple(replace(line, text=_GUARDED_BOOL.sub(r"const bool \1 = (\2 : 0) != 0;", line.text)) for line in lines)
 
 
 def _named(lines: Sequence[Statement], *results: Code) -> list[Statement]:

@@ -574,7 +574,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 // full, since every query sees every key, another that it is partial, since some query sees some key. Given hashes to write, a
 // block hashes its partial tiles: those with the same visible pairs have the same hash. Given a list of slots, blocks write the
 // visible pairs of their tiles, a bit for each element of a lane of a consumer.
-extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_d128_allowed_m128n128s2c2_tilemap(
+extern "C" __global__ void __launch_bounds__(512, 2) classify_fwd_sm90a_wgmma_bf16_d128_allowed_m128n128s2c2_tilemap(
     int* tile_map_ptr, long long* tile_hashes_ptr, const int* tile_list_ptr, const int* seqused_k_ptr,
     const unsigned char* u_allowed,
     long long stride_u_allowed_0, long long stride_u_allowed_1,
@@ -584,160 +584,238 @@ extern "C" __global__ void __launch_bounds__(512) classify_fwd_sm90a_wgmma_bf16_
     int has_seqused_k
 ) {
   constexpr int kWarps = 16;
-  constexpr int kKeyParts = (kBlockN + 31) / 32, kQueryParts = (kBlockM + 31) / 32;  // a lane has a key, and a bit for each query
+  constexpr int kKeyParts = (kBlockN + 31) / 32, kQueryParts = (kBlockM + 31) / 32, kParts = kKeyParts * kQueryParts;  // of a tile, 32 x 32 pairs
+  constexpr int kCellRows = 32, kCellKeys = 32;  // of a tile, decided by bounds
+  constexpr int kCellsBeside = (kBlockN + kCellKeys - 1) / kCellKeys, kCells = (kBlockM + kCellRows - 1) / kCellRows * kCellsBeside;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool listed = tile_list_ptr != nullptr;
-  const int items = listed ? tile_list_ptr[0] : 32;
+  const bool listed = tile_list_ptr != nullptr, hashes = tile_hashes_ptr != nullptr;
   const int own_row = blockIdx.x / words, word = blockIdx.x % words;
   int* const map_row = tile_map_ptr + 2LL * words * own_row;
   const int own_unit = own_row / q_tiles;
   int q_tile = own_row % q_tiles, h = own_unit % map_heads, b = own_unit / map_heads;  // a list has others
   __shared__ uint32_t seen_bits[kBlockN * kQueryParts];
-  __shared__ uint32_t undecided, full_word, partial_tiles;  // a bit for each tile
+  // A bit for each tile: whether a pair is known to be visible, and one to be hidden, by bounds of each warp's cells and from looks
+  // at pairs; and cells that bounds leave open.
+  __shared__ uint32_t seen_of[kWarps];
+  __shared__ uint32_t hidden_of[kWarps];
+  __shared__ uint32_t none_seen_of[kWarps];
+  __shared__ uint32_t none_hidden_of[kWarps];
+  __shared__ uint32_t every_seen_of[kWarps];
+  __shared__ uint32_t every_hidden_of[kWarps];
+  __shared__ uint32_t later_seen, later_hidden;
+  __shared__ uint32_t open_parts[kParts];
+  __shared__ uint32_t scanned;
   __shared__ int taken;
-  __shared__ uint32_t none_seen, none_full, every_seen, every_full;  // tiles where nothing of a tensor is true, or everything
-  if (!listed && tile_hashes_ptr) {
-    if (threadIdx.x == 0) undecided = map_row[words + word];
-  } else if (!listed) {  // bounds of the mask decide most tiles
-    const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
-    const int q_start = q_tile * kBlockM;
-    const int visible_lo = 0, visible_hi = q_start < seqlen_q ? (seqlen_k + kBlockN - 1) / kBlockN : 0;
-    if (warp == 0) {  // a lane has a tile
-      const int candidate = 32 * word + lane;
-      const bool seen = candidate >= visible_lo && candidate < visible_hi;
-      const uint32_t visible_word = __ballot_sync(~0u, seen);
-      const uint32_t partial_word = __ballot_sync(~0u, !(false));
-      {
-        const int candidate = 32 * word + lane;
-        const bool seen = candidate >= visible_lo && candidate < visible_hi && (false);
-        const uint32_t visible_word = __ballot_sync(~0u, seen);
-        const uint32_t partial_word = __ballot_sync(~0u, !(false));
-        if (lane == 0) none_seen = visible_word, none_full = visible_word & ~partial_word;
-      }
-      {
-        const int candidate = 32 * word + lane;
-        const bool seen = candidate >= visible_lo && candidate < visible_hi;
-        const uint32_t visible_word = __ballot_sync(~0u, seen);
-        const uint32_t partial_word = __ballot_sync(~0u, !((true) && (candidate + 1) * kBlockN <= seqlen_k));
-        if (lane == 0) every_seen = visible_word, every_full = visible_word & ~partial_word;
-      }
-      if (lane == 0) full_word = visible_word & ~partial_word, undecided = visible_word & partial_word;
-    }
+  __shared__ unsigned long long hash_of[32];
+  launch_dependents();
+  wait_dependencies();  // nothing in global memory is read or written before
+  if (threadIdx.x == 0) {
+    later_seen = later_hidden = 0;
+    scanned = taken = 0;
   }
-  const int first_part = listed ? warp : 0, parts_apart = listed ? kWarps : 1;  // a tile of the list is the whole block's
-  if (threadIdx.x == 0) partial_tiles = taken = 0;
-  __syncthreads();
+  if (threadIdx.x < 32) hash_of[threadIdx.x] = 0;
+  uint32_t seen = 0, hidden = 0, every_part = 0;  // of which tiles all parts are open
+  if (!listed && !hashes) {
+    if (threadIdx.x < 32) tile_map_ptr[map_words + 32LL * blockIdx.x + threadIdx.x] = -1;
+    const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
+    {
+      const int q_start = q_tile * kBlockM;
+      const int kv_start = (32 * word + lane) * kBlockN;  // a lane has a tile
+      uint32_t seen = 0, hidden = 0;
+      uint32_t none_seen = 0, none_hidden = 0, every_seen = 0, every_hidden = 0;
+      if (seqlen_q > 0 && seqlen_k > 0) {
+#pragma unroll 4
+        for (int cell = warp; cell < kCells; cell += kWarps) {
+          const int row = cell / kCellsBeside * kCellRows, key = cell % kCellsBeside * kCellKeys;
+          const bool exists = q_start + row < seqlen_q, inside = exists && kv_start + key < seqlen_k;
+          const bool whole = kv_start + min(key + kCellKeys, kBlockN) <= seqlen_k;  // keys after the end count as hidden
+          const int q_lo = min(q_start + row, seqlen_q - 1), q_end = min(q_start + min(row + kCellRows, kBlockM), seqlen_q);
+          const int kv_lo = min(kv_start + key, seqlen_k - 1), kv_end = min(kv_start + min(key + kCellKeys, kBlockN), seqlen_k);
+          {
+            const bool may = inside && (true), must = inside && (false);
+            seen |= __ballot_sync(~0u, must), hidden |= __ballot_sync(~0u, exists && !(may && whole));
+            const uint32_t open = __ballot_sync(~0u, may && !must);
+            if (lane == 0) open_parts[cell] = open;
+          }
+          {  // if nothing of the tensor is true
+            const bool may = inside && (false), must = inside && (false);
+            none_seen |= __ballot_sync(~0u, may), none_hidden |= __ballot_sync(~0u, exists && !(must && whole));
+          }
+          {  // if everything of the tensor is true
+            const bool may = inside && (true), must = inside && (true);
+            every_seen |= __ballot_sync(~0u, may), every_hidden |= __ballot_sync(~0u, exists && !(must && whole));
+          }
+        }
+      } else if (threadIdx.x < kParts) {
+        open_parts[threadIdx.x] = 0;
+      }
+      if (lane == 0) {
+        seen_of[warp] = seen;
+        hidden_of[warp] = hidden;
+        none_seen_of[warp] = none_seen;
+        none_hidden_of[warp] = none_hidden;
+        every_seen_of[warp] = every_seen;
+        every_hidden_of[warp] = every_hidden;
+      }
+    }
+    __syncthreads();
+    const auto of_all_warps = [&](const uint32_t* words_of) { return __reduce_or_sync(~0u, lane < kWarps ? words_of[lane] : 0); };
+    seen = of_all_warps(seen_of), hidden = of_all_warps(hidden_of);
+    const uint32_t none_seen_tiles = of_all_warps(none_seen_of);
+    const uint32_t none_hidden_tiles = of_all_warps(none_hidden_of);
+    const uint32_t every_seen_tiles = of_all_warps(every_seen_of);
+    const uint32_t every_hidden_tiles = of_all_warps(every_hidden_of);
+    uint32_t undecided = every_part;
+    for (int part = lane; part < kParts; part += 32) undecided |= open_parts[part];
+    undecided = __reduce_or_sync(~0u, undecided);
 #pragma unroll 1
-  for (int item = blockIdx.x;; item += gridDim.x) {
-    if (listed) {
-      if (item >= items) return;
-    } else {
+    for (;;) {
       int before = __shfl_sync(~0u, lane == 0 ? atomicAdd(&taken, 1) : 0, 0);
       if (before >= __popc(undecided)) break;
       uint32_t left = undecided;
 #pragma unroll 1
       while (before-- > 0) left &= left - 1;
-      item = __ffs(left) - 1;
+      const int bit = __ffs(left) - 1, kv_tile = 32 * word + bit;
+      const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
+      if (kv_start + kBlockN > min(seqlen_k, extent_u_allowed_2)) continue;
+      constexpr int kLanes = kBlockN / 16, kBands = 32 / kLanes, kBandRows = (kBlockM + kBands - 1) / kBands;  // a lane has 16 keys
+      const int band = lane / kLanes * kBandRows, rows = lane < kBands * kLanes ? min(min(kBlockM, seqlen_q - q_start) - band, kBandRows) : 0;
+      bool any = false, lacks = false, known = true;
+      const auto look = [&](int step) {
+        const bool asks = step < rows;
+        const int q_row = q_start + (asks ? band + step : 0);
+        const bool inside = (q_row) >= 0 && (q_row) < extent_u_allowed_1;
+        const auto* keys = u_allowed + static_cast<long long>(b) * stride_u_allowed_0 + static_cast<long long>(q_row) * stride_u_allowed_1 + kv_start + 16 * (lane % kLanes);
+        const bool aligned = reinterpret_cast<unsigned long long>(keys) % 16 == 0;
+        const uint4 four = asks && inside && aligned ? *reinterpret_cast<const uint4*>(keys) : uint4{0, 0, 0, 0};
+        any |= (four.x | four.y | four.z | four.w) != 0;
+        lacks |= asks && (zeros(four.x) | zeros(four.y) | zeros(four.z) | zeros(four.w)) != 0;
+        known &= aligned || !asks || !inside;
+      };
+      look(0);  // a row of each band, by which most tiles that have both are known
+#pragma unroll 1
+      for (int first = 1; first < kBandRows; first += 8) {
+        if (!__all_sync(~0u, known) || (__any_sync(~0u, any) && __any_sync(~0u, lacks))) break;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) look(first + i);
+      }
+      if (!__all_sync(~0u, known)) continue;
+      any = __any_sync(~0u, any), lacks = __any_sync(~0u, lacks);
+      // Pairs of which the tensor is false, and those of which it is true, may be visible or hidden as the bounds say.
+      const bool sees = ((lacks ? none_seen_tiles : 0) | (any ? every_seen_tiles : 0)) >> bit & 1;
+      const bool hides = ((lacks ? none_hidden_tiles : 0) | (any ? every_hidden_tiles : 0)) >> bit & 1;
+      const bool differ = any && lacks && (~(none_seen_tiles | every_hidden_tiles) | ~(every_seen_tiles | none_hidden_tiles)) >> bit & 1;  // as the tensor says
+      if (lane == 0 && (!sees || !hides || differ)) {
+        if (sees) atomicOr(&later_seen, 1u << bit);
+        if (hides) atomicOr(&later_hidden, 1u << bit);
+        atomicOr(&scanned, 1u << bit);
+      }
     }
-    const int slot = listed ? tile_list_ptr[1 + item] : 0;  // among all of the map
-    int kv_tile = 32 * word + item;
+    __syncthreads();
+  } else {
+    every_part = listed ? 1 : map_row[words + word];
+    __syncthreads();
+  }
+  const int items = listed ? tile_list_ptr[0] : blockIdx.x + 1;  // a block without a list has its own tiles
+#pragma unroll 1
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    int first_tile = 32 * word;
     if (listed) {
+      const int slot = tile_list_ptr[1 + item];  // among all of the map
       const int row = slot / (32 * words), unit = row / q_tiles;
-      kv_tile = slot % (32 * words), q_tile = row % q_tiles, h = unit % map_heads, b = unit / map_heads;
+      first_tile = slot % (32 * words), q_tile = row % q_tiles, h = unit % map_heads, b = unit / map_heads;
     }
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
-    const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
     const auto* u_allowed_b = u_allowed + static_cast<long long>(b) * stride_u_allowed_0;
-    if (!listed && !tile_hashes_ptr && kv_start + kBlockN <= min(seqlen_k, extent_u_allowed_2)) {  // all keys exist
-      constexpr int kRowLanes = kBlockN / 16, kRows = 32 / kRowLanes;  // a lane has 16 keys of a row
-      const int rows = lane < kRows * kRowLanes ? min(kBlockM, seqlen_q - q_start) : 0;
-      bool none = true, every = true;
+    int before = 0;  // open parts of the block, of which its warps take turns
 #pragma unroll 1
-      for (int first = 0; first < kBlockM && (none || every); first += 4 * kRows) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = first + kRows * i + lane / kRowLanes;
-          if (row >= rows) continue;
-          const int q_row = q_start + row;
-          const bool inside = (q_row) >= 0 && (q_row) < extent_u_allowed_1;
-          const auto* keys = u_allowed + static_cast<long long>(b) * stride_u_allowed_0 + static_cast<long long>(q_row) * stride_u_allowed_1 + kv_start + 16 * (lane % kRowLanes);
-          const bool aligned = reinterpret_cast<unsigned long long>(keys) % 16 == 0;
-          const uint4 four = inside && aligned ? *reinterpret_cast<const uint4*>(keys) : uint4{0, 0, 0, 0};
-          none = none && aligned && (four.x | four.y | four.z | four.w) == 0;
-          every = every && has_no_zero(four.x) && has_no_zero(four.y) && has_no_zero(four.z) && has_no_zero(four.w);
+    for (int first_part = 0; first_part < kParts; first_part += 32) {
+      uint32_t lane_open = first_part + lane < kParts ? every_part : 0;  // a lane has a part
+      if (!listed && !hashes && first_part + lane < kParts) lane_open = open_parts[first_part + lane];
+      lane_open &= ~(seen & hidden);
+      lane_open &= ~scanned;
+      uint32_t parts_left = __ballot_sync(~0u, lane_open != 0), left = 0;
+      int part = 0;
+#pragma unroll 1
+      while (__any_sync(~0u, (parts_left | left) != 0)) {
+        if (left == 0) {
+          const int place = __ffs(parts_left) - 1;
+          parts_left &= parts_left - 1;
+          part = first_part + place;
+          const uint32_t open = __shfl_sync(~0u, lane_open, place);
+          const int turn = before + __popc(open & (1u << lane) - 1) + 2 * part;  // parts of a tile go to many warps
+          left = __ballot_sync(~0u, open >> lane & 1 && turn % kWarps == warp);
+          before += __popc(open);
+          continue;
         }
-        none = __all_sync(~0u, none), every = __all_sync(~0u, every);
-      }
-      const uint32_t seen_word = none ? none_seen : every ? every_seen : ~0u, full_tiles = none ? none_full : every ? every_full : 0;
-      if (!(seen_word >> item & 1)) continue;
-      if (full_tiles >> item & 1) {
-        if (lane == 0) atomicOr(&full_word, 1u << item);
-        continue;
-      }
-    }
-    // A list asks for all of a tile, a map for the queries that exist.
-    const int parts = kKeyParts * (listed ? kQueryParts : (min(kBlockM, seqlen_q - q_start) + 31) / 32);
-    bool some = false, all = true;
-    unsigned long long hash = 0;
-#pragma unroll 1
-    for (int part = first_part; part < parts; part += parts_apart) {
-      const int key = 32 * (part % kKeyParts) + lane, query_part = part / kKeyParts, q_first = q_start + 32 * query_part;
-      const int kv = kv_start + key;
-      const int queries = min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32);
-      const uint32_t inside = queries > 0 ? ~0u >> (32 - queries) : 0;
-      int writes_pairs = listed, hashes = tile_hashes_ptr != nullptr;
-      asm volatile("" : "+r"(writes_pairs), "+r"(hashes));  // else the loop is compiled for each value
-      uint32_t bits = 0;
-#pragma unroll 4
-      for (int i = 0; i < 32; ++i) {
-        const int q_row = min(q_first + i, seqlen_q - 1);
-        const bool u_allowed_q_kv = (kv < extent_u_allowed_2) ? u_allowed_b[static_cast<long long>(q_row) * stride_u_allowed_1 + static_cast<long long>(kv)] != 0 : false;
-        bits |= static_cast<uint32_t>(u_allowed_q_kv) << i;
-      }
-      bits &= inside;
-      if (kv >= seqlen_k) bits = 0;
-      const bool own = kBlockN % 32 == 0 || key < kBlockN;
-      if (writes_pairs) {
-        if (own) seen_bits[kQueryParts * key + query_part] = bits;
-        continue;
-      }
-      if (own && bits) hash += mixed(static_cast<unsigned long long>(kQueryParts * key + query_part) << 32 | bits);
-      some = some || __any_sync(~0u, own && bits);
-      all = all && __all_sync(~0u, !own || bits == inside);  // only a whole tile of keys is full
-      if (some && !all && !hashes) break;
-    }
-    if (listed) {
-      __syncthreads();
-#pragma unroll 1
-      for (int place = threadIdx.x; place < 128 * 4; place += 32 * kWarps) {  // a lane of a consumer's word
-        const int part = place / 128, own = 64 * (part / 2) + 16 * (place % 128 / 32) + place % 32 / 4;
+        const int bit = __ffs(left) - 1, kv_tile = first_tile + bit;
+        left &= left - 1;
+        const uint32_t mixed_tiles = (seen | at_once(later_seen)) & (hidden | at_once(later_hidden));  // partial, whatever other pairs say
+        if (__shfl_sync(~0u, mixed_tiles, 0) >> bit & 1) continue;
+        const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
+        const int key = 32 * (part % kKeyParts) + lane, query_part = part / kKeyParts, q_first = q_start + 32 * query_part;
+        if (!listed && q_first >= seqlen_q) continue;  // a list asks for all of a tile, a map for the queries that exist
+        const int kv = kv_start + key;
+        const int queries = min(min(kBlockM - 32 * query_part, seqlen_q - q_first), 32);
+        const uint32_t inside = queries > 0 ? ~0u >> (32 - queries) : 0;
+        int writes_pairs = listed, adds_hashes = hashes;
+        asm volatile("" : "+r"(writes_pairs), "+r"(adds_hashes));  // else the loop is compiled for each value
         uint32_t bits = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int other = 64 * (part % 2) + 8 * i + 2 * (place % 4);
-          if (other >= kBlockN) break;
-#pragma unroll
-          for (int second = 0; second < 2; ++second) {
-            const uint32_t pair = seen_bits[kQueryParts * (other + second) + own / 32] >> own % 32;
-            bits |= ((pair & 1) | (pair >> 8 & 1) << 2) << (4 * i + second);
-          }
+#pragma unroll 8
+        for (int i = 0; i < 32; ++i) {
+          const int q_row = min(q_first + i, seqlen_q - 1);
+          const bool u_allowed_q_kv = ((kv < extent_u_allowed_2) ? u_allowed_b[static_cast<long long>(q_row) * stride_u_allowed_1 + static_cast<long long>(kv)] : 0) != 0;
+          bits |= static_cast<uint32_t>(u_allowed_q_kv) << i;
         }
-        tile_map_ptr[(1 + kSlotsOfWord) * map_words + static_cast<long long>(item) * 512 + place] = bits;
+        bits &= inside;
+        if (kv >= seqlen_k) bits = 0;
+        const bool own = kBlockN % 32 == 0 || key < kBlockN;
+        if (writes_pairs) {
+          if (own) seen_bits[kQueryParts * key + query_part] = bits;
+        } else if (adds_hashes) {
+          const unsigned long long hash = own && bits ? mixed(static_cast<unsigned long long>(kQueryParts * key + query_part) << 32 | bits) : 0;
+          const unsigned long long sum = sum_of_lanes(hash);
+          if (lane == 0) atomicAdd(&hash_of[bit], sum);
+        } else {
+          const bool some = __any_sync(~0u, own && bits), all = __all_sync(~0u, !own || bits == inside);  // only a whole tile of keys is full
+          if (lane == 0 && some) atomicOr(&later_seen, 1u << bit);
+          if (lane == 0 && !all) atomicOr(&later_hidden, 1u << bit);
+        }
       }
-      __syncthreads();
-    } else if (tile_hashes_ptr) {
-      hash = sum_of_lanes(hash);
-      if (lane == 0) tile_hashes_ptr[32LL * blockIdx.x + item] = hash ? hash : 1;  // 0: not partial
-    } else if (lane == 0 && some) {
-      atomicOr(all ? &full_word : &partial_tiles, 1u << item);
     }
+    if (!listed) break;
+    __syncthreads();
+#pragma unroll 1
+    for (int place = threadIdx.x; place < 128 * 4; place += 32 * kWarps) {  // a lane of a consumer's word
+      const int part = place / 128, own = 64 * (part / 2) + 16 * (place % 128 / 32) + place % 32 / 4;
+      uint32_t bits = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int other = 64 * (part % 2) + 8 * i + 2 * (place % 4);
+        if (other >= kBlockN) break;
+#pragma unroll
+        for (int second = 0; second < 2; ++second) {
+          const uint32_t pair = seen_bits[kQueryParts * (other + second) + own / 32] >> own % 32;
+          bits |= ((pair & 1) | (pair >> 8 & 1) << 2) << (4 * i + second);
+        }
+      }
+      tile_map_ptr[(1 + kSlotsOfWord) * map_words + static_cast<long long>(item) * 512 + place] = bits;
+    }
+    __syncthreads();
   }
-  if (tile_hashes_ptr) return;
+  if (listed) return;
   __syncthreads();
-  if (threadIdx.x < 32) tile_map_ptr[map_words + 32LL * blockIdx.x + threadIdx.x] = -1;
+  if (hashes) {
+    if (threadIdx.x < 32 && every_part >> lane & 1) {
+      const unsigned long long hash = hash_of[lane];
+      tile_hashes_ptr[32LL * blockIdx.x + lane] = hash ? hash : 1;  // 0: not partial
+    }
+    return;
+  }
   if (threadIdx.x == 0) {
-    map_row[word] = full_word;
-    map_row[words + word] = partial_tiles;
+    seen |= later_seen, hidden |= later_hidden;
+    map_row[word] = seen & ~hidden;
+    map_row[words + word] = seen & hidden;
     // the order in which blocks take rows, first without long ones (`_long_rows_first` may change it)
     const int place = q_tiles - 1 - q_tile;
     if (word == 0 && h == 0) tile_map_ptr[2LL * gridDim.x + b * q_tiles + place] = q_tile;

@@ -590,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_bloc
           const int q_row = q_start + i;
           const int u_q_div_64 = q_row / 64;
           const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const bool u_sel_h_q_div_64_kv_div_64 = (u_q_div_64 < extent_u_sel_1 && of_key_0 < extent_u_sel_2) ? u_sel_h[static_cast<unsigned>(u_q_div_64) * stride_u_sel_1 + static_cast<unsigned>(of_key_0)] != 0 : false;
+          const bool u_sel_h_q_div_64_kv_div_64 = ((u_q_div_64 < extent_u_sel_1 && of_key_0 < extent_u_sel_2) ? u_sel_h[static_cast<unsigned>(u_q_div_64) * stride_u_sel_1 + static_cast<unsigned>(of_key_0)] : 0) != 0;
           const bool pair = exists && (u_sel_h_q_div_64_kv_div_64 && q_pos >= kv);
           some = some || pair, all = all && (pair || key >= keys);
         }
@@ -1034,7 +1034,7 @@ extern "C" __global__ void __launch_bounds__(128) bwd_sm90a_wgmma_bf16_d128_bloc
           const int q_row = q_start + i;
           const int u_q_div_64 = q_row / 64;
           const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const bool u_sel_h_q_div_64_kv_div_64 = (u_q_div_64 < extent_u_sel_1 && of_key_0 < extent_u_sel_2) ? u_sel_h[static_cast<unsigned>(u_q_div_64) * stride_u_sel_1 + static_cast<unsigned>(of_key_0)] != 0 : false;
+          const bool u_sel_h_q_div_64_kv_div_64 = ((u_q_div_64 < extent_u_sel_1 && of_key_0 < extent_u_sel_2) ? u_sel_h[static_cast<unsigned>(u_q_div_64) * stride_u_sel_1 + static_cast<unsigned>(of_key_0)] : 0) != 0;
           const bool pair = exists && (u_sel_h_q_div_64_kv_div_64 && q_pos >= kv);
           some = some || pair, all = all && (pair || key >= keys);
         }

@@ -666,6 +666,8 @@ extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_
   const int unit = blockIdx.x / q_tiles, q_tile = blockIdx.x % q_tiles;
   const int h = unit % map_heads, b = unit / map_heads;
   int* const map_row = tile_map_ptr + b * stride_tile_map_b + h * stride_tile_map_h + q_tile * stride_tile_map_q;
+  launch_dependents();
+  wait_dependencies();  // nothing in global memory is read or written before
   const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
   const int q_start = q_tile * kMapRows;
   const int visible_lo = 0, visible_hi = q_start < seqlen_q ? (seqlen_k + kBlockKeys - 1) / kBlockKeys : 0;
@@ -704,7 +706,7 @@ extern "C" __global__ void __launch_bounds__(128) classify_fwd_sm90a_wgmma_bf16_
           const int q_row = q_start + i;
           const int u_q_div_64 = q_row / 64;
           const int q_pos = q_row + (seqlen_k - seqlen_q);
-          const bool u_sel_h_q_div_64_kv_div_64 = (u_q_div_64 < extent_u_sel_1 && of_key_0 < extent_u_sel_2) ? u_sel_h[static_cast<unsigned>(u_q_div_64) * stride_u_sel_1 + static_cast<unsigned>(of_key_0)] != 0 : false;
+          const bool u_sel_h_q_div_64_kv_div_64 = ((u_q_div_64 < extent_u_sel_1 && of_key_0 < extent_u_sel_2) ? u_sel_h[static_cast<unsigned>(u_q_div_64) * stride_u_sel_1 + static_cast<unsigned>(of_key_0)] : 0) != 0;
           const bool pair = exists && (u_sel_h_q_div_64_kv_div_64 && q_pos >= kv);
           some = some || pair, all = all && (pair || key >= keys);
         }

@@ -17,6 +17,7 @@ from attngen.plan.catalogue import schedules
 from attngen.plan.schedule import Schedule
 from attngen.plan.served import _fields_of, _shown
 from tests.docs.blocks import ROOT
+from tests.plan.specs import kernel_spec
 from tests.test_cards import kernels
 
 PAGE = ROOT / "docs" / "which_kernel.md"
@@ -28,7 +29,8 @@ PASSES = ("forward", "backward", "index_scores")
 PAGES = {
     "hopper_forward": "hopper_forward", "hopper_fp8": "hopper_forward", "hopper_decode": "hopper_decode",
     "hopper_wide": "hopper_wide", "hopper_mla": "latent_attention", "hopper_indexed": "keys_by_index",
-    "mma_forward": "mma", "mma_decode": "mma", "mma_indexed": "keys_by_index", "hopper_backward": "hopper_backward",
+    "mma_forward": "mma", "mma_decode": "mma", "mma_indexed": "keys_by_index",
+    "hopper_backward": "hopper_backward", "hopper_blocks": "hopper_backward",
     "hopper_cluster": "hopper_backward_wide", "mla_backward": "latent_attention", "indexed_backward": "keys_by_index",
     "mma_indexed_backward": "keys_by_index", "mma_backward": "mma", "triton_backward": "triton_backward",
     "index_scores": "index_scores",
@@ -37,12 +39,16 @@ PAGES = {
 #: Fields of ``KernelSpec`` that share a name in specs.
 LABELS = {"num_warps": "warps: 4", "roles": "warps: {…}", "grouped_v": "transposed_v: groups"}
 
+#: An entry whose mask is constant on blocks of 64.
+BLOCKS = kernel_spec("blocks", declared="variants:\n  blocks: {blocks: 64}\n")
+
 #: Changes of an entry for which schedules exist, in words. A schedule needs the first one that suits it.
 NEEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({}, ""),
     ({"dtype": "fp8_e4m3"}, "8 bits"),
     ({"head_dim_qk": 256, "head_dim_v": 256}, "head dims beyond 128"),
     ({"head_dim_qk": 512, "head_dim_v": 512}, "head dims beyond 256"),
+    ({"variant": BLOCKS.variant}, "masks that are constant on blocks of 64"),
 )
 
 #: Most values of a field that a cell lists; of more it lists those that are missing.

@@ -39,26 +39,25 @@ def kernels() -> Iterator[None]:
 
 
 @cache
-def tiles() -> dict[tuple[str, int, str, str], tuple[int, int]]:
-    """Queries and keys of a bit of a map, by variant, head dim, layout and direction."""
-    read = {}
+def tiles() -> dict[tuple[str, int, str], dict[str, tuple[int, int]]]:
+    """Queries and keys of a bit of each map, by variant, head dim and layout, and by the launch that reads it."""
+    read: dict[tuple[str, int, str], dict[str, tuple[int, int]]] = {}
     for one in (for_this_gpu(kernel).plan for kernel in to_build()):
-        launch = one.launch("forward" if one.direction == "forward" else "dqkv")
-        read[one.variant.name, one.head_dim_qk, one.layout, one.direction] = tiles_of(launch)
+        maps = read.setdefault((one.variant.name, one.head_dim_qk, one.layout), {})
+        owners = {launch.tile_map.owner for launch in one.launches if launch.tile_map is not None}
+        maps |= {owner: tiles_of(one.launch(owner)) for owner in owners}
     return read
 
 
-def check_kept(call: Call, name: str, head_dim: int, layout: str, before: set[Any]) -> int:
-    """Check the maps that were kept since, and return how many these are."""
-    count = 0
+def check_kept(call: Call, name: str, head_dim: int, layout: str, before: set[Any]) -> None:
+    """Check the maps that were kept since: one for each launch that reads one."""
+    of_launches, owners = tiles()[name, head_dim, layout], []
     for key, entry in list(kept_maps().items()):
         if key in before:
             continue
-        backward = key[0][1] == "dqkv"
-        tile = tiles()[name, head_dim, layout, "backward" if backward else "forward"]
-        check_map(entry.words, entry.shape, tile, call, by_keys=backward)
-        count += 1
-    return count
+        owners.append(key[0][1])
+        check_map(entry.words, entry.shape, of_launches[owners[-1]], call, by_keys=entry.shape.by_keys)
+    assert sorted(owners) == sorted(of_launches)
 
 
 #: Head dims of the kernels of a variant; 64: of any other.
@@ -82,7 +81,7 @@ def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int], 
             out = attngen.attention(*inputs, variant=name, **given)
             torch.autograd.grad(out, inputs, torch.ones_like(out))
             call = attngen.explain(*inputs, variant=name, **given).call
-            assert check_kept(call, name, head_dim, "dense", before) == 2
+            check_kept(call, name, head_dim, "dense", before)
         made = attngen.tile_map(*inputs[:2], variant=name, **given)
         (forward,) = (entry for key, entry in kept_maps().items() if key not in before and key[0][1] == "forward")
         assert not forward.shape.keeps_pairs or same_words(made.words, forward.words, forward.shape)
@@ -99,7 +98,7 @@ def test_packed_sequences() -> None:
         out = attngen.attention_varlen(*inputs, **packing, variant="ids", **given)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
         call = attngen.explain(*inputs, **packing, variant="ids", **given).call
-        assert check_kept(call, "ids", 64, "varlen", before) == 2
+        check_kept(call, "ids", 64, "varlen", before)
 
 
 def test_an_uncounted_write_is_an_error_in_debug_mode() -> None:

@@ -12,6 +12,7 @@ int threads_in_block;
 #define blockDim (Dim{threads_in_block, 1, 1})
 inline void atomicMax(uint32_t* place, uint32_t value) { *place = max(*place, value); }
 inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return std::exchange(*place, *place + value); }
+inline unsigned long long atomicAdd(unsigned long long* place, unsigned long long value) { return std::exchange(*place, *place + value); }
 inline int atomicAdd(int* place, int value) { return std::exchange(*place, *place + value); }
 inline void atomicOr(uint32_t* place, uint32_t value) { *place |= value; }
 

@@ -65,7 +65,7 @@ def test_steps_of_consumers_that_visit_their_own_blocks_count_half() -> None:
     assert (visited.full, visited.partial, visited.efficiency) == (4, 0, 1.0)
     floors = GradientFloors.of(plan, lambda part: [visits(part, 256, {"sel": sel})])
     assert floors is not None
-    assert floors.heads[0].steps == {"dqkv": 2}  # of 64 queries and 128 keys
+    assert floors.heads[0].steps == {"dkdv": 2, "dq": 2}  # of 64 x 128 pairs, or 128 x 64
 
 
 def test_a_head_takes_all_kernels_one_after_the_other(softcap: GradientFloors) -> None:

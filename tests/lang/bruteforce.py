@@ -398,7 +398,8 @@ def check_statistics(mask: Expr, world: World, r: random.Random, facts: Facts = 
 
 
 def _statistic(each: Statistic, env: Env, world: World, positions: range) -> dict[str, float]:
-    """Return the ends of a statistic over these queries or keys, as a kernel finds them: it ignores NaN and says so."""
+    """Return the ends and the residues of a statistic over these queries or keys, as a kernel finds them: it ignores
+    NaN and says so."""
     shift = env["seqlen_k"] - env["seqlen_q"]
     values = []
     for at in positions:
@@ -407,7 +408,8 @@ def _statistic(each: Statistic, env: Env, world: World, positions: range) -> dic
         values.append(evaluate(each.value, {**env, **own}, world.arrays))
     numbers = [value for value in values if value == value] or [0.0]
     ends = dict(zip((end.name for end in each.ends), (min(numbers), max(numbers)), strict=True))
-    return {**ends, each.numbers.name: all(value == value for value in values)}
+    residues = sum({1 << int(value) % 32 for value in numbers}) if each.value.type is Type.INT else 0
+    return {**ends, each.residues.name: residues, each.numbers.name: all(value == value for value in values)}
 
 
 def check_types(*results: Expr | None) -> None:

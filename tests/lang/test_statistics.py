@@ -6,13 +6,14 @@ import random
 
 import pytest
 
+from attngen.lang.bands import classify
 from attngen.lang.check import compile_variant
 from attngen.lang.facts import Facts
 from attngen.lang.ir import spelled
 from attngen.lang.printing import canonical
 from attngen.lang.statistics import separated
 from attngen.lang.variant import Scalar, Tensor
-from tests.lang.bruteforce import Masks, UnguardedError, World, check_statistics
+from tests.lang.bruteforce import Masks, UnguardedError, World, check_statistics, evaluate
 from tests.sampling import few
 
 TENSORS = (
@@ -60,3 +61,32 @@ def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
             check_statistics(mask, World.random(source), source)
         except UnguardedError:
             continue
+
+
+@pytest.mark.parametrize(
+    ("mask", "queries", "keys"),
+    [
+        ("id[b, q_pos] == id[b, kv]", [3, 3, 9], [5]),
+        ("id[b, q_pos] != id[b, kv]", [3, 9], [5, 7]),
+        ("id[b, q_pos] & id[b, kv] != 0", [6], [9]),
+        ("id[b, q_pos] & id[b, kv] != 0", [6, 6], [-2]),
+        ("(id[b, q_pos] | id[b, kv]) == -1", [6, 6], [-7]),
+        ("(id[b, q_pos] ^ id[b, kv]) > 3", [5], [6, 6]),
+    ],
+)
+def test_what_values_of_tiles_decide_whose_ranges_overlap(mask: str, queries: list[int], keys: list[int]) -> None:
+    variant = compile_variant("test", mask, None, SCALARS, TENSORS)
+    parts = separated(variant.mask, Facts.of(variant))
+    may, must = classify(parts.mask, Facts.of(variant), statistics=parts.statistics)
+    env: dict[str, float] = {}
+    for each in parts.statistics:
+        values = queries if each.axis == "q" else keys
+        env |= dict(zip((end.name for end in each.ends), (min(values), max(values)), strict=True))
+        env[each.residues.name] = sum({1 << value % 32 for value in values})
+    seen = {bool(eval(_of_numbers(mask), {"q": q, "kv": kv})) for q in queries for kv in keys}
+    assert (evaluate(may, env, {}), evaluate(must, env, {})) == (any(seen), all(seen))
+
+
+def _of_numbers(mask: str) -> str:
+    """The mask in Python, over a query's and a key's id."""
+    return mask.replace("id[b, q_pos]", "q").replace("id[b, kv]", "kv").replace("q & kv != 0", "(q & kv) != 0")

@@ -35,3 +35,31 @@ def test_a_tile_map_of_a_mask_that_reads_a_tensor_without_axes() -> None:
     )
     plan = planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16")
     assert "// Makes the tile map" in render(plan).text
+
+
+ALLOWED = "allowed: {dtype: bool, shape: [seqlen_q, columns]}"
+SELECTED = "allowed: {dtype: bool, shape: [rows, columns]}"
+
+
+@pytest.mark.parametrize(
+    ("mask", "tensors", "cell"),
+    [
+        ("doc[b, q] == doc[b, kv]", "doc: {dtype: int32, shape: [b, seqlen_k]}", (32, 32)),
+        ("allowed[q, kv // 128]", ALLOWED, (1, 128)),
+        ("q >= kv and allowed[q, kv // 128]", ALLOWED, (1, 128)),
+        ("allowed[q // 32, kv // 128]", SELECTED, (32, 128)),  # bounds leave nothing open
+        ("q >= kv and allowed[q // 32, kv // 128]", SELECTED, (32, 32)),
+        (
+            " and ".join(f"abs(q // n % {m} - kv // n % {m}) < n" for m in (3, 5, 7, 11, 13)),
+            "",
+            (128, 128),
+        ),  # long bounds
+    ],
+)
+def test_cells_of_tiles(mask: str, tensors: str, cell: tuple[int, int]) -> None:
+    declared = (
+        f"variants:\n  own: {{mask: '{mask}', tensors: {{{tensors}}}, scalars: {{n: {{type: int32, min: 1}}}}}}\n"
+    )
+    plan = planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map="always")
+    assert (plan.tile_m, plan.tile_n) == (128, 128)
+    assert "kCellRows = {}, kCellKeys = {};".format(*cell) in render(plan).text

@@ -70,13 +70,15 @@ def library(symbol: str) -> ctypes.CDLL:
         f"constexpr int kBlock{axis} = {size};\n" for axis, size in (("M", launch.tile_m), ("N", launch.tile_n))
     )
     constants += "".join(f"{line}\n" for line in re.findall(r"constexpr int k(?:MapRows|BlockKeys) = .*", text))
+    start = text.rindex("// Makes the tile map", 0, text.index(f" {symbol}("))
+    kernel = text[start : text.index("\n}\n", start) + 3]
     folder = Path(mkdtemp(prefix="attngen-host-"))
     helpers = "".join(
         f'#include "{name}"\n' for name in re.findall(r'#include "((?:divisor|division|expression|search)\.cuh)"', text)
     )
     (folder / "kernel.inc").write_text(
-        f'#include "types.cuh"\n{LACKING}#include "tile_map.cuh"\n{helpers}{constants}'
-        f"constexpr int kThreads = {32 * launch.num_warps};\n{text[text.index('// Makes the tile map') :]}"
+        f'#include "types.cuh"\n#include "pdl.cuh"\n{LACKING}#include "tile_map.cuh"\n{helpers}{constants}'
+        f"constexpr int kThreads = {32 * launch.num_warps};\n{kernel}"
     )
     for name in ("tile_map.cuh", "divisor.cuh", "division.cuh", "expression.cuh", "search.cuh"):
         (folder / name).write_text(headers()[name])
@@ -103,8 +105,8 @@ class Driver(HostDriver):
             library(symbol).run_blocks(grid, threads, ctypes.c_void_p(parameters))
 
 
-def made(plan: Plan, given: Given, call: Call) -> tuple[list[torch.Tensor], MapShape]:
-    """Return the map of a call on its first use and on its second, and its shape."""
+def made(plan: Plan, given: Given, call: Call) -> list[tuple[str, MapShape, list[torch.Tensor]]]:
+    """Return each map of a call, on its first use and on its second: by the launch that reads it, with its shape."""
     (kernel,) = as_kernels([plan])
     tensors = [tensor.name for tensor in plan.variant.tensors]
     if plan.direction == "forward":
@@ -120,20 +122,19 @@ def made(plan: Plan, given: Given, call: Call) -> tuple[list[torch.Tensor], MapS
     maps = []
     for _ in range(2):
         addresses = [held.get(name, 0) for name in launches.names[: launches.first_map]]
-        maps += maker.append(given, addresses, 1.0, numbers)
-    (shape,) = launches.maps.values()
-    return maps, shape
+        maps.append(maker.append(given, addresses, 1.0, numbers))
+    uses = zip(*maps, strict=True)
+    return [(owner, shape, list(words)) for (owner, shape), words in zip(launches.maps.items(), uses, strict=True)]
 
 
 def check(name: str, head_dim: int, layout: str, given: Given) -> None:
     call, _ = bind_call(given)
     for direction in ("forward", "backward"):
         plan = prepared()[name, head_dim, layout, direction].plan
-        launch = plan.launch("forward" if direction == "forward" else "dqkv")
-        maps, shape = made(plan, given, call)
-        assert len(maps[1]) >= len(maps[0])
-        for words in maps:
-            check_map(words, shape, tiles_of(launch), call, by_keys=direction == "backward")
+        for owner, shape, maps in made(plan, given, call):
+            assert len(maps[1]) >= len(maps[0])
+            for words in maps:
+                check_map(words, shape, tiles_of(plan.launch(owner)), call, by_keys=shape.by_keys)
 
 
 #: Shapes at which a variant always runs.

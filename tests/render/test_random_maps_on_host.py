@@ -31,7 +31,6 @@ def test_random_maps(seed: int) -> None:
         plan = one.plan
         if plan.layout == "dense":
             OTHERS[:] = [one]
-            launch = plan.launch("forward" if plan.direction == "forward" else "dqkv")
             for number, (batch, heads, kv_heads, rows, keys) in enumerate(_SIZES):
                 case = Case("maps", (rows,) * batch, (keys,) * batch, heads, kv_heads)
                 generator = torch.Generator().manual_seed(seed + number)
@@ -41,7 +40,6 @@ def test_random_maps(seed: int) -> None:
                 k = torch.zeros(batch, keys, kv_heads, mask.head_dim, dtype=dtype)
                 given = Given(q, k, k, variant=plan.variant, arguments=arguments)
                 call, _ = bind_call(given)
-                maps, shape = made(plan, given, call)
-                for words in maps:
-                    tiles = tiles_of(launch)
-                    check_map(words, shape, tiles, call, by_keys=plan.direction == "backward")
+                for owner, shape, maps in made(plan, given, call):
+                    for words in maps:
+                        check_map(words, shape, tiles_of(plan.launch(owner)), call, by_keys=shape.by_keys)

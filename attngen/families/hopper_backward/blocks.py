@@ -1,5 +1,5 @@
-"""The Hopper backward of masks that are constant on blocks of 64 keys and 64 queries: two kernels, whose consumers visit the
-blocks that their own rows see. One computes dK and dV, the other dQ, so that nothing is added up in memory."""
+"""The Hopper backward of masks that are constant on blocks of 64 queries and keys: two kernels, whose consumers visit
+the blocks that their own rows see. One computes dK and dV, the other dQ, so that nothing is added up in memory."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ from attngen.schema.kernel_spec import Backward, KernelSpec
 
 _CONSUMERS = 2
 _TILE = ROWS * _CONSUMERS
-#: Registers of a thread of the loader's warpgroup and of a consumer, of which dK and dV take most. Not measured: follows from
-#: registers.
+#: Registers of a thread of the loader's warpgroup and of a consumer. Not measured: with 232, ptxas makes products of dK
+#: and dV wait for each other at head dim 128.
 _REGISTERS = 24, 240
-#: Most steps in flight. Not measured: as many as shared memory holds at head dim 128 (docs/notebook/hopper_backward.md, "dQ in a
-#: kernel of its own").
+#: Most steps in flight: as many as shared memory holds at head dim 128. Not measured against fewer.
 _STAGES = 5
 #: K and V, or Q and dO, of the heads that run side by side: about half of the L2. Not measured.
 _L2_BYTES = 24 * 2**20
 
 
 def suits(spec: KernelSpec) -> bool:
-    """Whether a mask is constant on blocks of 64 queries and keys, and not on the tiles of other kernels, and the score asks for
-    nothing that comes with a tile, differs in its derivative from pair to pair, or has gradients of tensors."""
+    """Whether a mask is constant on blocks of 64 queries and keys, and not on tiles that other kernels visit whole; and
+    the score has no biases, no gradients of tensors, and a derivative that all pairs share."""
     if is_wide(spec) or spec.variant.dropout or differentiable_of(spec.variant):
         return False
     given = (spec.backward or Backward()).dkdv
@@ -57,11 +56,9 @@ def suits(spec: KernelSpec) -> bool:
         return False
     plain = family_of(spec, per_pair_of(spec, NOTHING), NOTHING) != "varying_derivative" and not varies(spec)
     own = mask_block(spec.variant, (ROWS, ROWS)) == (ROWS, ROWS)
-    whole = mask_block(spec.variant, (ROWS, _TILE)) == (ROWS, _TILE) and mask_block(spec.variant, (_TILE, ROWS)) == (
-        _TILE,
-        ROWS,
-    )
-    return plain and own and not whole and not any(rooms(spec.variant))
+    tiles = (ROWS, _TILE), (_TILE, ROWS)
+    whole = all(mask_block(spec.variant, tile) == tile for tile in tiles)
+    return plain and own and not whole and not rooms(spec.variant)
 
 
 def queries_plan(plan: Plan) -> Plan:

@@ -19,17 +19,20 @@ def keys_pipes(consumers: int, roles: tuple[Role, ...], qk: int, v: int, operand
     loader, tile = "the loader", ROWS * consumers
     kv = Ring(
         "kv", 1, loader, "each consumer",
-        guards="K and V of a work tile, and its record, stay until dK and dV, which leave through the same memory, are written",
+        guards="K and V of a work tile, and its record, stay until dK and dV, which leave through the same memory, are "
+        "written",
         full=Signal(1, loader, "K and V of a work tile have landed", bytes=True),
         empty=Signal(consumers, "each consumer", "dK and dV of a work tile are written"),
         stored=(("k", tile * qk * operands.k.bytes), ("v", tile * v * operands.v.bytes), ("work", WORK_BYTES)),
     )  # fmt: skip
     q = Ring(
         "q", stages, loader, "each warp of the consumers",
-        guards="Q and dO of a step, log-sum-exp and D of their rows, and which consumer sees them; the end of a work tile takes "
-        "a stage, too. A consumer gives back its own stage before it waits for one behind a step of the other",
+        guards="Q and dO of a step, log-sum-exp and D of their rows, and which consumer sees them; the end of a work "
+        "tile takes a stage, too. A consumer gives back its own stage before it waits behind a step of the other",
         full=Signal(2, f"{loader} twice, for the tiles and for the row statistics", "a step has landed", bytes=True),
-        empty=Signal(WARPGROUP * consumers, "each warp of the consumers", "dV and dK of a step are complete, or it is hidden"),
+        empty=Signal(
+            WARPGROUP * consumers, "each warp of the consumers", "dV and dK of a step are complete, or it is hidden"
+        ),
         stored=(
             ("q", ROWS * qk * operands.q.bytes), ("dout", ROWS * v * operands.dout.bytes), ("lse", ROWS * 4),
             ("delta", ROWS * 4), ("step", STEP_BYTES),
@@ -43,7 +46,7 @@ def queries_pipes(consumers: int, roles: tuple[Role, ...], qk: int, v: int, oper
     loader, tile = "the loader", ROWS * consumers
     q = Ring(
         "q", 1, loader, "each consumer",
-        guards="Q and dO of a work tile, and its record, stay until dQ, which leaves through the same memory, is written",
+        guards="Q and dO of a work tile, and its record, stay until dQ, which leaves through Q's memory, is written",
         full=Signal(1, loader, "Q and dO of a work tile have landed", bytes=True),
         empty=Signal(consumers, "each consumer", "dQ of a work tile is written"),
         stored=(("q", tile * qk * operands.q.bytes), ("dout", tile * v * operands.dout.bytes), ("work", WORK_BYTES)),
@@ -82,6 +85,6 @@ def _named(consumers: int, memory: str) -> tuple[NamedBarrier, ...]:
 
 
 def blocks_roles(consumers: int, producer: int, consumer: int) -> tuple[Role, ...]:
-    """Roles of the warps of either kernel, with the registers of a thread of the loader's warpgroup and of a consumer."""
+    """Roles of the warps of either kernel, with the registers of a thread of the ``producer`` and of a ``consumer``."""
     first = WARPGROUP * consumers
     return (Role("consumers", 0, first, consumer), Role("loader", first, 1, producer))

@@ -9,7 +9,7 @@ from attngen.dtypes import DType
 from attngen.families.hopper_backward.blocks import queries_plan
 from attngen.families.hopper_backward.blocks_pipes import keys_pipes_of, queries_pipes_of
 from attngen.families.hopper_backward.blocks_structure import BlocksBackward
-from attngen.lang.ir import MAX_SEQLEN
+from attngen.lang.ir import MAX_SEQLEN, Expr
 from attngen.lang.statements import Code, Statement, reads
 from attngen.parts.backward_launches import row_lanes
 from attngen.parts.regions import SWIZZLES, RegionView, classifier_lines
@@ -43,7 +43,7 @@ _WRITTEN = {
 
 @dataclass(frozen=True, slots=True)
 class QueriesView:
-    """What the kernel of dQ names, which goes along keys."""
+    """Everything that the kernel of dQ names beside that: it goes along keys."""
 
     plan: Plan
     argument_lines: tuple[str, ...]
@@ -66,8 +66,8 @@ class QueriesView:
 
 
 @dataclass(frozen=True, slots=True)
-class BlocksView:
-    """Everything that ``blocks/kernel.cu.j2`` names beside the plan itself: of all kernels, and of that of dK and dV."""
+class BlocksBackwardView:
+    """Everything that ``blocks/kernel.cu.j2`` names beside the plan: of all kernels, and of that of dK and dV."""
 
     template: str
     command: str
@@ -113,7 +113,7 @@ class BlocksView:
     waits_for_loads: bool = False
 
 
-def blocks_view(plan: Plan, template: str) -> BlocksView:
+def blocks_view(plan: Plan, template: str) -> BlocksBackwardView:
     """Return the view of a plan."""
     roles = plan.structure
     assert isinstance(roles, BlocksBackward)
@@ -121,11 +121,10 @@ def blocks_view(plan: Plan, template: str) -> BlocksView:
     dkdv = plan.of_launch(parts["dkdv"])
     code = probabilities(dkdv)
     factor_lines, factor_text = factor(dkdv, code.factor)
-    lines = [*code.partial.all, *code.full.all, *(code.visible.all if code.visible else ()), code.exponent]
-    steps = reads(lines)
+    steps = reads([*code.partial.all, *code.full.all, *(code.visible.all if code.visible else ()), code.exponent])
     out = plan.operands.shared("out", "dout")
     own = parts["classify_dkdv"]
-    return BlocksView(
+    return BlocksBackwardView(
         template=template,
         command=command(plan),
         summary=summary(plan),
@@ -159,10 +158,10 @@ def blocks_view(plan: Plan, template: str) -> BlocksView:
     )
 
 
-def _queries_view(plan: Plan, roles: BlocksBackward, factor_of_score: object) -> QueriesView:
+def _queries_view(plan: Plan, roles: BlocksBackward, derivative: Expr) -> QueriesView:
     own, classify = queries_plan(plan), plan.launch("classify_dq")
     code = logits(own)
-    factor_lines, factor_text = factor(own, factor_of_score)  # type: ignore[arg-type]
+    factor_lines, factor_text = factor(own, derivative)
     seen = reads(code.visible.all if code.visible else ())
     steps = reads([*code.partial.all, *code.full.all])
     return QueriesView(

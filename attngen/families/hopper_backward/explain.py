@@ -156,7 +156,7 @@ class BlocksExplanation(ScheduleExplanation):
         return [
             does,
             f"producer: 1 warpgroup, {roles.registers_of('loader')} registers a thread: loads",
-            f"consumers: {roles.consumers} warpgroups of 64 {rows}, {roles.registers_of('consumers')} registers a thread",
+            f"consumers: {roles.consumers} warpgroups of 64 {rows}, {roles.registers_of('consumers')} registers each",
             "loop: tile_map, with a row for each consumer, which visits what its own rows see and waits for no other",
             f"in flight: {launch.stages} blocks of {moved}",
             f"shared memory {launch.shared_bytes} B: "

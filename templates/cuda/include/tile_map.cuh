@@ -22,44 +22,89 @@ __device__ __forceinline__ unsigned long long sum_of_lanes(unsigned long long va
   return value;
 }
 
-// Whether none of four bytes is 0.
-__device__ __forceinline__ bool has_no_zero(uint32_t bytes) {
-  return ((bytes - 0x01010101) & ~bytes & 0x80808080) == 0;
+// Not 0 if any of four bytes is 0.
+__device__ __forceinline__ uint32_t zeros(uint32_t bytes) { return (bytes - 0x01010101) & ~bytes & 0x80808080; }
+
+// A word of shared memory as it is now; other warps may change it.
+__device__ __forceinline__ uint32_t at_once(const uint32_t& word) { return *static_cast<const volatile uint32_t*>(&word); }
+
+// The least and the greatest value of any lane.
+__device__ __forceinline__ int least_of_lanes(int value) { return __reduce_min_sync(~0u, value); }
+__device__ __forceinline__ int greatest_of_lanes(int value) { return __reduce_max_sync(~0u, value); }
+template <class T>
+__device__ __forceinline__ T least_of_lanes(T value) {
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) value = min(value, __shfl_xor_sync(~0u, value, apart));
+  return value;
+}
+template <class T>
+__device__ __forceinline__ T greatest_of_lanes(T value) {
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) value = max(value, __shfl_xor_sync(~0u, value, apart));
+  return value;
 }
 
-// The least and the greatest of some values, and whether none of them is NaN. Without a value, least > greatest.
+// The least and the greatest of some values. Without a value, least > greatest.
 template <class T>
 struct Range {
   T least, greatest;
-  bool numbers;
 
-  __device__ __forceinline__ void take(T value) {
-    least = min(least, value), greatest = max(greatest, value);  // of floats, these pass over NaN
-    numbers = numbers && value == value;
-  }
+  __device__ __forceinline__ void take(T value) { least = min(least, value), greatest = max(greatest, value); }
 
   // The range of the values that any lane took.
+  __device__ __forceinline__ void join_lanes() { least = least_of_lanes(least), greatest = greatest_of_lanes(greatest); }
+};
+
+// Of floats, the least and the greatest pass over NaN.
+template <>
+struct Range<float> {
+  float least, greatest;
+  bool numbers;  // none is NaN
+
+  __device__ __forceinline__ void take(float value) {
+    least = min(least, value), greatest = max(greatest, value);
+    numbers = numbers && value == value;
+  }
   __device__ __forceinline__ void join_lanes() {
-#pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) {
-      least = min(least, __shfl_xor_sync(~0u, least, apart));
-      greatest = max(greatest, __shfl_xor_sync(~0u, greatest, apart));
-    }
+    least = least_of_lanes(least), greatest = greatest_of_lanes(greatest);
     numbers = __all_sync(~0u, numbers);
   }
 };
 
+// The same, and a bit for each remainder by 32.
 template <class T>
-__device__ __forceinline__ Range<T> no_values();
+struct Values : Range<T> {
+  int residues;
+
+  __device__ __forceinline__ void take(T value) {
+    Range<T>::take(value);
+    residues |= 1 << static_cast<int>(value & 31);
+  }
+  __device__ __forceinline__ void join_lanes() {
+    Range<T>::join_lanes();
+    residues = __reduce_or_sync(~0u, residues);
+  }
+};
+
+template <class Known>
+__device__ __forceinline__ Known no_values();
 template <>
 __device__ __forceinline__ Range<int> no_values() {
-  return {0x7fffffff, -0x7fffffff - 1, true};
+  return {0x7fffffff, -0x7fffffff - 1};
 }
 template <>
 __device__ __forceinline__ Range<long long> no_values() {
-  return {0x7fffffffffffffff, -0x7fffffffffffffff - 1, true};
+  return {0x7fffffffffffffff, -0x7fffffffffffffff - 1};
 }
 template <>
 __device__ __forceinline__ Range<float> no_values() {
   return {__int_as_float(0x7f800000), __int_as_float(0xff800000), true};
+}
+template <>
+__device__ __forceinline__ Values<int> no_values() {
+  return {no_values<Range<int>>(), 0};
+}
+template <>
+__device__ __forceinline__ Values<long long> no_values() {
+  return {no_values<Range<long long>>(), 0};
 }

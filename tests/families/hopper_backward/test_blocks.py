@@ -55,7 +55,10 @@ def test_other_masks_go_by_whole_tiles(mask: str, fields: dict[str, object]) -> 
 def test_both_kernels_fill_shared_memory_with_steps(head_dim: int) -> None:
     plan = of_mask("sel[q // 64, kv // 64]", head_dim=head_dim)
     assert isinstance(plan.structure, BlocksBackward)
-    for launch, regions in ((plan.launch("dkdv"), plan.structure.shared), (plan.launch("dq"), plan.structure.of_queries)):
+    for launch, regions in (
+        (plan.launch("dkdv"), plan.structure.shared),
+        (plan.launch("dq"), plan.structure.of_queries),
+    ):
         sizes = {region.name: region.bytes for region in regions}
         assert launch.shared_bytes == regions[-1].offset + regions[-1].bytes <= plan.arch.shared_memory
         assert launch.stages == sizes["step"] // 8 == 5

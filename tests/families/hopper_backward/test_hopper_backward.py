@@ -8,7 +8,6 @@ import pytest
 
 from attngen.arch import ARCHES
 from attngen.errors import PlanError
-from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.parts.floors import gradient_floor
 from attngen.plan import Plan
 from attngen.render import render
