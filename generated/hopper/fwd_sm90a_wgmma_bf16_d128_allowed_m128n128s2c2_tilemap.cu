@@ -632,17 +632,20 @@ extern "C" __global__ void __launch_bounds__(512, 2) classify_fwd_sm90a_wgmma_bf
           const int q_lo = min(q_start + row, seqlen_q - 1), q_end = min(q_start + min(row + kCellRows, kBlockM), seqlen_q);
           const int kv_lo = min(kv_start + key, seqlen_k - 1), kv_end = min(kv_start + min(key + kCellKeys, kBlockN), seqlen_k);
           {
-            const bool may = inside && (true), must = inside && (false);
+            const bool may = inside && (true);
+            const bool must = inside && (false);
             seen |= __ballot_sync(~0u, must), hidden |= __ballot_sync(~0u, exists && !(may && whole));
             const uint32_t open = __ballot_sync(~0u, may && !must);
             if (lane == 0) open_parts[cell] = open;
           }
           {  // if nothing of the tensor is true
-            const bool may = inside && (false), must = inside && (false);
+            const bool may = inside && (false);
+            const bool must = inside && (false);
             none_seen |= __ballot_sync(~0u, may), none_hidden |= __ballot_sync(~0u, exists && !(must && whole));
           }
           {  // if everything of the tensor is true
-            const bool may = inside && (true), must = inside && (true);
+            const bool may = inside && (true);
+            const bool must = inside && (true);
             every_seen |= __ballot_sync(~0u, may), every_hidden |= __ballot_sync(~0u, exists && !(must && whole));
           }
         }

@@ -638,7 +638,8 @@ extern "C" __global__ void __launch_bounds__(512, 2) classify_fwd_sm90a_wgmma_bf
             const int u_tiles_q_pos_lo_minus_kv_hi = q_pos_lo - kv_hi;
             const int u_tiles_q_pos_hi_minus_kv_lo = q_pos_hi - kv_lo;
             const bool u_tiles_condition = floor_div(u_tiles_q_pos_lo_minus_kv_hi, by_u_dilation) == floor_div(u_tiles_q_pos_hi_minus_kv_lo, by_u_dilation);
-            const bool may = inside && (kv_lo <= q_pos_hi && q_pos_lo < kv_hi + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, by_u_dilation) : 0) <= 0), must = inside && (kv_hi <= q_pos_lo && q_pos_hi < kv_lo + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, by_u_dilation) : u_dilation - 1) <= 0);
+            const bool may = inside && (kv_lo <= q_pos_hi && q_pos_lo < kv_hi + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_lo_minus_kv_hi, by_u_dilation) : 0) <= 0);
+            const bool must = inside && (kv_hi <= q_pos_lo && q_pos_hi < kv_lo + u_tiles_window_times_dilation && (u_tiles_condition ? floor_mod(u_tiles_q_pos_hi_minus_kv_lo, by_u_dilation) : u_dilation - 1) <= 0);
             seen |= __ballot_sync(~0u, must), hidden |= __ballot_sync(~0u, exists && !(may && whole));
             const uint32_t open = __ballot_sync(~0u, may && !must);
             if (lane == 0) open_parts[cell] = open;

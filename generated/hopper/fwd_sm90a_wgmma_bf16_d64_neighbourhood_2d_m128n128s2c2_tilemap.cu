@@ -645,7 +645,8 @@ extern "C" __global__ void __launch_bounds__(512, 2) classify_fwd_sm90a_wgmma_bf
             const int u_tiles_value_2 = u_tiles_condition ? kv_hi % by_u_width : u_tiles_width_minus_1;
             const int u_tiles_value_3 = u_tiles_condition ? kv_lo % by_u_width : 0;
             const int u_tiles_value_4 = u_tiles_q_lo_div_width_eq_q_hi_div_width ? q_hi % by_u_width : u_tiles_width_minus_1;
-            const bool may = inside && (max(max(u_tiles_q_lo_div_width - u_tiles_kv_hi_div_width, u_tiles_kv_lo_div_width - u_tiles_q_hi_div_width), 0) <= u_radius && max(max(u_tiles_value - u_tiles_value_2, u_tiles_value_3 - u_tiles_value_4), 0) <= u_radius), must = inside && (max(u_tiles_q_hi_div_width - u_tiles_kv_lo_div_width, u_tiles_kv_hi_div_width - u_tiles_q_lo_div_width) <= u_radius && max(u_tiles_value_4 - u_tiles_value_3, u_tiles_value_2 - u_tiles_value) <= u_radius);
+            const bool may = inside && (max(max(u_tiles_q_lo_div_width - u_tiles_kv_hi_div_width, u_tiles_kv_lo_div_width - u_tiles_q_hi_div_width), 0) <= u_radius && max(max(u_tiles_value - u_tiles_value_2, u_tiles_value_3 - u_tiles_value_4), 0) <= u_radius);
+            const bool must = inside && (max(u_tiles_q_hi_div_width - u_tiles_kv_lo_div_width, u_tiles_kv_hi_div_width - u_tiles_q_lo_div_width) <= u_radius && max(u_tiles_value_4 - u_tiles_value_3, u_tiles_value_2 - u_tiles_value) <= u_radius);
             seen |= __ballot_sync(~0u, must), hidden |= __ballot_sync(~0u, exists && !(may && whole));
             const uint32_t open = __ballot_sync(~0u, may && !must);
             if (lane == 0) open_parts[cell] = open;

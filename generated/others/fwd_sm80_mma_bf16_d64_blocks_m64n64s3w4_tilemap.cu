@@ -431,7 +431,8 @@ extern "C" __global__ void __launch_bounds__(128, 8) classify_fwd_sm80_mma_bf16_
             const int u_tiles_q_lo_div_64 = q_lo / 64;
             const int u_tiles_kv_lo_div_64 = kv_lo / 64;
             const bool u_tiles_sel_h_q_lo_div_64_kv_lo_div_64 = ((u_tiles_q_lo_div_64 < extent_u_sel_1 && u_tiles_kv_lo_div_64 < extent_u_sel_2) ? u_sel[static_cast<long long>(h) * stride_u_sel_0 + static_cast<long long>(u_tiles_q_lo_div_64) * stride_u_sel_1 + static_cast<long long>(u_tiles_kv_lo_div_64)] : 0) != 0;
-            const bool may = inside && (u_tiles_sel_h_q_lo_div_64_kv_lo_div_64 && q_pos_hi >= kv_lo), must = inside && (u_tiles_sel_h_q_lo_div_64_kv_lo_div_64 && q_pos_lo >= kv_hi);
+            const bool may = inside && (u_tiles_sel_h_q_lo_div_64_kv_lo_div_64 && q_pos_hi >= kv_lo);
+            const bool must = inside && (u_tiles_sel_h_q_lo_div_64_kv_lo_div_64 && q_pos_lo >= kv_hi);
             seen |= __ballot_sync(~0u, must), hidden |= __ballot_sync(~0u, exists && !(may && whole));
             const uint32_t open = __ballot_sync(~0u, may && !must);
             if (lane == 0) open_parts[cell] = open;

@@ -51,10 +51,10 @@ def test_tiles_and_pairs(name: str, variant: str, direction: str) -> None:
     q, k = (torch.zeros(1, rows, 1, 128, dtype=torch.bfloat16) for rows in (queries.rows, keys.rows + more))
     given = Given(q, k, k, variant=one.plan.variant, arguments=arguments)
     call, _ = bind_call(given)
-    maps, shape = host.made(one.plan, given, call)
+    ((owner, shape, maps),) = host.made(one.plan, given, call)
     by_keys = direction == "backward"
     for words in maps:
-        check_map(words, shape, tiles_of(one.plan.launch("dqkv" if by_keys else "forward")), call, by_keys=by_keys)
+        check_map(words, shape, tiles_of(one.plan.launch(owner)), call, by_keys=by_keys)
     if not more and not by_keys:
         bits = maps[0][: shape.row_words].view(-1, 2, shape.words)[..., None] >> torch.arange(32) & 1
         assert int(bits.sum()) == boxes.visited
