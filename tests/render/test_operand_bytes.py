@@ -236,7 +236,9 @@ def test_every_schedule_and_layout_is_among_them() -> None:
     rows = [row for direction in ("forward", "backward") for row in schedules(direction, backend="cuda")]
     # the others multiply by mma.sync, for which fp8 would be a kernel of its own, or take 16 bits alone
     of_any_bytes = tuple(f"attngen.families.{family}." for family in ("hopper_forward", "hopper_backward"))
-    wanted = {row.name for row in rows if row.view.startswith(of_any_bytes)} - {"hopper_blocks"}  # asserts its two bytes
+    wanted = {row.name for row in rows if row.view.startswith(of_any_bytes)} - {
+        "hopper_blocks"
+    }  # asserts its two bytes
     assert {plan.schedule for plan in plans} == wanted
     # the copies of pages have a test of their own: tests/compile/test_pages.py
     assert {plan.layout for plan in plans} == set(LAYOUTS) - {"paged"}
