@@ -81,6 +81,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if torch.cuda.is_available() else True
 
 
+def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
+    """Collect no function that the run leaves out."""
+    marks = getattr(obj, "pytestmark", ())
+    left_out = not sampling.rest() and isinstance(marks, list) and any(mark.name == "exhaustive" for mark in marks)
+    return [] if left_out else None
+
+
 def pytest_collection_finish() -> None:
     """Look for garbage seldom, and never among what lives to the end: modules and thousands of collected tests."""
     gc.collect()
