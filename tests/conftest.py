@@ -18,7 +18,7 @@ import pytest
 
 from attngen.store import jobs, limits
 from attngen.store.spare import spare
-from tests import forked, sampling
+from tests import forked, host_compiler, sampling
 
 _GPU = Path(__file__).parent / "gpu"
 
@@ -46,6 +46,7 @@ jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # t
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.ask(str(config.option.markexpr))
+    host_compiler.share()
 
 
 @pytest.hookimpl(optionalhook=True)

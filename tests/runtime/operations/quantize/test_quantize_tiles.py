@@ -22,7 +22,8 @@ from attngen.runtime.operations.quantize import tiles as quantize_tiles
 from attngen.runtime.operations.quantize.arguments import Quantize, QuantizeSizes, check
 from attngen.runtime.operations.quantize.kernel import prepare_on
 from attngen.runtime.operations.quantize.sizes import PreparedQuantize
-from tests.runtime.host_kernels import COMPILER, HostDriver, on_host, quantizing_kernels
+from tests.host_compiler import COMPILER
+from tests.runtime.host_kernels import HostDriver, on_host, quantizing_kernels
 from tests.runtime.operations.quantize import quantized_by_sample as sample
 from tests.runtime.operations.quantize.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean
 from tests.sampling import few, some
