@@ -18,7 +18,7 @@ import pytest
 
 from attngen.store import jobs, limits
 from attngen.store.spare import spare
-from tests import forked, sampling
+from tests import forked, host_compiler, sampling
 
 _GPU = Path(__file__).parent / "gpu"
 
@@ -46,6 +46,7 @@ jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # t
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.ask(str(config.option.markexpr))
+    host_compiler.share()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -79,6 +80,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     import torch
 
     return None if torch.cuda.is_available() else True
+
+
+def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
+    """Collect no function that the run leaves out."""
+    marks = getattr(obj, "pytestmark", ())
+    left_out = not sampling.rest() and isinstance(marks, list) and any(mark.name == "exhaustive" for mark in marks)
+    return [] if left_out else None
 
 
 def pytest_collection_finish() -> None:

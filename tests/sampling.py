@@ -30,6 +30,11 @@ def exhaustive() -> bool:
     return _ASKED["exhaustive"]
 
 
+def rest() -> bool:
+    """Whether this run collects what a default run leaves out."""
+    return _ASKED["rest"]
+
+
 def covering(facts: Mapping[str, tuple[Any, Iterable[Any]]]) -> list[str]:
     """Return the names that show their kind with a value which no name of this kind before them has.
 
@@ -98,7 +103,7 @@ def _case(
     """Return the case of these values, or none where the run leaves it out."""
     if always:
         return [pytest.param(*values, id=name, marks=tuple(marks))]
-    return [pytest.param(*values, id=name, marks=(*marks, pytest.mark.exhaustive))] if _ASKED["rest"] else []
+    return [pytest.param(*values, id=name, marks=(*marks, pytest.mark.exhaustive))] if rest() else []
 
 
 def _named(axis: Axis) -> list[tuple[str, Any]]:

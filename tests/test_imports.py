@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from attngen.cli import EXTRAS
 from attngen.operations import ATTENTION, OPERATIONS
+from tests import forked
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "attngen"
@@ -205,10 +207,14 @@ def test_parts_import_only_what_stands_before_them() -> None:
     assert not wrong
 
 
-def loaded(code: str, *names: str) -> list[str]:
-    """Modules among ``names`` that are loaded after ``code`` in a fresh process."""
+def loaded(code: str, *names: str, after_torch: bool = False) -> list[str]:
+    """Modules among ``names`` that are loaded after ``code`` in a fresh process, or in one with torch alone."""
     script = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{code}\nprint(*[n for n in {names} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", script]
+    if after_torch:
+        done = forked.preload("import torch\n", ()).run(command, env=os.environ, cwd=ROOT)
+    else:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 
@@ -225,7 +231,7 @@ def test_importing_attngen_imports_nothing_else() -> None:
 
 def test_the_modules_of_a_call_hold_no_compiler() -> None:
     code = "import attngen\nfor name in attngen.__all__:\n    getattr(attngen, name)"
-    assert loaded(code, *COMPILERS, "attngen.compile.triton") == []
+    assert loaded(code, *COMPILERS, "attngen.compile.triton", after_torch=True) == []
 
 
 #: What a call on the CPU needs nothing of.
@@ -247,7 +253,7 @@ def test_calls_on_the_cpu_load_nothing_of_kernels(tmp_path: Path) -> None:
         "attngen.attention_varlen(q[0], q[0], q[0], starts, starts, 8, 8).sum().backward()\n"
         "attngen.attention_paged(q, q, q, starts[None, :1], starts[1:])"
     )
-    assert loaded(code, *OF_KERNELS) == []
+    assert loaded(code, *OF_KERNELS, after_torch=True) == []
 
 
 def test_a_call_on_arrays_imports_no_other_library() -> None:
@@ -256,7 +262,7 @@ def test_a_call_on_arrays_imports_no_other_library() -> None:
         "q = numpy.ones((1, 2, 1, 16), numpy.float32)\n"
         "assert type(attngen.attention(q, q, q, variant='causal')) is numpy.ndarray"
     )
-    assert loaded(code, "cupy", "jax", *COMPILERS[2:]) == []
+    assert loaded(code, "cupy", "jax", *COMPILERS[2:], after_torch=True) == []
 
 
 def test_reading_the_cache_needs_no_compiler_and_no_torch() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -47,7 +46,7 @@ def runtime_files(*drop_ins: str) -> dict[str, bytes]:
         module = waiting.pop()
         if module not in modules:
             modules.add(module)
-            waiting += [imported for imported, _ in _imports(module) if imported not in LEFT_OUT]
+            waiting += [name for name, _ in _imports(module) if name not in LEFT_OUT]
     copied = COPIED | WITH_DROP_INS if drop_ins else COPIED
     strays = sorted(module for module in modules if module.split(".")[0] not in copied)
     assert not strays, f"the runtime imports what a package must not need: {', '.join(strays)}"
@@ -73,8 +72,10 @@ def module_text(module: str) -> str:
     return (_FOLDER / f"{module.replace('.', '/')}.py").read_text("utf-8")
 
 
-def _imports(module: str) -> Iterator[tuple[str, ast.ImportFrom]]:
-    """Yield every module of attngen that a module imports, also inside functions, and the statement that does."""
+@cache
+def _imports(module: str) -> list[tuple[str, ast.ImportFrom]]:
+    """Every module of attngen that a module imports, also inside functions, and the statement that does."""
+    imported = []
     for node in ast.walk(ast.parse(module_text(module))):
         if isinstance(node, ast.Import):
             assert not any(alias.name.split(".")[0] == "attngen" for alias in node.names), f"{module}:{node.lineno}"
@@ -83,7 +84,8 @@ def _imports(module: str) -> Iterator[tuple[str, ast.ImportFrom]]:
             for alias in node.names:
                 inner = f"{named}.{alias.name}".lstrip(".")
                 is_module = (_FOLDER / f"{inner.replace('.', '/')}.py").is_file()
-                yield inner if is_module else named, node
+                imported.append((inner if is_module else named, node))
+    return imported
 
 
 def _relative(module: str) -> str:

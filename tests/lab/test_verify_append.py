@@ -17,7 +17,8 @@ from attngen.lab.verify.verdict import Verdict
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.schema import load_spec_text
-from tests.runtime.host_kernels import APPENDED, COMPILER, SPEC, HostDriver, kernels, plans
+from tests.host_compiler import COMPILER
+from tests.runtime.host_kernels import APPENDED, SPEC, HostDriver, kernels, plans
 from tests.sampling import few
 
 

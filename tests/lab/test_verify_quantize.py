@@ -17,7 +17,8 @@ from attngen.lab.verify.verdict import Verdict
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.schema import load_spec_text
-from tests.runtime.host_kernels import COMPILER, SPEC_OF_8_BITS, HostDriver, prepared_quantizers, quantizing_kernels
+from tests.host_compiler import COMPILER
+from tests.runtime.host_kernels import SPEC_OF_8_BITS, HostDriver, prepared_quantizers, quantizing_kernels
 from tests.sampling import few
 
 GENERAL = ["quantize_sm90a_bf16", "quantize_sm90a_fp16"]

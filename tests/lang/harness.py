@@ -41,12 +41,13 @@ BLOCK = tl.constexpr(16)
 _TRITON_KERNEL = """
 @triton.jit
 def {name}({arguments}):
-    b = tl.program_id(0) // heads
-    h = tl.program_id(0) % heads
+    head = tl.program_id(0) * {step}
+    b = head // heads
+    h = head % heads
     hk = h // 2
     q_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kv_index = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    where = (tl.program_id(0) * seqlen_q + q_index[:, None]) * seqlen_k + kv_index[None, :]
+    where = (head * seqlen_q + q_index[:, None]) * seqlen_k + kv_index[None, :]
     inside = (q_index[:, None] < seqlen_q) & (kv_index[None, :] < seqlen_k)
     s = tl.load(s_ptr + where, mask=inside, other=0)
 {lines}
@@ -94,14 +95,17 @@ def triton_arguments() -> list[str]:
     return ["out_ptr", "s_ptr", *pointers, *strides, *(s.name for s in _ARGUMENTS), *lengths]
 
 
-def triton_kernel(name: str, exprs: Sequence[Expr], emitted: EmittedMany) -> str:
-    """Return a kernel that stores the sum of the results, zero counted for those that are conditions."""
+def triton_kernel(name: str, exprs: Sequence[Expr], emitted: EmittedMany, *, step: int = 1) -> str:
+    """Return a kernel that stores the sum of the results, zero counted for those that are conditions, of every
+    ``step``-th head.
+    """
     results = [
         f"tl.where({text}, 1, 0)" if expr.type is Type.BOOL else f"({text})"
         for expr, text in zip(exprs, emitted.results, strict=True)
     ]
     return _TRITON_KERNEL.format(
         name=name,
+        step=step,
         arguments=", ".join(triton_arguments()),
         lines="\n".join(f"    {line}" for line in lines((*emitted.hoisted, *emitted.body))),
         zero="float32" if any(e.type is Type.FLOAT for e in exprs) else "int64",
@@ -125,27 +129,33 @@ def triton_signature() -> dict[str, str]:
 _TRITON_MAIN = """
 if __name__ == "__main__":
     data = torch.load(sys.argv[1])
-    for name, (arguments, like) in data.items():
+    for name, (grid, arguments, like) in data.items():
         out = torch.zeros_like(like)
-        globals()[name][{grid}](out, *arguments)
+        globals()[name][grid](out, *arguments)
         data[name] = out
     torch.save(data, sys.argv[1])
 """
 
 
-def run_triton(exprs: Sequence[Expr], folder: Path, *, fast_math: bool = False) -> list[torch.Tensor]:
-    """Evaluate each expression in Triton's interpreter, in a process of its own; expression i has data of seed i."""
+def run_triton(
+    exprs: Sequence[Expr], folder: Path, *, fast_math: bool = False, steps: Sequence[int] | None = None
+) -> list[torch.Tensor]:
+    """Evaluate each expression in Triton's interpreter, in a process of its own; expression i has data of seed i.
+
+    ``steps``: of the heads of all sequences that each expression is evaluated for; the others are 0.
+    """
+    steps = steps or [1] * len(exprs)
     names = triton_bindings()
     text = _TRITON_HEAD
     jobs = {}
     for i, expr in enumerate(exprs):
         emitted = emit_many([expr], Target.TRITON, names, tensor_bindings(), ranges=RANGES, fast_math=fast_math)
-        text += triton_kernel(f"kernel_{i}", [expr], emitted)
+        text += triton_kernel(f"kernel_{i}", [expr], emitted, step=steps[i])
         dtype = torch.float32 if expr.type is Type.FLOAT else torch.int64
         like = torch.zeros(BATCH, HEADS, SEQLEN_Q, SEQLEN_K, dtype=dtype)
-        jobs[f"kernel_{i}"] = (_values(i), like)
-    grid = (BATCH * HEADS, -(-SEQLEN_Q // 16), -(-SEQLEN_K // 16))
-    (folder / "kernels.py").write_text(text + _TRITON_MAIN.format(grid=grid))
+        grid = (-(-BATCH * HEADS // steps[i]), -(-SEQLEN_Q // 16), -(-SEQLEN_K // 16))
+        jobs[f"kernel_{i}"] = (grid, _values(i), like)
+    (folder / "kernels.py").write_text(text + _TRITON_MAIN)
     torch.save(jobs, folder / "data.pt")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, folder / "kernels.py", folder / "data.pt"]

@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -478,14 +478,18 @@ def test_emitted_statements_are_in_order() -> None:
 # --- what it computes -------------------------------------------------------------------------------------
 
 
-def check(exprs: list[Expr], results: list[torch.Tensor]) -> None:
-    """Compare with the eager reference; where float32 and float64 already differ, there is nothing to compare."""
-    for seed, (expr, computed) in enumerate(zip(exprs, results, strict=True)):
+def check(exprs: list[Expr], results: list[torch.Tensor], steps: Sequence[int] | None = None) -> None:
+    """Compare with the eager reference; where float32 and float64 already differ, there is nothing to compare.
+
+    ``steps``: of the heads of all sequences that were computed of each expression.
+    """
+    for seed, (expr, whole, step) in enumerate(zip(exprs, results, steps or [1] * len(exprs), strict=True)):
         env = {**randoms.indices(), **randoms.scalars(seed), "s": randoms.logits(seed)}
         tensors = randoms.tensors(seed)
-        wanted = torch.broadcast_to(evaluate(expr, env, tensors), computed.shape)
+        computed = whole.flatten(0, 1)[::step]
+        wanted = torch.broadcast_to(evaluate(expr, env, tensors), whole.shape).flatten(0, 1)[::step]
         if expr.type is Type.FLOAT:
-            exact = torch.broadcast_to(evaluate(expr, env, tensors, torch.float64), computed.shape)
+            exact = torch.broadcast_to(evaluate(expr, env, tensors, torch.float64), whole.shape).flatten(0, 1)[::step]
             stable = torch.isclose(wanted.double(), exact, rtol=1e-3, atol=1e-3, equal_nan=True)
             close = torch.isclose(computed, wanted, rtol=2e-3, atol=2e-3, equal_nan=True)
             assert bool((close | ~stable).all()), canonical(expr)
@@ -557,8 +561,10 @@ def declared_score(text: str) -> Expr:
 def test_triton_agrees_with_eager(tmp_path: Path) -> None:
     # scalars are Python's numbers in the interpreter, and releases before 3.9 make 0.0 of Python's -0.0
     release = tuple(map(int, metadata.version("triton").split(".")[:2]))
-    exprs = expressions(0, 8) + special() + zeros(of_scalars=release >= (3, 9))
-    check(exprs, harness.run_triton(exprs, tmp_path))
+    fresh, chosen = expressions(0, 8), special() + zeros(of_scalars=release >= (3, 9))
+    # two heads, of two sequences, of expressions whose values differ little from head to head
+    exprs, steps = fresh + chosen, [1] * len(fresh) + [5] * len(chosen)
+    check(exprs, harness.run_triton(exprs, tmp_path, steps=steps), steps)
 
 
 @pytest.mark.skipif(harness.compiler() is None, reason="no g++ on this machine")

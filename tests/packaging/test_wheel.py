@@ -20,7 +20,7 @@ from attngen.build.kernel_filter import KernelFilter
 from attngen.errors import PackageError, SpecError
 from attngen.formats import VERSION
 from attngen.packaging.project import Choices, project_files
-from attngen.packaging.sizes import sizes_of
+from attngen.packaging.sizes import WheelSizes, sizes_of
 from attngen.packaging.vendor import runtime_files
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, preset_names
@@ -323,3 +323,10 @@ def test_measured_choices_go_into_a_package(tmp_path: Path, fake_compiler: None,
     manifest = json.loads(files[f"attngen_other/kernels/{row['name']}/manifest.json"])
     assert (manifest["tile_m"], manifest["tile_n"]) == (128, 32)
     assert manifest["tuned"] == [{"file": "tuned/card.yaml", "gpu": "NVIDIA H200", "times": []}]
+
+
+def test_a_wheel_may_be_as_large_as_allowed() -> None:
+    sizes = WheelSizes(1000, ())
+    sizes.require(1000, "a wheel")
+    with pytest.raises(PackageError, match="a wheel would take"):
+        sizes.require(999, "a wheel")

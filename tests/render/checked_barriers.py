@@ -31,17 +31,17 @@ from torch.overrides import TorchFunctionMode
 
 from attngen.plan import Plan
 from attngen.render import render
-from attngen.resources import root
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.runtime.registry.lookup import package_of_kernels, registry
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.render.headers import headers
 from tests.render.test_decode_on_host import PTX as COMMON_PTX
 from tests.runtime.host_kernels import HostDriver, as_kernels
 
-COMPILER = shutil.which("g++")
-HOST = root() / "tests" / "host"
+#: Options by which each access to memory is a call of races.cpp.
+CHECKED = ("-fno-threadsafe-statics", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 
 _WORD = "word = *reinterpret_cast<uint{}_t*>(place_of_address(from));"
 PTX = {
@@ -164,8 +164,7 @@ class Library:
 def runtime_object() -> Path:
     """The checker, compiled once."""
     made = Path(mkdtemp(prefix="attngen-races-")) / "races.o"
-    assert COMPILER is not None
-    subprocess.run([COMPILER, "-std=c++20", "-O2", "-fPIC", "-c", str(HOST / "races.cpp"), "-o", str(made)], check=True)
+    compile_host(HOST / "races.cpp", made, HOST, "-O2")
     return made
 
 
@@ -202,18 +201,21 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
             (folder / name).write_text(on_host(name, change(headers()[name])))
             waiting += re.findall(r'#include "(\w+\.cuh)"', headers()[name])
         seen.add(name)
-    assert COMPILER is not None
     kernels = " ".join(f"KERNEL({launch.symbol})" for launch in plan.launches)
-    done = subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-fno-threadsafe-statics", "-fPIC",
-         "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0", "-DRACES=1", f"-DKERNELS={kernels}",
-         f"-I{folder}", f"-I{HOST}", "-c", str(HOST / "checked.cpp"), "-o", str(folder / "kernel.o")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = compile_host(
+        HOST / "checked.cpp",
+        folder / "kernel.o",
+        folder,
+        *CHECKED,
+        define={"RACES": 1, "KERNELS": kernels},
+        check=False,
+    )
     if done.returncode != 0:
         raise RefusedError(done.stderr)
     made = folder / "kernel.so"
-    subprocess.run([COMPILER, "-shared", str(runtime_object()), str(folder / "kernel.o"), "-o", str(made)], check=True)
+    subprocess.run(
+        [str(COMPILER), "-shared", str(runtime_object()), str(folder / "kernel.o"), "-o", str(made)], check=True
+    )
     functions = ctypes.CDLL(str(made))
     functions.run.restype = functions.run_without.restype = ctypes.c_char_p
     shutil.rmtree(folder)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from attngen.render import render
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.plan.specs import planned
 from tests.render.headers import headers
-from tests.render.test_decode_on_host import COMPILER, HOST, on_host
+from tests.render.test_decode_on_host import on_host
 
 COMPILED = ("softmax.cuh", "ring.cuh", "expression.cuh", "schedule.cuh")
 
@@ -38,11 +39,6 @@ def test_a_backward_runs_to_its_end_and_is_right(head_dim: int, tmp_path: Path) 
         "PREPROCESS_ROWS": preprocess.tile_m, "PREPROCESS_THREADS": 32 * preprocess.num_warps,
     }  # fmt: skip
     program = tmp_path / "program"
-    assert COMPILER is not None
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{tmp_path}", f"-I{HOST}",
-         *(f"-D{k}={v}" for k, v in defined.items()), str(HOST / "backward.cpp"), "-o", str(program)],
-        check=True,
-    )  # fmt: skip
+    compile_host(HOST / "backward.cpp", program, tmp_path, define=defined)
     done = subprocess.run([program, *CASES], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -6,7 +6,6 @@ dS is stored. The rendered lines of both run as they are.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 from random import Random
@@ -15,12 +14,10 @@ import pytest
 
 from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.render import render
-from attngen.resources import root
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.plan.specs import planned
 from tests.sampling import few
 
-COMPILER = shutil.which("g++")
-HOST = root() / "tests" / "host"
 BATCH, HEADS = 2, 4
 
 DECLARED = """variants:
@@ -84,10 +81,8 @@ def test_each_entry_is_stored_or_cleared(
     lines.append(f"alignas(16) static uint{32 if dtype == 'fp32' else 16}_t gradient[{entries}];")
     lines.append("static float* const gradient_u_bias = reinterpret_cast<float*>(gradient);")
     (tmp_path / "given.inc").write_text("\n".join(lines))
-    assert COMPILER is not None
     program = tmp_path / "program"
-    flags = ["-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{tmp_path}", f"-I{HOST}"]
-    subprocess.run([COMPILER, *flags, str(HOST / "cleared.cpp"), "-o", str(program)], check=True)
+    compile_host(HOST / "cleared.cpp", program, tmp_path)
     done = subprocess.run([program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     steps, held = done.stdout.split("gradient\n")

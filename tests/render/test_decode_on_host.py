@@ -9,7 +9,6 @@ read: a wait without an end, an address of the wrong block, a counter that is no
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,12 +17,9 @@ import pytest
 from attngen.lang.listed import LISTS
 from attngen.plan import Plan
 from attngen.render import render
-from attngen.resources import root
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.plan.specs import planned
 from tests.render.headers import headers
-
-COMPILER = shutil.which("g++")
-HOST = root() / "tests" / "host"
 
 #: Headers that are compiled as they are, but for what they ask of the hardware.
 COMPILED = (
@@ -287,11 +283,6 @@ def run_plan(plan: Plan, main: str, defined: dict[str, int], cases: list[str], f
         "KERNEL": source.name, "HEAD_DIM": plan.head_dim_qk, "HEAD_DIM_V": plan.head_dim_v,
         **({"MERGE": f"{source.name}_merge"} if plan.has_launch("merge") else {}),
     }  # fmt: skip
-    assert COMPILER is not None
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-I{HOST}",
-         *(f"-D{k}={v}" for k, v in {**names, **defined}.items()), str(HOST / main), "-o", str(program)],
-        check=True,
-    )  # fmt: skip
+    compile_host(HOST / main, program, folder, define={**names, **defined})
     done = subprocess.run([program, *cases], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,8 +9,9 @@ from random import Random
 
 import pytest
 
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.render.headers import headers
-from tests.render.test_tensor_adder_on_host import COMPILER, HOST, bits_of, header_on_host
+from tests.render.test_tensor_adder_on_host import bits_of, header_on_host
 from tests.sampling import few
 
 
@@ -35,12 +36,7 @@ static const uint16_t pairs[] = {{{bits}}};
         ("tensor_gradient", header_on_host()), ("swizzled", swizzled), ("ds_by_keys", own), ("given", given)
     ):  # fmt: skip
         (tmp_path / f"{name}.inc").write_text(content)
-    assert COMPILER is not None
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{tmp_path}", f"-I{HOST}",
-         str(HOST / "ds_by_keys.cpp"), "-o", str(tmp_path / "program")],
-        check=True,
-    )  # fmt: skip
+    compile_host(HOST / "ds_by_keys.cpp", tmp_path / "program", tmp_path)
     done = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     (whole,), diagonals, rows, copied = ([float(x) for x in line.split()] for line in done.stdout.splitlines())

@@ -7,7 +7,6 @@ end less than kEndAlign keys after the last key.
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import END_ALIGNMENT
 from attngen.families.hopper_forward.view import cuda_view
 from attngen.plan.model import Plan
+from tests.host_compiler import COMPILER, compile_host
 from tests.plan.specs import planned
 from tests.sampling import few
-
-COMPILER = shutil.which("g++")
 
 #: Names in the lines beside the corners: numbers of a call, and results of shuffles and searches.
 PROGRAM = """
@@ -72,9 +70,8 @@ def test_tiles_that_end_with_what_is_seen_hold_all_of_it(dtype: str, tile: str, 
             values=", ".join([*map(str, view.span_values), "offset"]),
         )
     )
-    assert COMPILER is not None
     program = tmp_path / "spans"
-    subprocess.run([COMPILER, "-std=c++20", "-O0", "-w", str(tmp_path / "spans.cpp"), "-o", str(program)], check=True)
+    compile_host(tmp_path / "spans.cpp", program, tmp_path)
     chance, cases = random.Random(1), []
     for _ in range(60):
         bits, seqlen_q = chance.randint(0, 3), chance.randint(1, 700)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -28,9 +27,10 @@ from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.launch.prepared_backward import PreparedBackward
 from attngen.runtime.registry.binding import bind_call
 from attngen.schema import load_spec
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.map_oracle import VARIANTS, check_map, tiles_of, values
 from tests.render.headers import headers
-from tests.runtime.host_kernels import COMPILER, HOST, HostDriver, as_kernels
+from tests.runtime.host_kernels import HostDriver, as_kernels
 
 SPEC = root() / "tests" / "gpu" / "maps.yaml"
 #: Batch, heads, queries and keys.
@@ -83,12 +83,7 @@ def library(symbol: str) -> ctypes.CDLL:
     for name in ("tile_map.cuh", "divisor.cuh", "division.cuh", "expression.cuh", "search.cuh"):
         (folder / name).write_text(headers()[name])
     made = folder / "kernel.so"
-    assert COMPILER is not None
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-shared", "-fPIC",
-         f"-I{folder}", f"-I{HOST}", f"-DKERNEL={symbol}", str(HOST / "blocks.cpp"), "-o", str(made)],
-        check=True,
-    )  # fmt: skip
+    compile_host(HOST / "blocks.cpp", made, folder, define={"KERNEL": symbol})
     loaded = ctypes.CDLL(str(made))
     shutil.rmtree(folder)
     return loaded

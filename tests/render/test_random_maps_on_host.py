@@ -11,9 +11,9 @@ from attngen.inspect.values import arguments_of
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.registry.binding import bind_call
 from tests.fuzz.language import drawn, fill
+from tests.host_compiler import COMPILER
 from tests.map_oracle import check_map, tiles_of
 from tests.render.test_maps_on_host import OTHERS, made
-from tests.runtime.host_kernels import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.host_compiler import COMPILER, compile_host
 from tests.render.headers import headers
-from tests.render.test_decode_on_host import HOST, on_host
-
-COMPILER = shutil.which("g++")
+from tests.render.test_decode_on_host import on_host
 
 #: For each cap, scale of the products, product and row_max: whether the polynomial holds, P, and the sum of two.
 PROGRAM = """
@@ -41,12 +39,8 @@ def test_the_soft_cap_is_as_good_as_tanh_where_it_holds_and_says_where_not(tmp_p
     for name in ("soft_cap.cuh", "softmax.cuh"):
         (tmp_path / name).write_text(on_host(name, headers()[name]))
     (tmp_path / "soft_cap.cpp").write_text(PROGRAM)
-    assert COMPILER is not None
     program = tmp_path / "soft_cap"
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", f"-I{tmp_path}", f"-I{HOST}", str(tmp_path / "soft_cap.cpp"), "-o",
-         str(program)], check=True,
-    )  # fmt: skip
+    compile_host(tmp_path / "soft_cap.cpp", program, tmp_path)
     cases = [
         (cap, scale, float(argument) * cap / scale, row_max)
         for cap in (0.5, 30.0, 50.0, 1e4)

@@ -7,7 +7,6 @@ stand-ins for what the hardware does (``tests/host``).
 from __future__ import annotations
 
 import re
-import shutil
 import struct
 import subprocess
 from dataclasses import dataclass
@@ -18,12 +17,9 @@ import pytest
 
 from attngen.plan import Plan
 from attngen.render import render
-from attngen.resources import root
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.plan.specs import planned
 from tests.render.headers import headers
-
-COMPILER = shutil.which("g++")
-HOST = root() / "tests" / "host"
 
 #: Four sums at once need an address that is a multiple of 16 bytes.
 _ADD_FOUR = (
@@ -217,12 +213,7 @@ def run(
         prints.append(f'for (int i = 0; i < {size}; ++i) std::printf("%.9g ", {value}); std::printf("\\n");')
     lines.append(f"static void print_gradients() {{ {' '.join(prints)} }}")
     (folder / "given.inc").write_text("\n".join(lines))
-    assert COMPILER is not None
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-I{HOST}",
-         str(HOST / "tensor_adder.cpp"), "-o", str(folder / "program")],
-        check=True,
-    )  # fmt: skip
+    compile_host(HOST / "tensor_adder.cpp", folder / "program", folder)
     done = subprocess.run([folder / "program"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     printed = [[float(x) for x in line.split()] for line in done.stdout.splitlines()]

@@ -20,9 +20,10 @@ from attngen.plan import Plan
 from attngen.records import read, written
 from attngen.render import render
 from attngen.runtime.geometry.work_list import cut_of, stay_whole
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.plan.specs import planned
 from tests.render.headers import headers
-from tests.render.test_decode_on_host import COMPILER, HOST, on_host
+from tests.render.test_decode_on_host import on_host
 from tests.sampling import few
 
 _LISTED = "variants:\n  listed: {keys: counted_index_of_two_caches}\n"
@@ -117,8 +118,7 @@ def built(families: list[Family], folder: Path, *changes: tuple[str, str]) -> Pa
     head = "static void cut_list_of(int family, const std::vector<int>& tiles, int split_tiles, int most)"
     (folder / "families.inc").write_text(f"{spaces}{head} {{\n{calls}}}\n")
     program = folder / "program"
-    command = [COMPILER, "-std=c++20", "-w", f"-I{folder}", f"-I{HOST}", HOST / "work_list.cpp", "-o", program]
-    subprocess.run(list(map(str, command)), check=True)
+    compile_host(HOST / "work_list.cpp", program, folder)
     return program
 
 

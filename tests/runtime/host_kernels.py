@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import struct
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,6 @@ from attngen.build.pipeline import Prepared
 from attngen.dtypes import dtype as dtype_row
 from attngen.plan import Plan, plan
 from attngen.render import render
-from attngen.resources import root
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
@@ -30,10 +28,8 @@ from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import appends, block_maskers, expand, load_spec_text, quantizers, selectors, wideners
+from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.render.headers import headers
-
-COMPILER = shutil.which("g++")
-HOST = root() / "tests" / "host"
 
 SPEC = """
 schema: 1
@@ -93,6 +89,7 @@ kernels:
 APPENDED = ("bf16", "fp16", "fp32", "bf16_kv_fp8_e4m3", "fp16_kv_fp8_e4m3")
 
 
+@cache
 def prepared(*dtypes: str, arch: str = "sm90a") -> list[Prepared]:
     """Return the kernels of these dtypes, also of those that no kernel over pages has."""
     first = appends(expand(load_spec_text(SPEC)))[0]
@@ -110,6 +107,7 @@ def plans(*dtypes: str) -> list[Plan]:
     return [one.plan for one in prepared(*dtypes)]
 
 
+@cache
 def prepared_quantizers(*arches: str, tiles: bool = False) -> list[Prepared]:
     """Return the kernels that quantize, for these arches: those of any head dim, or those of ``tiles``."""
     rendered = []
@@ -122,6 +120,7 @@ def prepared_quantizers(*arches: str, tiles: bool = False) -> list[Prepared]:
     return rendered
 
 
+@cache
 def prepared_wideners() -> list[Prepared]:
     """Return the kernels that widen caches."""
     rendered = []
@@ -169,16 +168,12 @@ def library(name: str) -> ctypes.CDLL:
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name].split("#ifdef __CUDA_ARCH__")[0]
-    made = folder / "kernel.so"
-    assert COMPILER is not None
-    subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-shared", "-fPIC",
-         f"-I{folder}", f"-I{HOST}", f"-DKERNEL={symbol}",
-         *(["-DANY_THREADS"] if source.name.startswith(("quantize", "index")) else []),
-         *(["-DMOST_THREADS=384"] if source.name.startswith("index") else []),
-         str(HOST / "blocks.cpp"), "-o", str(made)],
-        check=True,
-    )  # fmt: skip
+    made, defined = folder / "kernel.so", {"KERNEL": symbol}
+    if source.name.startswith(("quantize", "index")):
+        defined["ANY_THREADS"] = "1"
+    if source.name.startswith("index"):
+        defined["MOST_THREADS"] = "384"
+    compile_host(HOST / "blocks.cpp", made, folder, define=defined)
     loaded = ctypes.CDLL(str(made))
     shutil.rmtree(folder)
     return loaded

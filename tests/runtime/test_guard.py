@@ -20,7 +20,8 @@ from attngen.runtime.operations.attention import kernel_call, layers, mixed, pai
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.operations.topk.kernel import SELECTION
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from tests.runtime.host_kernels import COMPILER, HostDriver, kernels, kernels_for_indices
+from tests.host_compiler import COMPILER
+from tests.runtime.host_kernels import HostDriver, kernels, kernels_for_indices
 from tests.runtime.operations.attention.test_mixed import leaving_out
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.states import GUARDED, OTHERS, STATES, compiled, outcome

@@ -169,3 +169,13 @@ def test_a_sink_that_is_off_takes_no_gradient_from_a_logarithm() -> None:
     torch.testing.assert_close(by_rows["w"], gradient)
     assert gradient[0] == gradient[2] == 0
     assert (gradient[[1, 3]] < 0).all()
+
+
+def test_a_sink_that_reads_no_learned_tensor_adds_nothing() -> None:
+    fixed = compile_variant("fixed", "q_pos >= kv", "s", tensors=[Declared("fixed", "fp32", ("h",))], sink="fixed[h]")
+    q, k, v = inputs()
+    call = bound(fixed, q, k, v, None, fixed=torch.randn(4))
+    rows = torch.randn(2, 4, 7)
+    gradients: dict[str, Tensor] = {}
+    add_gradients(call, rows, rows, gradients)
+    assert gradients == {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.flash_attn import v2 as flash_attn
 from attngen.integrations.flash_attn import v3 as flash_attn_3
+from attngen.integrations.flash_attn.used_queries import UsedQueries
 from tests.integrations.flash_attn.test_flash_attn import BATCH, DIM, HEADS, KV_HEADS, near, qkv
 from tests.integrations.oracles import flash_attention
 
@@ -418,3 +419,12 @@ def test_both_versions_agree() -> None:
         flash_attn_3.flash_attn_func(q, k, v, 0.5, True, window_size=(4, -1)),
         flash_attn.flash_attn_func(q, k, v, 0.0, 0.5, True, (4, -1)),
     )
+
+
+def test_used_rows_of_8_bits_are_moved_as_bytes() -> None:
+    starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in ([0, 3, 5], [2, 1]))
+    rows = torch.randn(5, 1, 16).to(torch.float8_e4m3fn)
+    used = UsedQueries.of(starts, lengths, 5).together(rows)
+    assert used.dtype == rows.dtype
+    assert torch.equal(used.float()[:3], rows.float()[[0, 1, 3]])
+    assert not used.float()[3:].any()

@@ -15,9 +15,9 @@ from attngen.resources import specs_dir
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.registry.binding import bind_call
 from attngen.schema import load_spec
+from tests.host_compiler import COMPILER
 from tests.map_oracle import check_map, tiles_of
 from tests.render import test_maps_on_host as host
-from tests.runtime.host_kernels import COMPILER
 from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

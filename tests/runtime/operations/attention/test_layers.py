@@ -21,7 +21,8 @@ from attngen.runtime.operations.append.path import APPEND
 from attngen.runtime.operations.attention import entry, layers
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from tests.runtime.host_kernels import COMPILER, HostDriver, kernels
+from tests.host_compiler import COMPILER
+from tests.runtime.host_kernels import HostDriver, kernels
 from tests.runtime.operations.attention.test_mixed import leaving_out
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.support import FakeDriver, kernel, variant, window_variant

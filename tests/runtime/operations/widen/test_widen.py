@@ -21,7 +21,8 @@ from attngen.runtime.operations.attention import dispatch, entry, kernel_call
 from attngen.runtime.operations.widen import kernel as widen
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec_text
-from tests.runtime.host_kernels import COMPILER, HostDriver, widening_kernels
+from tests.host_compiler import COMPILER
+from tests.runtime.host_kernels import HostDriver, widening_kernels
 from tests.sampling import few
 
 SPEC = """
