@@ -47,11 +47,6 @@ _OVERWRITTEN = (
 
 KNOWN = (
     KnownFailure(
-        H200, ("tests/gpu/test_bench.py::test_masks_beside_flex_attention",), TEST,
-        "it took a library that is not installed for a failed contender",
-        "the test passes over libraries that are missing",
-    ),
-    KnownFailure(
         H100, ("tests/gpu/test_quantize.py::",), TEST,
         "it read the name of a kernel that calls no longer keep, and looked at no result",
         "all of test_quantize.py passes on the commit after (12783880, H100)",

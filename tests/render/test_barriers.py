@@ -198,10 +198,6 @@ ROWS = (
         "forward-entries", {"backend": "cuda"}, (Size(130, 150, 2, 2, 5),), variant="triangle", arguments=ENTRIES,
         spared=LAST_TURN, orders=2,
     ),
-    Row(
-        "forward-entries-4", {"backend": "cuda", "head_dim": 32, "tile": "{n: 32}"}, (Size(130, 150, 2, 2, 5),),
-        variant="triangle", arguments=ENTRIES, spared=LAST_TURN, orders=2, rare=True,
-    ),
     Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
     Row(
         "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 4), Size(1, 1, 4)), variant="blocks",
