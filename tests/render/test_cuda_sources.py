@@ -27,7 +27,7 @@ from tests.render.cuda_sources import SPECS, code, identifiers, kernels, rendere
 from tests.render.headers import headers
 from tests.sampling import few, sampled
 
-MAX_BYTES = 41_500
+MAX_BYTES = 45_000
 #: The same of latent attention, whose two consumers exchange parts of S and P, or multiply the transposes of few rows.
 MAX_LATENT_BYTES = 73_500
 #: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
