@@ -508,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           find_step();
           if (__any_sync(~0u, step.tile < 0)) break;
           issue_s(q_ring.stage);
-        issue_dp(q_ring.stage);
+          issue_dp(q_ring.stage);
         }
       }
       // dK and dV leave through the memory of K and V. The end of the work tile took a stage.
@@ -957,7 +957,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
           find_step();
           if (__any_sync(~0u, step.tile < 0)) break;
           issue_s(kv_ring.stage);
-        issue_dp(kv_ring.stage);
+          issue_dp(kv_ring.stage);
         }
       }
       // dQ leaves through the memory of Q. The end of the work tile took a stage.
