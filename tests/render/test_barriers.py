@@ -297,7 +297,8 @@ EXPLAINED = tuple(
     if row.name
     not in (
         "forward-split", "backward-ordered", "cluster-halves", "first", "order-window", "order-sinks",
-        "cluster-order", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
+        "cluster-order", "parts", "wide", "latent-few", "latent-backward", "blocks-alone", "backward-blocks",
+        "backward-blocks-by-rows",
     )
 )  # fmt: skip
 
