@@ -409,6 +409,7 @@ def _statistic(each: Statistic, env: Env, world: World, positions: range) -> dic
     numbers = [value for value in values if value == value] or [0.0]
     ends = dict(zip((end.name for end in each.ends), (min(numbers), max(numbers)), strict=True))
     residues = sum({1 << int(value) % 32 for value in numbers}) if each.value.type is Type.INT else 0
+    residues -= residues >> 31 << 32  # a word of int32
     return {**ends, each.residues.name: residues, each.numbers.name: all(value == value for value in values)}
 
 
