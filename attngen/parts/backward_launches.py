@@ -44,6 +44,21 @@ def preprocess_launch(plan: Plan, own: tuple[Argument, ...], *, pdl: bool) -> La
     return launch_of(plan, "preprocess", "rows", _ROWS_WARPS, tile_m=rows, arguments=own, pdl=pdl)
 
 
+def statistics_arguments(plan: Plan, *cleared: Argument) -> tuple[Argument, ...]:
+    """Return the arguments of the launch that computes the row statistics; with a pointer to what it also clears, and a
+    size of that, these are among them."""
+    pointer, size = (cleared[:1], cleared[1:])
+    return (
+        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
+        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
+        *pointer,
+        *arguments.strides_of(plan, ("out", "dout")),
+        *map(arguments.size, ("heads", "rows", "row_tiles")),
+        *size,
+        Argument("has_dlse", "present", "i32", of="dlse"),
+    )  # fmt: skip
+
+
 def tile_map_axes(plan: Plan) -> TileMapAxes | None:
     """Axes of the tile map of the launch of all products; None without a map."""
     return axes_of(plan, "dqkv") if plan.iteration == "tile_map" else None

@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       return __any_sync(~0u, step.tile < 0 || !(step.tile & kHidden << warpgroup));
     };
     // Gives back a stage of this consumer; each of its warps does, since none waits for the others where a step is hidden.
-    const auto release = [&](const QRing& ring) {
+    const auto release = [&](const auto& ring) {
       __syncwarp();
       if (lane_of_warp() == 0) ring.release();
     };
@@ -814,7 +814,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) bwd_sm90a_wgmma_bf16_d
       return __any_sync(~0u, step.tile < 0 || !(step.tile & kHidden << warpgroup));
     };
     // Gives back a stage of this consumer; each of its warps does, since none waits for the others where a step is hidden.
-    const auto release = [&](const KvRing& ring) {
+    const auto release = [&](const auto& ring) {
       __syncwarp();
       if (lane_of_warp() == 0) ring.release();
     };

@@ -17,10 +17,11 @@ from attngen.families.hopper_backward.blocks_pipes import (
     queries_pipes,
 )
 from attngen.families.hopper_backward.blocks_structure import BlocksBackward
-from attngen.families.hopper_backward.kinds import NOTHING, family_of, is_wide, per_pair_of, varies
+from attngen.families.hopper_backward.kinds import is_wide, varies
+from attngen.families.hopper_backward.schedule import SCHEDULE as BY_TILES
 from attngen.families.hopper_backward.schedule import SERVES, alternatives, check_backward
 from attngen.lang.biases import rooms
-from attngen.parts.backward_launches import launch_of, preprocess_launch
+from attngen.parts.backward_launches import launch_of, preprocess_launch, statistics_arguments
 from attngen.parts.boxes import widest_box, widths
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
@@ -54,11 +55,10 @@ def suits(spec: KernelSpec) -> bool:
     fixed = given.tile_m not in (None, ROWS) or given.tile_n not in (None, _TILE) or given.stages is not None
     if fixed or iteration_of(spec, "q", by_bits=True) != "tile_map" or iteration_of(spec, "kv") != "tile_map":
         return False
-    plain = family_of(spec, per_pair_of(spec, NOTHING), NOTHING) != "varying_derivative" and not varies(spec)
     own = mask_block(spec.variant, (ROWS, ROWS)) == (ROWS, ROWS)
     tiles = (ROWS, _TILE), (_TILE, ROWS)
     whole = all(mask_block(spec.variant, tile) == tile for tile in tiles)
-    return plain and own and not whole and not rooms(spec.variant)
+    return own and not whole and not varies(spec) and not rooms(spec.variant)
 
 
 def queries_plan(plan: Plan) -> Plan:
@@ -130,7 +130,7 @@ def _launches(plan: Plan, structure: BlocksBackward, queries_stages: int) -> Ite
     """Yield the launches in their order."""
     qk, v, depth = plan.columns_qk[0].width, plan.columns_v[0].width, plan.operands.shared("p", "ds").mma_k
     rows = ROWS // depth
-    yield preprocess_launch(plan, _preprocess_arguments(plan), pdl=True)
+    yield preprocess_launch(plan, statistics_arguments(plan), pdl=True)
     yield _classifier(plan, "dkdv", "key_map_rows", "kv_tiles", tile_m=ROWS, tile_n=ROWS)
     # products of a step stand before the loop, in it, and behind hidden steps; P and dS are multiplied once
     yield launch_of(
@@ -156,17 +156,6 @@ def _classifier(plan: Plan, owner: str, grid: str, tiles: str, **tile: int) -> L
     )  # fmt: skip
 
 
-def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that computes the row statistics."""
-    return (
-        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
-        *arguments.strides_of(plan, ("out", "dout")),
-        *map(arguments.size, ("heads", "rows", "row_tiles")),
-        Argument("has_dlse", "present", "i32", of="dlse"),
-    )  # fmt: skip
-
-
 def _arguments(plan: Plan, queries: int, keys: int, tiles: str, written: tuple[str, ...]) -> tuple[Argument, ...]:
     """Return the arguments of one of the kernels of products, whose copies bring so many ``queries`` and ``keys``."""
     assert isinstance(plan.structure, BlocksBackward)
@@ -182,8 +171,6 @@ def _arguments(plan: Plan, queries: int, keys: int, tiles: str, written: tuple[s
 
 def _alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
     """Yield plans by whole tiles of keys, for a ``first`` plan that ptxas has refused."""
-    from attngen.families.hopper_backward.schedule import SCHEDULE as BY_TILES
-
     try:
         whole = BY_TILES.plan(spec, arch)
     except PlanError:

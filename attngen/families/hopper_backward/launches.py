@@ -12,6 +12,7 @@ from attngen.parts.backward_launches import (
     CUT_FIRST_SIZES,
     launch_of,
     leading_launches,
+    statistics_arguments,
     tensor_gradient_arguments,
     tile_map_axes,
 )
@@ -59,17 +60,13 @@ def _spills(roles: HopperBackward) -> Spills:
 
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
-    return (
-        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
-        _pointer("dq_state") if first_stored(plan) else _pointer("dq_sum"),
-        *arguments.strides_of(plan, ("out", "dout")),
-        *map(arguments.size, ("heads", "rows", "row_tiles")),
-        arguments.size("state_chunks", of="dq_state_chunks", form="i64")
-        if first_stored(plan)
-        else arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
-        Argument("has_dlse", "present", "i32", of="dlse"),
-    )  # fmt: skip
+    if first_stored(plan):
+        return statistics_arguments(plan, _pointer("dq_state"), _chunks("state"))
+    return statistics_arguments(plan, _pointer("dq_sum"), _chunks("sum"))
+
+
+def _chunks(cleared: str) -> Argument:
+    return arguments.size(f"{cleared}_chunks", of=f"dq_{cleared}_chunks", form="i64")
 
 
 def _dqkv_arguments(plan: Plan, roles: HopperBackward) -> tuple[Argument, ...]:

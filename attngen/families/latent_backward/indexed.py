@@ -15,7 +15,7 @@ from attngen.dtypes import KEY_VALUE_DIMS, KEY_VALUE_DTYPES
 from attngen.errors import PlanError
 from attngen.families.latent.pipes import BOX_COLUMNS
 from attngen.manifest import LISTS
-from attngen.parts.backward_launches import launch_of, leading_launches
+from attngen.parts.backward_launches import launch_of, leading_launches, statistics_arguments
 from attngen.parts.boxes import BOX_BYTES
 from attngen.parts.fields import ADDRESSES, CLASSIFIED, MASKS, ONE_CACHE
 from attngen.parts.promises import keep_promises
@@ -149,15 +149,7 @@ def _regions(qk: int, v: int, element: int) -> Iterator[Region]:
 
 def preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Arguments of the launch that computes the row statistics, and clears the dK accumulator."""
-    return (
-        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
-        sums(),
-        *arguments.strides_of(plan, ("out", "dout")),
-        *map(arguments.size, ("heads", "rows", "row_tiles")),
-        arguments.size("sum_chunks", of="dkv_sum_chunks", form="i64"),
-        Argument("has_dlse", "present", "i32", of="dlse"),
-    )  # fmt: skip
+    return statistics_arguments(plan, sums(), arguments.size("sum_chunks", of="dkv_sum_chunks", form="i64"))
 
 
 def _dqkv_arguments(plan: Plan) -> tuple[Argument, ...]:

@@ -15,6 +15,7 @@ from attngen.parts.backward_launches import (
     CUT_FIRST_SIZES,
     launch_of,
     leading_launches,
+    statistics_arguments,
     tensor_gradient_arguments,
     tile_map_axes,
 )
@@ -195,15 +196,7 @@ def _launches(plan: Plan, structure: MmaBackward) -> Iterator[Launch]:
 
 def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the launch that computes the row statistics, and clears the dQ accumulator."""
-    return (
-        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
-        _sums(),
-        *arguments.strides_of(plan, ("out", "dout")),
-        *map(arguments.size, ("heads", "rows", "row_tiles")),
-        arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"),
-        Argument("has_dlse", "present", "i32", of="dlse"),
-    )  # fmt: skip
+    return statistics_arguments(plan, _sums(), arguments.size("sum_chunks", of="dq_sum_chunks", form="i64"))
 
 
 def _dqkv_arguments(plan: Plan, structure: MmaBackward) -> tuple[Argument, ...]:

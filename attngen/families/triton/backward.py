@@ -16,6 +16,7 @@ from attngen.families.triton.tiles import Tile, completed, depth_sizes, family, 
 from attngen.lang.constant_conditions import reads_products
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
+from attngen.parts.backward_launches import statistics_arguments
 from attngen.parts.columns import padded_width
 from attngen.plan import arguments, budget, naming
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, WIDE_BACKWARD_SPILLS, Spills, may_wait
@@ -309,7 +310,7 @@ def _preprocess(planned: Plan) -> Launch:
         tile_n=planned.tile_n,
         stages=1,
         num_warps=_WARPS_PER_BYTE * planned.operands.shared("out", "dout").bytes,
-        arguments=_preprocess_arguments(planned),
+        arguments=statistics_arguments(planned),
     )
 
 
@@ -372,17 +373,6 @@ def has_window(plan: Plan, grid: str) -> bool:
     The queries of a dense tensor end where it ends, and what a descriptor gives after that is 0 anyway.
     """
     return plan.varlen or grid == "queries"
-
-
-def _preprocess_arguments(plan: Plan) -> tuple[Argument, ...]:
-    """Return the arguments of the launch that computes the row statistics."""
-    return (
-        arguments.pointer(plan, "out"), arguments.pointer(plan, "dout"),
-        *map(arguments.row_pointer, ("lse", "dlse", "lse_log2", "delta")),
-        *arguments.strides_of(plan, ("out", "dout")),
-        *map(arguments.size, ("heads", "rows", "row_tiles")),
-        Argument("has_dlse", "present", "i32", of="dlse"),
-    )  # fmt: skip
 
 
 def _arguments(plan: Plan, kind: _Kind) -> tuple[Argument, ...]:
