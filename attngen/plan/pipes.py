@@ -65,6 +65,7 @@ class Ring:
     stored: tuple[tuple[str, int], ...] = ()
     alternates: bool = False  # double-buffered by design: its stages are not a choice of the plan
     count: int = 1  # of such rings, one for each reader, one after the other
+    joined: bool = False  # stages of all of them are numbered through (own_rings.cuh)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:

@@ -60,7 +60,8 @@ def _ring(ring: Ring) -> tuple[str, ...]:
         constant(f"{ring.name}_{side}") if signal else "kNoBarrier"
         for side, signal in (("full", ring.full), ("empty", ring.empty))
     )
-    kind = f"Pair<{full}, {empty}>" if ring.alternates else f"Ring<{full}, {empty}, {ring.stages}>"
+    template = "OwnRing" if ring.joined else "Ring"
+    kind = f"Pair<{full}, {empty}>" if ring.alternates else f"{template}<{full}, {empty}, {ring.stages}>"
     line, comment = f"using {_camel(ring.name)}Ring = {kind};", f"// {ring.writers} -> {ring.readers}"
     return (f"{line}  {comment}",) if len(line) + len(comment) <= _WIDTH else (comment, line)
 

@@ -35,10 +35,17 @@ BLOCKS = {
     "  blocks: {mask: 'sel[h, q // 64, kv // 64]', tensors: {sel: {dtype: bool, shape: [h, rows, columns]}}}\n",
     "backend": "cuda", "warps": "{consumer: 2, schedule: cooperative}",
 }  # fmt: skip
-#: Blocks that heads see: of the second, one consumer of each pair sees few, those that are loaded last or first.
-SEEN = torch.rand(4, 5, 15, generator=torch.Generator().manual_seed(1)) < 0.5
+#: Blocks that heads see: of the second, one consumer of each pair sees few, those that are loaded last or first; of the
+#: last two, one sees nothing or a single block, which the other sees, too, or not.
+SEEN = torch.rand(6, 5, 15, generator=torch.Generator().manual_seed(1)) < 0.5
 SEEN[1, ::2] = True
 SEEN[1, 1, 3:], SEEN[1, 3, :-3], SEEN[0, 4] = False, False, False
+SEEN[4], SEEN[5, :2], SEEN[5, 2:4] = (
+    torch.arange(5)[:, None] % 2 == 0,
+    torch.arange(15) == 8,
+    torch.arange(2)[:, None] > 0,
+)
+SEEN[5, 2, 3] = True
 #: Blocks of two heads that share keys: runs that one consumer alone sees, longer than there are stages, and a tile of
 #: keys that nothing sees.
 SEEN_BY_KEYS = torch.rand(2, 15, 6, generator=torch.Generator().manual_seed(3)) < 0.5
@@ -200,11 +207,11 @@ ROWS = (
     ),
     Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
     Row(
-        "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 4), Size(1, 1, 4)), variant="blocks",
+        "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 6), Size(1, 1, 6)), variant="blocks",
         arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3, rare=True,
     ),
     Row(
-        "blocks-alone", {**BLOCKS, "tile": "{n: 64}", "pipeline": "{stages: 2}"}, (Size(300, 900, 4),),
+        "blocks-alone", {**BLOCKS, "tile": "{n: 64}", "pipeline": "{stages: 3}"}, (Size(300, 900, 6),),
         variant="blocks", arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3,
     ),
     Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP | OF_Q | ALONE, often=True),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from attngen.dtypes import QUANTIZED_DTYPES
-from attngen.families.hopper_forward.choices import TABLES, ForwardChoice, ForwardWork, facts_of
+from attngen.families.hopper_forward.choices import TABLES, ForwardChoice, ForwardWork, facts_of, has_own_blocks
 from attngen.families.hopper_forward.registers import FEWER_KEYS
 from attngen.lang.biases import element_bytes, rooms, without_biases
 from attngen.lang.runs import TILE, positions
@@ -77,7 +77,10 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
     """
     qk, v = (columns.width for columns in operand_widths(spec, operands_of(spec)))
     exponents = form.numbers[spec.dtype].exponents
+    own = has_own_blocks(spec, iteration)
     for tiled, by_distance, table_bytes, per_pair in _brought(spec):
+        if by_distance and own and not tiled:  # to visit fewer blocks saves more than values of distances would
+            continue
         if iteration == "tile_map":
             per_pair = replace(per_pair, mask=TRUE)
         work = ForwardWork(spec, replace(spec, variant=per_pair), iteration, tiled, by_distance, exponents)

@@ -9,6 +9,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import ConfigDict, Field
 
+from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.families.hopper_forward.entries import may_share_entries
 from attngen.families.hopper_forward.softmax import softmax_of, terms_of
 from attngen.lang.biases import lookups, reads_integers
@@ -17,7 +18,7 @@ from attngen.plan.operands import operands_of
 from attngen.plan.traits import bands_of, gathers, is_light, mask_block, reads_data_per_key
 from attngen.schema import models
 from attngen.schema.fields import Many, OneOf
-from attngen.schema.kernel_spec import KernelSpec
+from attngen.schema.kernel_spec import KernelSpec, Roles
 from attngen.schema.measured import ChoiceTable, KeysOfTile, NumberOfConsumers, RowModel, TableModel
 from attngen.schema.models import ChosenStages, Model
 
@@ -28,6 +29,12 @@ _FEW_INTERVALS = 2
 #: Columns of V up to which it leaves registers and memory for more keys than K has (docs/notebook/tiles.md, "Tiles at
 #: the power limit").
 _NARROW_V = 128
+
+
+#: Queries and keys of the blocks that consumers visit on their own, and the keys of their steps: parts of a block, one,
+#: or two, which need not be neighbours, as those of one random number are.
+_BLOCK = 64
+_KEYS_OF_STEPS = (_BLOCK // 4, _BLOCK // 2, _BLOCK, 2 * _BLOCK)
 
 
 class ForwardWork(NamedTuple):
@@ -78,10 +85,18 @@ def _biased(work: ForwardWork) -> bool:
     return not of_bounds and not integers
 
 
-def _has_blocks_of_64_keys(work: ForwardWork) -> bool:
-    """Whether blocks of 64 keys, and of 64 queries or a multiple, decide what rows see."""
-    block = mask_block(work.asked.variant, (64, 128)) if work.iteration == "tile_map" else None
-    return block == (64, 64) and not is_paged(work.spec)
+def has_own_blocks(spec: KernelSpec, iteration: str) -> bool:
+    """Whether a mask is constant on blocks of one consumer's rows, but not on those of both: each may visit its own
+    blocks. Consumers that take turns do not."""
+    roles = spec.roles or Roles()
+    if iteration != "tile_map" or spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.split_tiles:
+        return False
+    if roles.schedule == "pingpong" or roles.consumer not in (None, 2) or spec.tile_m not in (None, 2 * _BLOCK):
+        return False
+    if spec.tile_n not in (None, *_KEYS_OF_STEPS[: -1 if spec.variant.dropout else None]):
+        return False
+    of_one, of_both = ((rows, _BLOCK) for rows in (_BLOCK, 2 * _BLOCK))
+    return mask_block(spec.variant, of_one) == of_one and mask_block(spec.variant, of_both) != of_both
 
 
 #: Facts that rows name, those that are found out sooner first.
@@ -102,7 +117,7 @@ FACTS: Mapping[str, Callable[[ForwardWork], bool]] = MappingProxyType({
     "biased": _biased,
     "shared_by_entries": lambda work: may_share_entries(work.asked, work.bias_bytes, work.exponents),
     "window": _window,
-    "blocks_of_64_keys": _has_blocks_of_64_keys,
+    "own_blocks": lambda work: not work.bias_bytes and has_own_blocks(work.asked, work.iteration),
     "few_intervals": lambda work: len(bands_of(work.spec).visible) <= _FEW_INTERVALS,
     "gathered": lambda work: gathers(work.spec.variant),
     "data_by_key": lambda work: reads_data_per_key(work.spec.variant),
@@ -151,6 +166,11 @@ class ForwardChoice(RowModel):
     keeps_turn: bool = False
     entries: Annotated[int, Field(ge=1, le=4)] = 1
     within: Annotated[float | None, Field(gt=0)] = None
+
+    @property
+    def owns_blocks(self) -> bool:
+        """Whether each consumer visits its own blocks of keys."""
+        return "own_blocks" in self.work
 
     @property
     def consumers(self) -> int:

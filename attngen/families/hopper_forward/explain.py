@@ -123,21 +123,13 @@ class HopperExplanation(ScheduleExplanation):
         elif structure.whole_first:
             first = "the last tile of keys that all rows see, then the others"
         elif structure.map_rows:
-            blocks = "two blocks" if self.plan.has_pairs_of_blocks else "a block"
-            first = (
-                f"a step has {blocks} of {structure.block_keys} keys, which all consumers see, or some: words of them"
-            )
+            first = "steps of blocks that both consumers see, then those that one sees alone, each"
         else:
             first = "tiles of keys"
         yield "order", f"{first} from the last that is seen{end_aligned} to the first"
         kind = kind_of_plan(self.plan)
         yield "first tile", f"{turn}QK(0){passed}, wait; {kind.first_tile} P(0)"
-        if structure.map_rows:
-            yield (
-                "step j",
-                "QK(j), PV(j-1) if all consumers see both, wait for S(j), logits, wait for O, softmax, else PV(j)",
-            )
-        elif structure.overlap:
+        if structure.overlap:
             yield "step j", f"{turn}QK(j), PV(j-1){passed}, wait for S(j), logits, wait for O, softmax"
         else:
             yield "step j", f"{turn}QK(j), wait for S(j), PV(j-1){passed}, wait for O, logits, softmax"
@@ -146,7 +138,7 @@ class HopperExplanation(ScheduleExplanation):
         if structure.map_rows:
             yield (
                 "skips",
-                "a consumer visits the blocks that its own rows see; the loader gives back the stages of others",
+                "none: a consumer visits the blocks that its own rows see, in its own ring if it alone does",
             )
         elif structure.skips:
             held = f"up to {self.plan.stages - 1} while it holds V of the last that it saw"
@@ -172,7 +164,8 @@ class HopperExplanation(ScheduleExplanation):
             return {}
         by_name = {role.name: role.first for role in self.pipes.roles}
         of_q = by_name.get("query_loader", by_name["scheduler"])
-        return {"scheduler_warp": by_name["scheduler"], "loader_warp": by_name["loader"], "query_loader_warp": of_q}
+        loader = by_name["loaders" if self.structure.map_rows else "loader"]
+        return {"scheduler_warp": by_name["scheduler"], "loader_warp": loader, "query_loader_warp": of_q}
 
     def _registers(self) -> list[str]:
         r, consumers = self.registers, self.structure.consumers
@@ -196,7 +189,7 @@ def _registers(plan: Plan, structure: HopperForward) -> Registers:
     keys, width_v = structure.entries * plan.tile_n, structure.entries * plan.columns_v[0].width
     s, o = (fragment_registers(columns, given.accumulator) for columns in (keys, width_v))
     p = fragment_registers(keys, given.p)
-    producer = structure.registers_of("loader")
+    producer = structure.registers_of("scheduler")
     consumer = structure.registers_of("consumers")
     return Registers(
         producer=producer,
@@ -303,6 +296,5 @@ def _holds(plan: Plan, structure: HopperForward, region: str) -> str:
         "work": "records of two work tiles: place, and ranges of KV tiles",
         "more_partials": "what partial results take in the end, beside the place of Q, K and V",
         "tile_info": "number of the tile in each stage of K, and who needs the mask",
-        "own_steps": "blocks of the next steps of each consumer, and the stage where they lie",
         "taken": "number of the pair of work tiles that comes next",
     }.get(region, "barriers, 8 B each")

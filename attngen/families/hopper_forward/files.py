@@ -38,20 +38,21 @@ class Parts:
 def parts_of(plan: Plan, forward: HopperForward) -> Parts:
     """Return the parts of a plan."""
     several = "_entries" if forward.entries > 1 else ""
-    work = "work_in_place" if forward.v_by_columns else "work_shared" if forward.shares else f"work{several}"
+    own = "_own" if forward.map_rows else ""
+    work = "work_in_place" if forward.v_by_columns else "work_shared" if forward.shares else f"work{own or several}"
     values = (
         "values_for_transposers" if forward.transposes else "values_by_columns" if forward.v_by_columns else "values"
     )
     kind = kind_of_plan(plan)
     return Parts(
-        keys=_file(f"keys/{'blocks' if forward.block_keys else plan.key_access}"),
+        keys=_file(f"keys/{'blocks' if forward.map_rows else plan.key_access}"),
         visits=_file(f"visits/{_visits(plan, forward)}"),
         scheduler=_file("_scheduler_shared" if forward.shares else f"_scheduler{several}"),
         records=_file("scheduler/records_counted" if forward.transposes else "scheduler/records"),
         queries=_file(f"loader/queries{several}"),
-        loader=_file("_loader_pages_k" if forward.value_loader else f"_loader{several}"),
+        loader=_file(f"_loader{'_pages_k' if forward.value_loader else own or several}"),
         values=_file(f"loader/{values}"),
-        consumer=_file(f"_consumer{'_shared' if forward.shares else '_own' if forward.map_rows else ''}"),
+        consumer=_file(f"_consumer{'_shared' if forward.shares else own}"),
         turns=_file("consumer/turns_pingpong" if forward.pingpong else "consumer/turns_cooperative"),
         tiles=_file(f"consumer/{_tiles(forward)}"),
         work=_file(f"consumer/{work}"),
@@ -70,14 +71,10 @@ def _visits(plan: Plan, forward: HopperForward) -> str:
         return "entries"
     if plan.iteration == "ranges":
         return "ranges"
-    if not plan.structure.map_rows:
-        return "words"
-    return "pairs_of_blocks" if plan.structure.block_keys < plan.tile_n else "blocks"
+    return "own_blocks" if plan.structure.map_rows else "words"
 
 
 def _step(forward: HopperForward) -> str:
-    if forward.map_rows:
-        return "step_own"
     return "step_overlapped" if forward.overlap else "step_in_order"
 
 

@@ -36,6 +36,8 @@ def with_memory(
         choices = ((1, v),)
     elif draft.entries > 1:
         choices = choices[:2]
+    elif draft.map_rows:  # the next Q says that both consumers have seen all stages of their own
+        choices = choices[1:]
     for q_stages, out_columns in choices:
         roles = replace(draft, q_stages=q_stages, out_columns=out_columns)
         pipes = forward_pipes(
@@ -56,9 +58,10 @@ def fits(roles: HopperForward, arch: Arch) -> bool:
 def memory_refusal(spec: KernelSpec, arch: Arch, roles: HopperForward, stages: int) -> PlanError:
     """Return the error for roles that exceed shared memory, with the bytes of each region."""
     sizes = {region.name: region.bytes for region in roles.shared}
+    of_keys = f"K {sizes['k']} + V {sizes['v']}" if "k" in sizes else f"K and V of each consumer {sizes['kv']}"
     return refuse(
         spec,
         "tile",
         f"Shared memory {roles.shared_bytes} B exceeds {arch.shared_memory} B on {arch.name}: Q {sizes['q']} + "
-        f"K {sizes['k']} + V {sizes['v']} ({stages} stages) + O {sizes.get('out', 0)} + barriers and records",
+        f"{of_keys} ({stages} stages) + O {sizes.get('out', 0)} + barriers and records",
     )

@@ -12,8 +12,6 @@ _SLOTS = 2
 #: Bytes of the record of a work tile: its place, and up to eight ranges for each consumer and for all.
 WORK_BYTES = 320
 _TILE_INFO_BYTES, _SLOT_BYTES = 4, 4
-#: Bytes of what a consumer reads of a step of its own: its blocks, and the stage and the phase where they lie.
-_OWN_STEP_BYTES = 16
 _TILE_SCALES_BYTES, _SCALE_BYTES = 8, 4
 #: Bytes of a value of a key or a distance, and the tiles of them that a stage has room for: a consumer reads them after
 #: it has given the stage back, and is done with them when it gives back the next one.
@@ -22,7 +20,7 @@ _TRANSPOSERS = 2  # warps
 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = (
-    "q", "k", "v_rows", "v", "biases", "more_partials", "out", "work", "own_steps", "barriers", "tile_scales",
+    "q", "k", "kv", "v_rows", "v", "biases", "more_partials", "out", "work", "barriers", "tile_scales",
     "key_values", "distance_values", "tables", "tile_info",
 )  # fmt: skip
 
@@ -37,12 +35,13 @@ def forward_pipes(
     """
     consumers, entries = roles.consumers, roles.entries
     each, by_q, by_k = "each consumer", "the loader of Q", "the loader of K and V"
+    if roles.map_rows:
+        by_k = "each loader of K and V"
     by_v = by_k
     if roles.value_loader:
         by_k, by_v = "the loader of K", "the loader of V"
     done = f"{each.removeprefix('each ')}s are done with a tile of"
     info_bytes = _TILE_INFO_BYTES + (_SLOT_BYTES if iteration == "tile_map" else 0)
-    info = () if roles.map_rows else (("tile_info", info_bytes),)
     scale_bytes = _TILE_SCALES_BYTES if scale_block > 1 else _SCALE_BYTES * tile_n
     scales = (("tile_scales", scale_bytes),) if scale_block else ()
     value_bytes = _TILES_OF_VALUES * _VALUE_BYTES * entries * tile_n * roles.key_values
@@ -60,28 +59,25 @@ def forward_pipes(
         "q", roles.q_stages, by_q, each,
         guards="a tile of Q stays until it is multiplied with every tile of K of its work tile",
         full=Signal(1, by_q, "a tile of Q has landed", bytes=True),
-        empty=Signal(consumers, each, "consumers have multiplied a tile of Q for the last time"),
+        empty=Signal(warps * consumers, f"each warp of {each}", "consumers are done with a work tile")
+        if roles.map_rows
+        else Signal(consumers, each, "consumers have multiplied a tile of Q for the last time"),
         stored=(("q", entries * tile_m * qk * operands.q.bytes),),
     )  # fmt: skip
-    own_steps = Ring(
-        "own_steps", stages, by_k, each, count=consumers,
-        guards="what a consumer reads of its next step stays until S is complete, when it gives back the stage of K",
-        full=Signal(1, by_k, "the blocks of a consumer's next step, and their stage, are written"),
-        stored=(("own_steps", _OWN_STEP_BYTES),),
-    )  # fmt: skip
-    own_values = Ring(
-        "own_values", stages, by_v, each, count=consumers,
-        guards="no memory: a consumer waits for V of its step only when the stage has been taken for it, since others "
-        "may have had the stage before",
-        full=Signal(1, by_v, "V of a consumer's next step is under way"),
-    )  # fmt: skip
-    releases = f"{each}, or {by_k} for one that does not see it" if roles.map_rows else each
     k = Ring(
         "k", stages, by_k, each,
         guards="a tile of K, and the word that says what each consumer does with it, stay until S is complete",
         full=Signal(1, by_k, "a tile of K has landed, and what each consumer does with it is written", bytes=True),
-        empty=Signal(consumers, releases, f"{done} K"),
-        stored=(("k", entries * tile_n * qk * operands.k.bytes), *info, *scales, *values),
+        empty=Signal(consumers, each, f"{done} K"),
+        stored=(("k", entries * tile_n * qk * operands.k.bytes), ("tile_info", info_bytes), *scales, *values),
+    )  # fmt: skip
+    kv = Ring(
+        "kv", stages, by_k, each, count=consumers, joined=True,
+        guards="a tile of K, and the word that says what each consumer does with it, stay until S is complete; a tile "
+        "of V stays until its product is added to O",
+        full=Signal(1, by_k, "a tile of K or V has landed", bytes=True),
+        empty=Signal(consumers, f"{each}, or one for both where the other does not read it", f"{done} K or V"),
+        stored=(("kv", tile_n * max(qk * operands.k.bytes, v * operands.v.bytes)), ("tile_info", info_bytes)),
     )  # fmt: skip
     v_bytes, v_rows = entries * tile_n * v * operands.v.bytes, []
     landed = Signal(1, by_v, "a tile of V has landed", bytes=True)
@@ -100,7 +96,7 @@ def forward_pipes(
         "v", stages, by_v, each,
         guards="a tile of V stays until its product is added to O, one step after K",
         full=landed,
-        empty=Signal(consumers, releases, f"{done} V"),
+        empty=Signal(consumers, each, f"{done} V"),
         stored=(("v", v_bytes),),
     )  # fmt: skip
     of_biases = Ring(
@@ -126,15 +122,16 @@ def forward_pipes(
     )  # fmt: skip
     asked = Event(
         "work_asked",
-        Signal(1, by_k, "the loader nears the end of a work tile: the scheduler may take the next one"),
+        Signal(
+            consumers if roles.map_rows else 1,
+            by_k,
+            "the loader nears the end of a work tile: the scheduler may take the next one",
+        ),
     )
     return Pipes(
         (
             q,
-            *([own_steps, own_values] if roles.map_rows else []),
-            k,
-            *v_rows,
-            of_v,
+            *([kv] if roles.map_rows else [k, *v_rows, of_v]),
             *([of_biases] if roles.biases else []),
             work,
             *([asked] if roles.persistent else []),
@@ -198,21 +195,31 @@ def _readers_of_work(roles: HopperForward) -> str:
     """Readers of the record of a work item, in words."""
     if roles.transposes:
         return "the consumers, the loader and the transposers"
-    return f"the consumers and {'all' if roles.value_loader else 'both'} loaders"
+    return f"the consumers and {'all' if roles.value_loader or roles.map_rows else 'both'} loaders"
 
 
 def forward_roles(
-    consumers: int, producer: int, consumer: int, *, value_loader: bool = False, transposes: bool = False
+    consumers: int,
+    producer: int,
+    consumer: int,
+    *,
+    value_loader: bool = False,
+    transposes: bool = False,
+    own: bool = False,
 ) -> tuple[Role, ...]:
     """Roles of the warps, with the registers of a thread of the producer and of a consumer: consumers first, then the
     producer's warps, of which the last idles unless it loads V. Where two of them transpose V, the
-    scheduler loads Q."""
+    scheduler loads Q. Where consumers visit their ``own`` blocks, each has a loader."""
     first, producers = WARPGROUP * consumers, ["scheduler", "loader", "query_loader"]
+    if own:
+        producers.remove("loader")
     if value_loader:
         producers.append("value_loader")
     if transposes:
         producers.remove("query_loader")
     alone = [Role(name, first + i, 1, producer) for i, name in enumerate(producers)]
+    if own:
+        alone.append(Role("loaders", first + len(alone), consumers, producer))
     if transposes:
         alone.append(Role("transposers", first + len(alone), _TRANSPOSERS, producer))
     return Role("consumers", 0, first, consumer), *alone

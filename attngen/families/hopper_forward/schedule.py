@@ -187,9 +187,7 @@ def _products(planned: Plan, roles: HopperForward) -> int:
     step and behind it."""
     qk, pv = planned.columns_qk[0].width // planned.operands.q.mma_k, planned.tile_n // planned.operands.p.mma_k
     qk, pv = roles.entries * qk, roles.entries * pv
-    if roles.shares:
-        return 2 * qk + 2 * pv
-    if roles.map_rows:
+    if roles.shares or roles.map_rows:
         return 2 * qk + 2 * pv
     return 4 * qk + 3 * pv if roles.skips else 3 * qk + 2 * pv
 

@@ -41,7 +41,6 @@ from attngen.plan.traits import (
     bands_of,
     computes_distance_values,
     key_values,
-    mask_block,
     may_see_all_keys,
 )
 from attngen.schema.kernel_spec import KernelSpec, Roles
@@ -68,6 +67,10 @@ _COUNTED_COLUMNS = 64
 #: waits for its first loads, and has room for more of them than other kernels (docs/notebook/hopper_forward.md,
 #: "Sharing the keys of a tile").
 _MANY_STAGES = (4, 3, 2)
+
+#: The most stages of the ring of a consumer that has its own; as many as fit are taken, and fewer were not measured
+#: (docs/notebook/hopper_forward.md, "A ring for each consumer").
+_MOST_OWN_STAGES = 6
 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
@@ -126,12 +129,12 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     roles = spec.roles or Roles()
     consumers = _consumers(spec, roles, choice)
     tile_m = ROWS * consumers
-    block_keys = _block_keys(spec, form, iteration, candidate, tile_m)
+    block_keys = min(ROWS, tile_n) if choice.owns_blocks else 0
     map_rows = ROWS if block_keys else 0
     if refused := _key_refusal(spec, form, candidate):
         return refused
     form.check(spec, roles, iteration)
-    schedule = roles.schedule or (choice.warps.schedule if consumers > 1 and not map_rows else "cooperative")
+    schedule = roles.schedule or (choice.warps.schedule if consumers > 1 else "cooperative")
     if schedule == "pingpong" and consumers == 1:
         return refuse(spec, "warps", "pingpong needs at least 2 consumers to take turns; allowed: cooperative")
     as_chosen = (consumers, tile_n) == (choice.consumers, choice.tile.n)
@@ -140,16 +143,21 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         return refused
     transposes = form.transposes and not spec.transposed_v
     value_loader = is_paged(spec) and not form.transposes  # pages take many small copies
-    warp_roles = forward_roles(consumers, *registers, value_loader=value_loader, transposes=transposes)
+    warp_roles = forward_roles(
+        consumers, *registers, value_loader=value_loader, transposes=transposes, own=map_rows > 0
+    )
     usual = _MANY_STAGES if spec.split_tiles else (choice.pipeline.stages if as_chosen else 2,)
+    if map_rows:
+        usual = tuple(range(_MOST_OWN_STAGES, 1, -1))
     if spec.stages and not 2 <= spec.stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{spec.stages} is not allowed; allowed: 2 to 8")
-    staged = spec.epilogue != "direct" and not spec.split_tiles
+    # rings of its own for each consumer leave no room for O
+    staged = spec.epilogue == "staged" if map_rows else spec.epilogue != "direct" and not spec.split_tiles
     values = key_values(
         spec.variant, "packed" if spec.pack_gqa else "single", fast_math=spec.fast_math,
         bits=iteration == "tile_map" and not map_rows, tabled=candidate.table_bytes > 0,
     )  # fmt: skip
-    if is_paged(spec) or block_keys:
+    if is_paged(spec) or map_rows:
         values = NO_KEY_VALUES
     kind, softmax = _softmax(spec, iteration, form, candidate, widest=max(qk, v), columns=qk + v)
     fragments = 4 if warp_roles[-1].registers >= _REGISTERS_OF_FOUR else 3
@@ -327,24 +335,6 @@ def _order(
         "end_alignment": END_ALIGNMENT if end_aligned else 0,
         "cuts": kind.cuts and (alike if form.transposes else longest) and _can_be_cut(spec, widest),
     }
-
-
-def _block_keys(spec: KernelSpec, form: Form, iteration: str, candidate: Candidate, tile_m: int) -> int:
-    """Keys of a block, if the tile map has a row for the rows of each consumer, and a bit for a block of keys, of which
-    a step has one or two; else 0.
-
-    A mask is constant on blocks of a consumer's rows, and not on those of all. What comes with a tile of K is for
-    neighbouring keys, so that a step has one block; and consumers that go their own ways take no turns.
-    """
-    roles = spec.roles or Roles()
-    if iteration != "tile_map" or form.transposes or is_paged(spec) or spec.split_tiles or roles.schedule == "pingpong":
-        return 0
-    tile_n = candidate.tile_n
-    if mask_block(spec.variant, (tile_m, tile_n)) == (tile_m, tile_n):
-        return 0
-    alone = not (candidate.bias_bytes or candidate.by_distance or spec.variant.dropout)
-    sizes = (tile_n, tile_n // 2) if tile_m == 2 * ROWS and alone else (tile_n,)
-    return next((keys for keys in sizes if mask_block(spec.variant, (ROWS, keys)) == (ROWS, keys)), 0)
 
 
 def _with_most(

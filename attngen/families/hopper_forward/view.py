@@ -33,13 +33,13 @@ from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.tables import Fill, fills
 
 _REGION_TEXTS = {
-    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "out": "O, for its store",
+    "q": "Q", "k": "K, a tile per stage", "v": "V, a tile per stage", "kv": "K or V, a tile per stage",
+    "out": "O, for its store",
     "v_rows": "V as it lies in memory, a box per stage",
     "work": "two work tiles: the one that is loaded and the next", "tile_info": "which tile is in each stage of K",
     "key_values": "values of the keys of two tiles in each stage of K, which {who}",
     "distance_values": "values of the distances of two tiles in each stage of K, which the score reads",
     "biases": "tiles of biases that belong to a tile of K",
-    "own_steps": "blocks of the next steps of each consumer, and their stage",
     "tables": "tables that the score reads, a copy for each consumer",
     "tile_scales": "scales of the tile in each stage of K, of its keys and of its values",
     "more_partials": "what partial results take beyond Q, K and V",
@@ -198,6 +198,7 @@ def _headers(plan: Plan, forward: HopperForward, *, bounds: bool) -> tuple[str, 
         "entries": forward.entries > 1,
         "expression": any((variant.masked, variant.score, variant.sink)),
         "least_logit": bounds,
+        "own_rings": forward.map_rows > 0,
         "pages": plan.key_access == "paged",
         "pdl": True,
         "powers": forward.takes_powers,
@@ -266,7 +267,7 @@ def _loader_reads(plan: Plan, listed: Sequence[Statement | Code]) -> tuple[str, 
     if plan.iteration != "ranges":
         read |= {"visible_hi"}
     if plan.structure.map_rows:
-        read |= {"q_start", "seqlen_q"}
+        read = read - {"tiles"} | {"q_start", "seqlen_q"}
     if plan.pack_gqa:
         read |= {"hk"}
     assert isinstance(plan.structure, HopperForward)
