@@ -68,9 +68,9 @@ _COUNTED_COLUMNS = 64
 #: "Sharing the keys of a tile").
 _MANY_STAGES = (4, 3, 2)
 
-#: The most stages of the ring of a consumer that has its own; as many as fit are taken, and fewer were not measured
+#: Stages of the ring of a consumer that has its own; as many as fit are taken, and fewer were not measured
 #: (docs/notebook/hopper_forward.md, "A ring for each consumer").
-_MOST_OWN_STAGES = 6
+_OWN_STAGES = (6, 5, 4, 3, 2)
 
 #: The most blocks of a cluster that every Hopper card takes.
 _MOST_BLOCKS = 8
@@ -146,9 +146,9 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
     warp_roles = forward_roles(
         consumers, *registers, value_loader=value_loader, transposes=transposes, own=map_rows > 0
     )
-    usual = _MANY_STAGES if spec.split_tiles else (choice.pipeline.stages if as_chosen else 2,)
-    if map_rows:
-        usual = tuple(range(_MOST_OWN_STAGES, 1, -1))
+    usual: tuple[int, ...] = (choice.pipeline.stages if as_chosen else 2,)
+    if spec.split_tiles or map_rows:
+        usual = _OWN_STAGES if map_rows else _MANY_STAGES
     if spec.stages and not 2 <= spec.stages <= 8:
         raise refuse(spec, "pipeline.stages", f"{spec.stages} is not allowed; allowed: 2 to 8")
     # rings of its own for each consumer leave no room for O
