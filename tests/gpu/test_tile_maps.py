@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,16 @@ BLOCKS = (
 )
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("size", BLOCKS, ids=str)
-@pytest.mark.parametrize("name", ["blocks", "causal_blocks"])
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [*product(("blocks", "causal_blocks"), (64, 128, 192, 256)), *product(("far_blocks",), (64, 128))],
+)
 def test_consumers_visit_their_own_blocks(
     name: str, size: tuple[int, int, int, int, int, float], head_dim: int
 ) -> None:
     batch, heads, kv_heads, queries, keys, share = size
-    for seed in range(3):
+    for seed in range(4):
         torch.manual_seed(seed)
         sel = torch.rand(heads, -(-queries // 64), -(-keys // 64), device=DEVICE) < share
         sel[0, 0] &= share == 1.0  # a row without keys
@@ -138,6 +141,8 @@ def test_consumers_visit_their_own_blocks(
             sel[:, ::2] &= torch.rand(heads, 1, 1, device=DEVICE) < 0.5
         if seed == 2:  # the same of keys
             sel[:, :, ::2] &= torch.rand(heads, 1, 1, device=DEVICE) < 0.5
+        if seed == 3:  # one consumer sees nothing, or a single block, which the other may see, too
+            sel[0, 1::2], sel[1:, ::2] = False, torch.arange(sel.shape[2], device=DEVICE) == sel.shape[2] // 2
         shapes = [(batch, queries, heads, head_dim), *[(batch, keys, kv_heads, head_dim)] * 2]
         inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
         dout = torch.randn(shapes[0], device=DEVICE, dtype=torch.bfloat16)
