@@ -76,7 +76,8 @@ class PythonVariant(str):
         ``sizes`` is a number of queries and keys, (queries, keys), or (batch, heads, queries, keys). Batch and heads
         that it leaves out are those of the tensors, else 1; a mask that depends on them needs one or the other. The
         mask's own tensors and scalars are keywords, as at a call; the result is on their device. Raises CallError for
-        one that is missing, unknown, wrong, or not what was declared, and LoadError without torch.
+        one that is missing, unknown, wrong, or not what was declared, and for a variant with ``keys``, whose calls list
+        what is seen; LoadError without torch.
         """
         with _torch("a mask"):
             from attngen.inspect.seen import seen

@@ -35,7 +35,7 @@ from attngen.runtime.arguments.given import Given
 from attngen.runtime.launch.gradients import differentiable
 from attngen.runtime.operations.attention import entry as calls
 from attngen.runtime.operations.attention import introspection
-from attngen.runtime.reference.eager import OneSequence, attend_rows, names_of, scores_of, weights_of
+from attngen.runtime.reference.eager import OneSequence, attend_rows, names_of, scores_of, weights_of, without_keys
 
 #: Logits of all chosen rows and heads up to which all rows are compared, where the caller names none, and how many rows
 #: of each sequence otherwise.
@@ -322,13 +322,7 @@ def _exact(call: Call, one: OneSequence, where: Tensor, which: Tensor) -> tuple[
     """Return out (rows, heads, d) and lse (heads, rows) in float64."""
     if one.k.shape[0]:
         return attend_rows(call, one, where, torch.float64, heads=which)
-    from attngen.runtime.reference.sinks import sinks
-
-    out = torch.zeros((len(where), len(which), call.head_dim_v), dtype=torch.float64, device=call.device)
-    lse = torch.full((len(which), len(where)), -math.inf, dtype=torch.float64, device=call.device)
-    if call.variant.sink is not None:
-        lse = sinks(call, torch.float64)[one.index][which, None].expand_as(lse)
-    return out, lse
+    return without_keys(call, one, len(where), torch.float64, heads=which)
 
 
 def _of_sequence(call: Call, out: Tensor, lse: Tensor | None, one: OneSequence) -> tuple[Tensor, Tensor | None]:

@@ -26,6 +26,9 @@ from attngen.runtime.reference.eager import names_of
 #: Queries and keys as one number, (queries, keys), or (batch, heads, queries, keys).
 Sizes = int | tuple[int, ...]
 
+#: Features of variants beside which the mask alone decides what is seen.
+SERVES = ("mask", "score", "sink", "dropout", "sink_in_lse", "weights")
+
 #: Rows and columns of the tiles that are counted: those of most kernels.
 TILE = 128
 
@@ -84,7 +87,7 @@ class SeenKeys:
 
 def seen(variant: Variant, sizes: Sizes, kv_heads: int | None, arguments: Mapping[str, Any]) -> Tensor:
     """The keys that each query sees: bools (batch, heads, queries, keys). Raises CallError."""
-    _check_names(variant, arguments)
+    _check(variant, arguments)
     known, unknown = _resolved(variant, sizes, arguments)
     if unknown:
         raise CallError(f"{variant.name}: what is seen depends on {' and '.join(unknown)}; {_SAY_SIZES}")
@@ -110,7 +113,7 @@ def seen_keys(
 ) -> SeenKeys:
     """Return the bands of a variant, and what is seen where sizes and all that the mask reads are given: in sequence
     ``b`` by head ``h``, or in all of them."""
-    _check_names(variant, arguments)
+    _check(variant, arguments)
     of_mask = bands(variant.mask, Facts.of(variant), over="kv")
     visible, full = (tuple(map(Band.of, part)) for part in (of_mask.visible, of_mask.full))
     missing = [] if sizes is not None else ["sizes"]
@@ -126,8 +129,9 @@ def seen_keys(
     return SeenKeys(variant, visible, full, of_mask.exact, counted, tuple(missing))
 
 
-def _check_names(variant: Variant, arguments: Mapping[str, Any]) -> None:
-    """Raise CallError for a keyword that the variant does not declare."""
+def _check(variant: Variant, arguments: Mapping[str, Any]) -> None:
+    """Raise CallError for a variant whose mask alone does not decide, and a keyword that it does not declare."""
+    variant.require(SERVES, "the mask of a variant, which alone decides what is seen,")
     declared = [*(tensor.name for tensor in variant.tensors), *(scalar.name for scalar in variant.arguments)]
     for name in arguments:
         if name in declared or name in (DROPOUT_P.name, RNG_STATE.name):

@@ -17,29 +17,33 @@ from attngen.parallel.cost import Cost
 from attngen.parallel.overlap import overlap
 from attngen.parallel.visits import TileRuns, runs_of_tiles
 
-#: Chunks for each rank that are tried.
+#: Chunks for each rank that are tried. Not measured.
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
-#: Work of the rank that has most, over the mean, which is not looked at any more.
+#: Work of the rank that has most, over the mean, which is not looked at any more. Not measured.
 _BALANCED = 1.002
 
-#: Number of ranks, those with least work, with which the rank that has most may swap.
+#: Number of ranks, those with least work, with which the rank that has most may swap
+#: (docs/notebook/parallel.md, "Time of a plan").
 _PARTNERS = 12
 
-#: Seconds that a further run of rows costs a layer on a rank: a call of its own in a forward, and rows between others.
+#: Seconds that a further run of rows costs a layer on a rank: a call of its own in a forward, and rows between others
+#: (docs/notebook/parallel.md, "Two GPUs").
 _RUN = 60e-6
 
-#: A finer cut has to be better by this share.
+#: Time of a finer cut, over that of the best one so far, that is better. Not measured.
 _GAIN = 0.99
 
 #: No cut is tried if packed documents take at most so many times as long as equal work without an exchange, and the
-#: rank that has most work has at most so many times the mean.
+#: rank that has most work has at most so many times the mean (docs/notebook/parallel.md, "Two long documents on many
+#: ranks").
 _ENOUGH, _EVEN = 1.3, 1.05
 
-#: The search ends after so many finer cuts in a row that are no better than the best one so far.
+#: The search ends after so many finer cuts in a row that are no better than the best one so far
+#: (docs/notebook/parallel.md, "Time of a plan").
 _WORSE = 3
 
-#: Least share of the time of an exchange that is not hidden: rows are copied before and after.
+#: Least share of the time of an exchange that is not hidden: rows are copied before and after. Not measured.
 _COPIED = 0.25
 
 

@@ -20,7 +20,7 @@ from attngen.parallel.gathers import Gather, of_each, side_by_side, widths_of
 from attngen.parallel.routes import Needs
 from attngen.parallel.transfers import PendingTransfer, Transfer
 
-#: Most runs that a rank sends and receives in a batch: the host starts each by itself.
+#: Most runs that a rank sends and receives in a batch: the host starts each by itself. Not measured.
 MOST_RUNS = 64
 
 

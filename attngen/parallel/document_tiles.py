@@ -17,11 +17,12 @@ import numpy as np
 
 from attngen.parallel.visits import TileRuns
 
-#: Most tiles, over those of one sequence without documents: more documents are so short that their tiles are small.
+#: Most tiles, over those of one sequence without documents: more documents are so short that their tiles are small. Not
+#: measured.
 _MOST = 1.5
 
 #: Deals of rows that are looked at together, for so few ranks: one tile of a long document is some percent of a rank's
-#: work there.
+#: work there (docs/notebook/parallel.md, "Tiles of one document").
 _DEALS, _FEW_RANKS = 8, 8
 
 

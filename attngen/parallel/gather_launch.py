@@ -16,9 +16,8 @@ from attngen.runtime.device.interface import Frame
 #: Most sources that the kernel reads.
 SOURCES = 3
 
-#: Elements of a block, and most columns of one.
+#: Elements of a block, and most columns of one; its warps. Not measured.
 _ELEMENTS, _COLUMNS = 4096, 512
-
 _WARPS = 4
 
 #: Dtypes that the kernel adds up, by the names of Triton.

@@ -39,13 +39,14 @@ SERVES = ("mask", "score", "sink", "dropout")
 #: Ways by which keys reach the rows that see them.
 METHODS = ("auto", "gather", "exchange", "heads")
 
-#: Rows of the tiles that are dealt and sent, in order of preference: the first of which all ranks get as many.
+#: Rows of the tiles that are dealt and sent, in order of preference: the first of which all ranks get as many. Not
+#: measured.
 TILES = (128, 64, 32, 16)
 
-#: Keys of a rank that several of its segments see are copied: in all, at most so many times.
+#: Keys of a rank that several of its segments see are copied: in all, at most so many times. Not measured.
 _COPIES = 2.5
 
-#: Most plans, and most counts of tiles, that are kept.
+#: Most plans, and most counts of tiles, that are kept. Not measured.
 _KEPT = 32
 
 #: The visits of a variant, and the tensors of its documents, if they were needed.

@@ -14,25 +14,29 @@ from attngen.parallel.visits import TileRuns, in_order_of_ranks, runs_of_tiles
 #: By rows, by heads, or not at all.
 Overlap = Literal["rows", "heads", "none"]
 
-#: Seconds that groups of heads cost: more launches, and small calls, whose last blocks leave multiprocessors idle.
+#: Seconds that groups of heads cost: more launches, and small calls, whose last blocks leave multiprocessors idle
+#: (150 in docs/notebook/parallel.md, "Streams, collectives and copies"; 200 was not measured).
 _GROUP = 200e-6
 
-#: Least seconds of an exchange that is cut into groups of heads.
+#: Least seconds of an exchange that is cut into groups of heads. Not measured.
 _WORTH = 40e-6
 
-#: Seconds that one more group of heads costs a forward pass whose exchange is already cut, and most groups.
+#: Seconds that one more group of heads costs a forward pass whose exchange is already cut, and most groups
+#: (docs/notebook/parallel.md, "More groups of heads").
 _FURTHER, _MOST_GROUPS = 60e-6, 4
 
-#: Seconds that a forward has to take, so that the host has time to enqueue it in two groups of heads.
+#: Seconds that a forward has to take, so that the host has time to enqueue it in two groups of heads
+#: (docs/notebook/parallel.md, "Host time of a step").
 _HOST = 1e-3
 
 #: Share of the time of an exchange that nothing hides, if calls overlap by rows: rows are copied before and after.
+#: Not measured.
 _COPIED = 0.25
 
-#: Seconds of an exchange of any size.
+#: Seconds of an exchange of any size. Not measured: the first exchanges of docs/notebook/parallel.md take 38 to 53 µs.
 _LATENCY = 30e-6
 
-#: Bytes that a GPU copies in a second, read and written.
+#: Bytes that a GPU copies in a second, read and written. Not measured.
 _COPIES = 1.2e12
 
 

@@ -45,7 +45,7 @@ from attngen.variants import PythonVariant
 _numbers = count()
 
 #: The keys of a call are kept for the backward if a rank gets at most so many times its own rows; more are sent again,
-#: since they take memory, but for those of the first group of heads.
+#: since they take memory, but for those of the first group of heads. Not measured.
 _KEPT = 1.5
 
 

@@ -31,6 +31,7 @@ from attngen.parallel.streams import Streams
 from attngen.parallel.transfers import PendingTransfer, Transfer, head_start
 
 #: Most calls that segments of a forward are cut into, and the least rows of a segment that is a call of its own.
+#: Not measured.
 _MOST_CALLS, _LONG = 3, 512
 
 #: Values of a stage's call, from what the caller passed.

@@ -20,7 +20,7 @@ from attngen.parallel.making import plan
 from attngen.parallel.overlap import local_tiles
 from attngen.parallel.plans import Plan
 
-#: FLOPs of a backward over those of a forward.
+#: FLOPs of a backward over those of a forward: five products and two.
 _BACKWARD = 2.5
 
 #: Methods that are simulated.

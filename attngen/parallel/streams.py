@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-#: Work of a call of attention, over that of the call before it, up to which it is expected to end first.
+#: Work of a call of attention, over that of the call before it, up to which it is expected to end first. Not
+#: measured.
 _SHORT = 0.35
 
-#: Cycles for which a kernel waits once the one before it may start, so that its blocks are placed after that one's.
+#: Cycles for which a kernel waits once the one before it may start, so that its blocks are placed after that one's
+#: (docs/notebook/parallel.md, "Order of kernels").
 _BEHIND = 2_000
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()

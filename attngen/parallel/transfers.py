@@ -20,7 +20,8 @@ from attngen.parallel.exchange import Group, gather, on_wire
 from attngen.parallel.gathers import Gather, of_each, side_by_side, widths_of
 from attngen.parallel.routes import Needs
 
-#: Cycles of a GPU for which its stream waits, so that a collective's kernel starts before one that fills the GPU.
+#: Cycles of a GPU for which its stream waits, so that a collective's kernel starts before one that fills the GPU
+#: (docs/notebook/parallel.md, "Overlap").
 _HEAD_START = 20_000
 
 

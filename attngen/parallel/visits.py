@@ -22,10 +22,10 @@ from attngen.lang.variant import Variant
 #: Names by which a mask differs from head to head.
 _HEADS = frozenset(("h", "hk", "heads", "kv_heads"))
 
-#: Most nodes of a bound of a tile: the host has no registers to save.
+#: Most nodes of a bound of a tile: the host has no registers to save. Not measured.
 _NODES = 4096
 
-#: Most tiles that are classified at once.
+#: Most tiles that are classified at once. Not measured.
 _BLOCK = 2**20
 
 T = TypeVar("T")

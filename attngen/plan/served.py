@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from attngen.dtypes import (
@@ -22,7 +22,7 @@ from attngen.lang.ir import Expr
 from attngen.lang.printing import canonical
 from attngen.operations import APPEND
 from attngen.plan.choices import refuse
-from attngen.schema.kernel_spec import KernelSpec
+from attngen.schema.kernel_spec import Backward, KernelSpec, Roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def unserved(spec: KernelSpec, served: Mapping[str, ServedValues], name: str) ->
         values = served.get(field) or ServedValues((default,), f"{name} does not serve it")
         if values.allowed is None or value in values.allowed:
             continue
-        choices = [_shown(field, each) for each in values.allowed if each is not None]
+        choices = [_shown(field, each) for each in values.allowed if each not in (None, Backward())]
         hint = f"allowed: {', '.join(choices)}" if choices else "leave it out"
         return refuse(spec, label, f"{values.why}; found {_shown(field, value)}; {hint}")
     return None
@@ -101,8 +101,10 @@ def _shown(field: str, value: Any) -> str:
         return str(value).lower()
     if isinstance(value, Expr):
         return canonical(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return f"{{{', '.join(f'{name}: {part}' for name, part in asdict(value).items() if part is not None)}}}"
+    if isinstance(value, Roles | Backward):
+        return _shown(field, value.said())
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_shown(field, part)}' for name, part in value.items())}}}"
     return str(value)
 
 

@@ -16,6 +16,11 @@ _FIELD_OF = {
 }  # fmt: skip
 
 
+def fixed(**choices: Any) -> dict[str, Any]:
+    """Those of the choices that a spec fixes."""
+    return {name: value for name, value in choices.items() if value is not None and value != {}}
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """Warp roles of a warp-specialized kernel: what the spec fixes, None for what the plan chooses."""
@@ -27,6 +32,14 @@ class Roles:
     producer_registers: int | None = None
     consumer_registers: int | None = None
 
+    def said(self) -> dict[str, Any]:
+        """Fixed choices, as specs say them."""
+        registers = fixed(producer=self.producer_registers, consumer=self.consumer_registers)
+        return fixed(
+            producer=self.producer, consumer=self.consumer, schedule=self.schedule, overlap=self.overlap,
+            registers=registers,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
@@ -37,6 +50,10 @@ class Gradient:
     stages: int | None = None
     num_warps: int | None = None
 
+    def said(self) -> dict[str, Any]:
+        """Fixed choices, as specs say them."""
+        return fixed(tile=fixed(m=self.tile_m, n=self.tile_n), stages=self.stages, warps=self.num_warps)
+
 
 @dataclass(frozen=True, slots=True)
 class Backward:
@@ -44,6 +61,10 @@ class Backward:
 
     dkdv: Gradient = Gradient()
     dq: Gradient = Gradient()
+
+    def said(self) -> dict[str, Any]:
+        """Fixed choices, as specs say them."""
+        return fixed(dkdv=self.dkdv.said(), dq=self.dq.said())
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from attngen import resources
 from attngen.errors import SpecError
 from attngen.schema.expand import gradients_of, roles_of
 from attngen.schema.fields import Many
-from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
+from attngen.schema.kernel_spec import Backward, KernelSpec, Roles, fixed
 from attngen.schema.measured import FORMAT, MeasuredModel, checked, read_choices
 from attngen.schema.models import BackwardModel, ChosenStages, Model, TileModel, WarpsModel
 
@@ -122,19 +122,12 @@ def load_tuned(path: str | Path, *, name: str | None = None) -> Tuned:
 
 def fields_of(kernel: KernelSpec) -> dict[str, Any]:
     """Return the choices of a kernel as an entry of a spec, or of a file of choices, says them."""
-    choices: dict[str, Any] = {"tile": _tile(kernel.tile_m, kernel.tile_n)}
-    if kernel.stages is not None:
-        choices["pipeline"] = {"stages": kernel.stages}
-    roles = kernel.roles or Roles()
-    registers = _given(producer=roles.producer_registers, consumer=roles.consumer_registers)
-    choices["warps"] = _given(
-        count=kernel.num_warps, producer=roles.producer, consumer=roles.consumer, schedule=roles.schedule,
-        overlap=roles.overlap, registers=registers or None,
-    )  # fmt: skip
-    given = kernel.backward or Backward()
-    choices["backward"] = {name: _gradient(getattr(given, name)) for name in ("dkdv", "dq")}
-    choices["backward"] = {name: fields for name, fields in choices["backward"].items() if fields}
-    return {name: fields for name, fields in choices.items() if fields}
+    return fixed(
+        tile=fixed(m=kernel.tile_m, n=kernel.tile_n),
+        pipeline=fixed(stages=kernel.stages),
+        warps=fixed(count=kernel.num_warps) | (kernel.roles or Roles()).said(),
+        backward=(kernel.backward or Backward()).said(),
+    )
 
 
 def tuned_text(
@@ -145,16 +138,3 @@ def tuned_text(
     head = {"tuned": FORMAT, "gpu": gpu, **measured, "versions": dict(versions)}
     content = {**head, "choices": [dict(one) for one in choices]}
     return f"{_HEAD}\n" + yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110)
-
-
-def _gradient(given: Gradient) -> dict[str, Any]:
-    tile = _tile(given.tile_m, given.tile_n)
-    return _given(tile=tile or None, stages=given.stages, warps=given.num_warps)
-
-
-def _tile(m: int | None, n: int | None) -> dict[str, Any]:
-    return _given(m=m, n=n)
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}

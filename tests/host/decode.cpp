@@ -35,14 +35,6 @@ using Query = Element;
 static const Element kNan = {0x7fff};
 #endif
 
-// Multipliers by which kernels divide.
-static int reciprocal(int divisor) {
-  if (divisor <= 0) return 0;
-  int shift = 0;
-  while ((1ll << shift) < divisor) ++shift;
-  return static_cast<int>(static_cast<uint32_t>(((1ll << (31 + shift)) + divisor - 1) / divisor));
-}
-
 // One causal call: lengths, query and KV heads, queries, blocks, tiles of a split (0: equal shares), rows of a page; and
 // blocks of a cluster, or of the rows of a unit.
 static void run(const std::vector<int>& lengths, int heads, int kv_heads, int rows, int grid, int split_tiles, int page_size, int cluster) {

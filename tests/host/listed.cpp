@@ -19,14 +19,6 @@ static void store_row(CacheElement* row, bool exists) {
 static float number_of(const CacheElement* row, int column) { return to_float(row[column]); }
 #endif
 
-// What kernels multiply by to divide.
-static int reciprocal(int divisor) {
-  if (divisor <= 0) return 0;
-  int shift = 0;
-  while ((1ll << shift) < divisor) ++shift;
-  return static_cast<int>(static_cast<uint32_t>(((1ll << (31 + shift)) + divisor - 1) / divisor));
-}
-
 // One call: heads, queries, blocks, keys, entries of a list, a factor of Q; then how many entries of each query count. Entries
 // are numbers of BLOCK keys.
 static void run(int heads, int queries, int grid, int keys, int topk, int factor, std::vector<int> counts, int cluster) {

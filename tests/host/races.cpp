@@ -56,6 +56,7 @@ struct GlobalCell : Cell { std::vector<Event> added; };
 enum class Access { kRead, kWrite, kAdd, kAtomic, kLoad };  // the last ones: what others may do at the same time, too
 
 constexpr size_t kBlock = 256 << 10, kBlocks = 64, kCell = 4, kPage = 4096;
+constexpr uintptr_t kGuard = 4096;  // bytes on both sides of memory that launches write
 char* const arena = static_cast<char*>(mmap(nullptr, kBlock * kBlocks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
 std::vector<std::vector<Cell>> cells(kBlocks);
 // Global memory that is looked at, its cells by page, and the words that pass on what is released.
@@ -158,8 +159,14 @@ bool is_watched(uintptr_t place) {
   const auto next = std::upper_bound(watched.begin(), watched.end(), std::pair(place, UINTPTR_MAX));
   return next != watched.begin() && place < std::prev(next)->second;
 }
+// Whether a place lies just outside of memory that launches write, where nothing is.
+bool is_guard(uintptr_t place) {
+  const auto next = std::upper_bound(watched.begin(), watched.end(), std::pair(place, UINTPTR_MAX));
+  return (next != watched.end() && next->first - place <= kGuard) || (next != watched.begin() && place - std::prev(next)->second < kGuard);
+}
 void check_global(uintptr_t first, size_t bytes, Access access) {
-  if (warp < 0 || !is_watched(first)) return;
+  if (warp < 0) return;
+  if (!is_watched(first)) return is_guard(first) ? stop("memory beyond a result or a workspace") : void();
   const Event own = {actors[now.actor].writes >= 0 && access != Access::kRead ? actors[now.actor].writes : now.actor, now.number};
   for (uintptr_t place = first & -kCell; place < first + bytes; place += kCell) {
     auto& page = pages[place / kPage];

@@ -23,6 +23,14 @@
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 
+// What the host passes for a kernel's `Divisor`; tests/lang/test_divisors.py compares that with Python's.
+inline int reciprocal(int divisor) {
+  if (divisor <= 0) return 0;
+  int shift = 0;
+  while ((1ll << shift) < divisor) ++shift;
+  return static_cast<int>(static_cast<uint32_t>(((1ll << (31 + shift)) + divisor - 1) / divisor));
+}
+
 inline int __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(int x) { return __builtin_ffs(x); }

@@ -7,14 +7,6 @@
 using Number = OutElement;  // of Q, too
 static Number element(float x) { return {static_cast<uint16_t>(pack<Number>(x, 0.0f))}; }
 
-// What kernels multiply by to divide.
-static int reciprocal(int divisor) {
-  if (divisor <= 0) return 0;
-  int shift = 0;
-  while ((1ll << shift) < divisor) ++shift;
-  return static_cast<int>(static_cast<uint32_t>(((1ll << (31 + shift)) + divisor - 1) / divisor));
-}
-
 // Pages of rows of 576 bytes, after which lie eight bytes of scales of each.
 struct Cache {
   int slots, rows, pages;

@@ -27,13 +27,6 @@ static void require(bool holds, const char* what) {
   std::exit(1);
 }
 
-static int reciprocal(int divisor) {
-  if (divisor <= 0) return 0;
-  int shift = 0;
-  while ((1ll << shift) < divisor) ++shift;
-  return static_cast<int>(static_cast<uint32_t>(((1ll << (31 + shift)) + divisor - 1) / divisor));
-}
-
 template <typename Limits, typename Division, bool kListsEmpty>
 static void cut_list(const std::vector<int>& tiles, int split_tiles, int most) {
   using Cutting = CutBy<Limits, Division>;

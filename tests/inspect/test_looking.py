@@ -125,6 +125,14 @@ def test_dropout_and_rows_that_see_nothing() -> None:
     assert compared.ok, compared
 
 
+def test_a_sink_is_left_out_of_the_log_sum_exp_without_keys_too() -> None:
+    q, k, v = tensors(1, 4, 0)
+    apart = attngen.variant(keys="index", sink="0.5", sink_in_lse=False)
+    none = torch.full((1, 4, 2), -1, dtype=torch.int32)
+    compared = attngen.debug.compare(q, k, v, variant=apart, indices=none, return_lse=True)
+    assert compared.ok, compared
+
+
 @pytest.mark.parametrize("form", ["dense", "bhsd", "varlen", "paged"])
 def test_the_reference_in_its_dtype_is_close_and_the_report_says_what_ran(form: str) -> None:
     inputs, options, _ = forms()[form]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 from attngen.lang.check import compile_variant
 from attngen.lang.declared import Scalar
-from attngen.lang.divisors import division, divisors, prepared
+from attngen.lang.divisors import division, divisors, prepared, reciprocal
 from attngen.lang.facts import Facts
 from attngen.lang.ir import Expr, Op, Var, rewrite
 from attngen.lang.printing import canonical
 from attngen.lang.variant import Variant
+from tests.host_compiler import HOST
 
 HEADERS = Path(__file__).parents[2] / "templates/cuda/include"
 LARGEST = 2**31 - 1
@@ -30,9 +32,12 @@ _PROGRAM = """
 static inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 #include "division.cuh"
+RECIPROCAL
+extern "C" int reciprocal_of(int divisor) { return reciprocal(divisor); }
 extern "C" void divide(const int* n, int count, const int* by, int* out) {
   Divisor divisor;
   divisor.value = by[0], divisor.multiplier = by[1], divisor.shift = by[2];
+  if (Divisor(by[0], by[1]).shift != by[2]) __builtin_trap();
   for (int i = 0; i < count; ++i) {
     out[4 * i] = n[i] < 0 ? 0 : n[i] / divisor;
     out[4 * i + 1] = n[i] < 0 ? 0 : n[i] % divisor;
@@ -54,15 +59,20 @@ def made(mask: str, *, score: str | None = None, **scalars: tuple[int | None, in
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_multiplications_are_exact(tmp_path: Path) -> None:
-    """All signs and extremes: the header as host C++ against Python's floor division and remainder."""
+    """All signs and extremes: the header as host C++ against Python's floor division and remainder. Reciprocals that
+    other tests pass to kernels on the host are those that the host passes."""
     (tmp_path / "types.cuh").write_text("#pragma once\n#include <cstdint>\n")
     for name in ("divisor.cuh", "division.cuh"):
         shutil.copy(HEADERS / name, tmp_path)
-    (tmp_path / "program.cpp").write_text(_PROGRAM)
+    (stand_in,) = re.findall(
+        r"^inline int reciprocal\(.*?^}", (HOST / "threads.h").read_text(), re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "program.cpp").write_text(_PROGRAM.replace("RECIPROCAL", stand_in))
     library = tmp_path / "program.so"
     options = ["-std=c++17", "-O1", "-fwrapv", "-shared", "-fPIC", f"-I{tmp_path}"]
     subprocess.run(["g++", *options, tmp_path / "program.cpp", "-o", library], check=True)
-    divide = ctypes.CDLL(str(library)).divide
+    loaded = ctypes.CDLL(str(library))
+    divide = loaded.divide
     r = random.Random(0)
     for by in (*DIVISORS, *(r.randint(1, LARGEST) for _ in range(200)), *(r.randint(1, 5000) for _ in range(200))):
         near = [sign * (by * r.randint(0, LARGEST // by) + step) for step in (-1, 0, 1) for sign in (-1, 1)]
@@ -73,6 +83,7 @@ def test_multiplications_are_exact(tmp_path: Path) -> None:
         held = np.array(division(by), np.int64).astype(np.int32)
         pointers = [ctypes.c_void_p(array.ctypes.data) for array in (given, held, out)]
         divide(pointers[0], len(numbers), *pointers[1:])
+        assert loaded.reciprocal_of(by) == reciprocal(by), by
         for n, (quotient, remainder, floor, mod) in zip(numbers, out.reshape(-1, 4).tolist(), strict=True):
             assert (floor, mod) == (n // by, n % by), (n, by)
             assert n < 0 or (quotient, remainder) == (n // by, n % by), (n, by)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +14,16 @@ import torch
 
 import attngen
 from attngen.errors import CallError, SpecError
-from attngen.inspect import baseline
+from attngen.inspect import baseline, seen
 from attngen.integrations.engines import layers
 from attngen.integrations.shared import catalogue
-from attngen.lab.bench import check
+from attngen.lab.bench import check, workloads
+from attngen.lab.bench.cases import BenchCase
 from attngen.lang.check import restore_variant
 from attngen.lang.shifts import shifts_with_logits
 from attngen.lang.variant import Variant, VariantSettings
 from attngen.parallel import decoding, making
+from attngen.resources import root
 from attngen.runtime.operations.index_scores import arguments
 from attngen.runtime.reference import eager
 from attngen.schema.models import VariantModel
@@ -35,7 +39,11 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 #: Modules that read variants, with the features that each of them serves. Schedules: ``tests/plan/test_served.py``.
-CONSUMERS = (eager, baseline, check, decoding, making, arguments, layers, catalogue)
+CONSUMERS = (eager, baseline, seen, check, workloads, decoding, making, arguments, layers, catalogue)
+
+#: Modules that evaluate expressions of a variant which one of these has taken: the sinks of the reference, rows that
+#: ``debug.compare`` takes from it, and plans, whose schedules serve what they list.
+AFTER_OTHERS = {"runtime/reference/sinks.py", "inspect/comparison.py", "inspect/visits.py"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,10 @@ def called(consumer: Any, variant: Variant) -> None:
         attngen.parallel.plan(variant, 128, 2)
     elif consumer is arguments:
         attngen.index_scores(q, q, torch.zeros(1, 4, 1), variant=variant)
+    elif consumer is seen:
+        seen.seen_keys(variant, (4, 4), None, {})
+    elif consumer is workloads:
+        workloads.visible_pairs(variant, BenchCase("grid", "one", "bf16", 16, 16, 1, 4, 1, 1), {}, "cpu")
     elif consumer is layers:
         layers.Layer().own(layers.Mask(variant, {}))
     elif consumer is catalogue:
@@ -106,6 +118,32 @@ def test_each_consumer_refuses_a_setting_that_it_does_not_serve(consumer: Any) -
     for variant in [*variants, Later("later", unheard=True)]:
         with pytest.raises(CallError, match="does not serve '(unheard|dropout|keys|sink|weights)"):
             called(consumer, variant)
+
+
+def test_each_module_that_evaluates_expressions_is_a_consumer() -> None:
+    package = root() / "attngen"
+    evaluating = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"^from attngen\.lang\.eager import .*\bevaluate\b", path.read_text(), re.MULTILINE)
+    }
+    asking = {str(Path(inspect.getfile(consumer)).relative_to(package)) for consumer in CONSUMERS}
+    assert (
+        evaluating - asking - {"lang/searches.py"} == AFTER_OTHERS
+    )  # which places searches, and computes no attention
+
+
+def test_the_reference_refuses_it_where_rows_see_no_key() -> None:
+    q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 0, 1, 16)
+    with pytest.raises(CallError, match="does not serve 'unheard'"):
+        attngen.attention(q, k, k, variant=Later("later", unheard=True), backend="reference")
+
+
+def test_what_lists_decide_is_not_shown_as_a_mask() -> None:
+    listed = attngen.variant(keys="index")
+    for show in (listed.mask, listed.explain, listed.plot):
+        with pytest.raises(CallError, match="the mask of a variant, which alone .* does not serve 'keys'"):
+            show((4, 8))
 
 
 def test_a_shift_of_logits_is_not_known_of_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pkgutil import resolve_name
@@ -249,3 +250,32 @@ def test_what_was_ignored_is_refused_with_the_condition_that_failed(entry: str, 
         for spec in expand(load_spec_text(text)):
             plan(spec)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_refusals_say_values_as_specs_do(name: str) -> None:
+    spec = spec_of(name)
+    said = {
+        "roles": (Roles(overlap=True, producer_registers=24),),
+        "backward": (Backward(dkdv=Gradient(64, 32, 2, 8)),),
+    }
+    for label, values in VALUES.items():
+        for value in (*values, *said.get(label, ())):
+            refused = refusal(replace(spec, **{label: value}))
+            assert not re.search(r"\b(?:None|True|False)\b|[{(\[]'|tile_m|num_warps|_registers", refused), refused
+
+
+def refusal(spec: KernelSpec) -> str:
+    """The message that refuses a spec; none if it is planned."""
+    try:
+        plan(spec)
+    except PlanError as error:
+        return error.message
+    return ""
+
+
+def test_a_refusal_names_the_tile_of_a_backward() -> None:
+    given = Backward(dkdv=Gradient(tile_m=64, num_warps=8))
+    says = "one tile; found {dkdv: {tile: {m: 64}, warps: 8}}; leave it out"
+    with pytest.raises(PlanError, match=re.escape(says)):
+        plan(replace(spec_of("mla_backward"), backward=given))

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -26,14 +26,17 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
 from attngen.plan import Plan
 from attngen.render import render
 from attngen.runtime.arguments import torch_state
+from attngen.runtime.device import counters
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
+from attngen.runtime.launch import launches, prepared_backward
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.render.headers import headers
@@ -47,6 +50,9 @@ _WORD = "word = *reinterpret_cast<uint{}_t*>(place_of_address(from));"
 PTX = {
     **COMMON_PTX,
     **{rf'asm volatile\("ld\.shared\.u{bits} .*?\);': _WORD.format(bits) for bits in (8, 16, 32)},
+    r'asm volatile\(\s*"\{\\n\.reg \.pred own, any;.*?\);': (
+        "any = named_or(static_cast<int>(first) + which, threads, own);"
+    ),
     r'asm volatile\("" : "\+r"\(writes_pairs\), "\+r"\(hashes\)\);': "",
     r'asm volatile\("cp\.async\.wait_all;" .*?\);': "commit_copies(), wait_copies<0>();",
     r'asm volatile\("red\.global\.add\.f32 \[%0\], %1;" ::"l"\(to \+ i\).*?\);': "races::add(to + i, x[i]);",
@@ -238,23 +244,43 @@ class BarrierError(Exception):
     """A launch has a race, waits forever, or may miss a phase."""
 
 
+#: Bytes on both sides of all memory that launches write, of which they may touch none: ``kGuard`` of races.cpp.
+GUARD = 4096
+
+
 class Made(TorchFunctionMode):
-    """Tensors that are made to be written; they live as long as the device, so that nothing else takes their place."""
+    """Tensors that are made to be written, each between guards; they live as long as the device, so that nothing else
+    takes their place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: list[torch.Tensor] = []
+        self.kept: list[torch.Tensor] = []
+        self.places: set[tuple[int, int]] = set()  # first address and bytes of each
+        self.parts: dict[int, list[tuple[int, int]]] = {}  # of blocks of workspaces: offsets and bytes, by bytes of all
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function.__name__ in ("empty", "new_empty", "empty_like", "empty_strided", "zeros"):
-            self.tensors.append(result)
-        return result
+        if function.__name__ not in ("empty", "new_empty", "empty_like", "empty_strided", "zeros"):
+            return result
+        held = result.untyped_storage().nbytes() if result.device.type == "cpu" else 0
+        if not held:
+            return result
+        item = result.element_size()
+        whole = torch.zeros((held + 2 * GUARD) // item, dtype=result.dtype, device="cpu")
+        own = whole[GUARD // item :][: held // item]
+        own.copy_(result.as_strided(own.shape, (1,), 0))
+        self.kept.append(whole)
+        self.places |= {(own.data_ptr() + at, size) for at, size in self.parts.get(held, [(0, held)])}
+        return whole.as_strided(result.shape, result.stride(), GUARD // item + result.storage_offset())
 
-    def places(self) -> set[tuple[int, int]]:
-        """First address and bytes of each."""
-        storages = [tensor.untyped_storage() for tensor in self.tensors if tensor.device.type == "cpu"]
-        return {(storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes()}
+    def laid_out(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """``laid_out`` of the runtime, with guards between workspaces."""
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = end
+            end += -(-size // 4) * 4 + GUARD // 4
+        self.parts[4 * end] = [(4 * offset, 4 * sizes[name]) for name, offset in offsets.items()]
+        return offsets, end
 
 
 #: What drivers have allocated, which the runtime keeps for all of them.
@@ -292,21 +318,21 @@ class CheckedDriver(HostDriver):
         return 0
 
     def zeros(self, size: int, device: int) -> int:
-        _KEPT.append((ctypes.c_char * size)())
-        return ctypes.addressof(_KEPT[-1])
+        _KEPT.append((ctypes.c_char * (size + 2 * GUARD))())
+        return ctypes.addressof(_KEPT[-1]) + GUARD
 
     def load(self, image: bytes, symbol: str, device: int, shared: int, sizes: Sequence[int], cluster: int = 1) -> Any:
         return symbol, cluster
 
     def launch(self, kernels: Sequence[Launch], device: int) -> None:
         assert self.library is not None
-        launches = self.library.plan.launches
-        kept = [(ctypes.addressof(one), ctypes.sizeof(one)) for one in _KEPT]
-        bounds = [bound for first, size in sorted({*kept, *self.made.places()}) for bound in (first, first + size)]
+        planned = self.library.plan.launches
+        kept = {(ctypes.addressof(one) + GUARD, ctypes.sizeof(one) - 2 * GUARD) for one in _KEPT}
+        bounds = [bound for first, size in sorted(kept | self.made.places) for bound in (first, first + size)]
         self.library.functions.watch((ctypes.c_size_t * len(bounds))(*bounds), len(bounds) // 2)
         for (symbol, cluster), grid, threads, *_, parameters in kernels:
-            (number,) = (i for i, launch in enumerate(launches) if launch.symbol == symbol)
-            launch = launches[number]
+            (number,) = (i for i, launch in enumerate(planned) if launch.symbol == symbol)
+            launch = planned[number]
             blocks = launch.cluster if symbol in self.library.clusters else cluster  # chosen by the call
             given = (number, grid, blocks, threads, self.order, ctypes.c_void_p(parameters))
             self.launches.append((symbol, grid))
@@ -340,13 +366,17 @@ def _apart(run: Callable[[], bytes]) -> str:
 @contextmanager
 def device(library: Library, tried: Sequence[Mutant] = (), blocks: int = 2, order: int = 0) -> Iterator[CheckedDriver]:
     """A device whose memory is the host's, with one kernel. ``order``: of the turns of warps."""
-    before, torch_state.on_gpu = torch_state.on_gpu, lambda tensor: isinstance(tensor, torch.Tensor)
     registry.clear()
     registry.add(package_of_kernels(as_kernels([library.plan]), "here"))
     driver = CheckedDriver(library=library, tried=tried, blocks=blocks, order=order)
     try:
-        with drivers.use(driver), driver.made:
+        with pytest.MonkeyPatch.context() as patch, drivers.use(driver), driver.made:
+            patch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
+            # a stream keeps more than a launch asks for
+            patch.setattr(counters, "of_splits", lambda count, *_: driver.zeros(4 * count, 0))
+            patch.setattr(counters, "workspace", lambda *_: 0)
+            for module in (launches, prepared_backward):
+                patch.setattr(module, "laid_out", driver.made.laid_out)
             yield driver
     finally:
-        torch_state.on_gpu = before
         registry.clear()

@@ -20,6 +20,7 @@ from attngen.plan import Plan
 from attngen.render import render
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.autograd import training
+from attngen.runtime.geometry import sizes
 from attngen.runtime.operations.index_scores import arguments as index_scores
 from tests.plan.specs import planned
 from tests.render.checked_barriers import COMPILER, BarrierError, Library, Mutant, RefusedError, compiled, device
@@ -267,6 +268,10 @@ ROWS = (
         spared=OF_GROUP | OF_Q | OF_CUTS, blocks=3, orders=3, rare=True,
     ),
     Row("parts", {"backend": "cuda", "split_kv": "tiles"}, (Size(300, 600, 2),), spared=LAST_TURN, blocks=3, orders=3),
+    Row(
+        "cut-rows", {"backend": "cuda", "head_dim": 128, **masked("kv <= q and (q - kv < 32 or kv < 32) or q < 32")},
+        (Size(490, 490, 1),), variant="masked", blocks=5, orders=2,
+    ),
     Row("mma", {"arch": "sm80", "backend": "cuda"}, (Size(70, 300, 2),), often=True),
     Row("mma-128", {"arch": "sm80", "backend": "cuda", "head_dim": 128}, (Size(70, 300, 2),), rare=True),
     Row("mma-pairs", {"arch": "sm80", "backend": "cuda", "head_dim": 256}, (Size(70, 300, 2),)),
@@ -304,8 +309,8 @@ EXPLAINED = tuple(
     if row.name
     not in (
         "forward-split", "backward-ordered", "cluster-halves", "first", "order-window", "order-sinks",
-        "cluster-order", "parts", "wide", "latent-few", "latent-backward", "blocks-alone", "backward-blocks",
-        "backward-blocks-by-rows",
+        "cluster-order", "cut-rows", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
+        "backward-blocks", "backward-blocks-by-rows",
     )
 )  # fmt: skip
 
@@ -440,6 +445,10 @@ CHANGES = {
     "a whole tile counts as parts": ("cut", "part < 0 ? parts : 1;", "1;"),
     "counters are 0 again": ("latent", "counter[0] = counter[1] = 0;", ";"),
     "the last one does the rest": ("latent", "last && left >= kGaveUp", "false"),
+    "a worker has two slots": (
+        "latent-few", "return 2 * (first_worker + number) + (number == 0);",
+        "return 3 * (first_worker + number) + (number == 0);",
+    ),
     "a stage goes back before a wait for one behind hidden steps": (
         "backward-blocks", "release(used);\n          find_step();", "find_step();\n          release(used);",
     ),
@@ -476,6 +485,21 @@ def test_a_source_that_breaks_a_rule_is_noticed(rule: str) -> None:
             os._exit(said)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", ["split_slots", "split_counters"])
+def test_a_host_that_gives_too_little_memory_is_noticed(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = (row for row in ROWS if row.name == "latent-few")
+    numbers = sizes.split_sizes
+
+    def fewer(*given: Any) -> dict[str, int]:
+        own = numbers(*given)
+        return own | {number: own[number] // 2}
+
+    monkeypatch.setattr(sizes, "split_sizes", fewer)
+    with pytest.raises(BarrierError, match="memory beyond a result or a workspace"):
+        run(library(row), row)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import cycle, product
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -185,12 +185,16 @@ def too_large(tensor: Tensor | None) -> Iterator[None]:
 
 
 CASES = [*product(STORES, STATES)]
-#: Beside one state of each store: those whose branches no other shows.
-SHOWN = (("topk", "dispatch mode"), ("varlen", "autocast"), ("pairs", "a gradient"))
+#: Of each store, the state in which it shows that it asks the guard, whose own test has all states; and those whose
+#: branches no other shows.
+ALWAYS = [
+    *((name, "dispatch mode" if store.checked is None else "debug checks") for name, store in STORES.items()),
+    ("dense", "vmap"), ("varlen", "autocast"), ("pairs", "a gradient"), ("paged", "a tangent"),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("_gpu")
-@few(("name", "state"), CASES, always=[CASES.index(case) for case in (*zip(STORES, cycle(STATES)), *SHOWN)])
+@few(("name", "state"), CASES, always=[*map(CASES.index, ALWAYS)])
 def test_a_store_changes_no_call(name: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a state, nor after one in which the store was still empty."""
     store = STORES[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +17,7 @@ from attngen.runtime.device import counters
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.geometry.capacity import capacity_for
 from attngen.runtime.geometry.sizes import Geometry
-from attngen.runtime.geometry.splits import Capacity, reciprocal, split_sizes
+from attngen.runtime.geometry.splits import Capacity, split_sizes
 from tests.plan.specs import planned
 from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
 
@@ -78,26 +77,6 @@ def test_little_work_takes_clusters_and_much_takes_all_blocks(
 ) -> None:
     sizes = split_sizes(Launch(), call(batch, keys=keys, heads=heads, kv_heads=kv_heads), Capacity(132, 15))
     assert (sizes["split_cluster"], sizes["split_blocks"]) == (cluster, blocks)
-
-
-def test_reciprocals_divide_exactly() -> None:
-    """As ``Divisor`` in divisor.cuh does: twice the number times the reciprocal, its upper half, shifted."""
-    rng, most = random.Random(0), 2**31 - 1
-    powers = [2**bits + apart for bits in range(1, 32) for apart in (-1, 0, 1)]
-    for divisor in (*(min(power, most) for power in powers), *(rng.randint(1, most) for _ in range(50))):
-        multiplier, shift = reciprocal(divisor), (divisor - 1).bit_length()
-        assert -(2**31) <= multiplier < 2**31
-        multiple = most // divisor * divisor
-        for number in (
-            0,
-            divisor - 1,
-            divisor,
-            multiple - 1,
-            multiple,
-            most,
-            *(rng.randint(0, most) for _ in range(20)),
-        ):
-            assert ((2 * number * (multiplier % 2**32)) >> 32) >> shift == number // divisor, (number, divisor)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from attngen.errors import SpecError
 from attngen.schema import expand, load_spec, load_spec_text, spec_hash
 from attngen.schema.expand import MAX_KERNELS, repeats
 from attngen.schema.kernel_spec import KernelSpec, Roles
+from attngen.schema.models import KernelModel
 
 
 def kernels(entry: str, head: str = "arch: sm90a") -> tuple[KernelSpec, ...]:
@@ -23,6 +24,31 @@ def test_defaults():
     assert kernel.variant.name == "causal"
     assert kernel.spec_file == "spec.yaml"
     assert hash(kernel) == hash(kernels("{variant: causal, head_dim: 64}")[0])
+
+
+#: A value of each field of an entry.
+SAID = {
+    "variant": "full", "head_dim": "128", "arch": "sm80", "dtype": "fp16", "kv_dtype": "fp8_e4m3", "out_dtype": "fp16",
+    "v": "key", "layout": "varlen", "descale": "64", "passes": "backward", "backend": "triton", "tile": "{m: 64}",
+    "pipeline": "{stages: 3}", "warps": "4", "loads": "pointer", "tile_map": "never", "alignment": "16",
+    "fast_math": "false", "softmax": "lazy", "softmax_scale": "0.5", "backward": "{dkdv: {stages: 2}}",
+    "deterministic": "true", "persistent": "true", "order": "natural", "epilogue": "direct", "transposed_v": "true",
+    "pack_gqa": "true", "split_kv": "true", "allow": "[spill]",
+}  # fmt: skip
+
+#: What some of them need beside them.
+BESIDE = {"backward": {"passes": "[forward, backward]"}, "v": {"head_dim": "{qk: 576, v: 512}"}}
+
+
+@pytest.mark.parametrize("field", KernelModel.model_fields)
+def test_each_field_of_an_entry_decides_about_its_kernels(field: str) -> None:
+    """One that nothing reads fails here, as does one that the table lacks."""
+    asked = {"variant": "causal", "head_dim": "64", **BESIDE.get(field, {})}
+    given, without = (
+        kernels(f"{{{', '.join(f'{name}: {value}' for name, value in entry.items())}}}")
+        for entry in (asked | {field: SAID[field]}, asked)
+    )
+    assert given != without
 
 
 def test_lists_expand_in_order():

@@ -25,6 +25,9 @@ from attngen.schema import preset
 #: Keys that a window shows, keys that a prefix holds, tokens of a packed document, bound of the capped logits.
 WINDOW, PREFIX, DOCUMENT, SOFTCAP = 1024, 4096, 1300, 30.0
 
+#: Features of variants beside which the mask alone decides how many pairs are counted.
+SERVES = ("mask", "score", "sink", "dropout", "sink_in_lse", "weights")
+
 #: Pairs whose mask is evaluated at a time.
 _PAIRS = 2**22
 
@@ -106,6 +109,7 @@ def workload(variant: Variant, case: BenchCase, device: torch.device | str) -> W
 
 def visible_pairs(variant: Variant, case: BenchCase, arguments: Mapping[str, Any], device: torch.device | str) -> float:
     """Count the pairs of a query and a key that the mask shows, exactly, over all heads and sequences."""
+    variant.require(SERVES, "a benchmark, which counts the pairs of the mask,")
     if not variant.masked:
         return case.batch * case.heads * case.seqlen**2
     variables, loaded = variant.uses(variant.mask)

@@ -22,8 +22,8 @@ from attngen.runtime.reference.eager import (
     joined,
     lengths,
     one_sequence,
+    without_keys,
 )
-from attngen.runtime.reference.sinks import sinks
 from attngen.runtime.registry.binding import bind_call
 
 _LEADING = ("q", "k", "v")
@@ -126,13 +126,10 @@ class Plain:
             tensors = {name: given.get(name, tensor) for name, tensor in call.tensors.items()}
             scalars = {name: given.get(name, number) for name, number in call.scalars.items()}
             with_own = call.with_tensors(tensors, scalars, call.cu_seqlens_q)
-            if not place[1]:  # no keys: 0, and −inf or the sink
-                out = q.new_zeros((rows.stop - rows.start, call.heads, call.head_dim_v))
-                lse = q.new_full((call.heads, rows.stop - rows.start), float("-inf"))
-                if call.variant.sink is not None and call.variant.sink_in_lse:
-                    lse = sinks(with_own, dtype, checked=False)[b][:, None].expand_as(lse)
-                return out, lse
-            return attend_rows(with_own, one_sequence(call, q, k, v, b, place), rows, dtype, smooth=True)
+            sequence = one_sequence(call, q, k, v, b, place)
+            if not place[1]:
+                return without_keys(with_own, sequence, rows.stop - rows.start, dtype, smooth=True)
+            return attend_rows(with_own, sequence, rows, dtype, smooth=True)
 
         return attended
 

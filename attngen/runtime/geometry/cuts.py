@@ -20,38 +20,43 @@ from attngen.runtime.arguments.scalars import Number, assumed
 from attngen.runtime.kernels.module import KernelLaunch
 
 #: Steps that a tile of keys takes beside its own; those that a part of one takes, which stores dK and dV in float32;
-#: and those that it takes for each part of its tile, since the last one reads them all.
+#: and those that it takes for each part of its tile, since the last one reads them all
+#: (docs/notebook/hopper_backward.md, "Parts of the last tiles").
 _TILE, _PART, _READ = 2.6, 3.6, 0.5
 
-#: Extra cost of a part of a query tile over a whole tile, which stores O in float32, and for each part of its tile.
+#: Steps that a part of a query tile takes beside those of a whole tile, since it stores O in float32, and for each part
+#: of its tile. Not measured.
 _PART_OF_QUERIES, _READ_OF_QUERIES = 1.0, 0.3
 
-#: Parts of a tile at most, and of all tiles, as a multiple of the blocks: they take memory.
+#: Parts of a tile at most, and of all tiles, as a multiple of the blocks: they take memory. Not measured.
 MOST_PARTS = 8
 _ITEMS = 4
 
-#: Tiles, as a multiple of the blocks, from which on a last one no longer matters.
+#: Tiles, as a multiple of the blocks, from which on a last one no longer matters. Not measured.
 _MANY = 24
 
-#: The same of query tiles that take equally long.
+#: The same of query tiles that take equally long. Not measured.
 _MANY_ALIKE = 16
 
-#: First tiles of a unit that are cut, at most, unless all are.
+#: First tiles of a unit that are cut, at most, unless all are. Not measured.
 _ROWS = 4
 
-#: Parts of a long row of a tile map, and the steps of one that are worth it.
+#: Parts of a long row of a tile map (docs/notebook/softmax_and_masks.md, "Long rows, and blocks that end together"),
+#: and the steps of one that are worth it, which were not measured.
 _PARTS_OF_ROW, _LONG_STEPS = 4, 16
 
-#: Least gain for which tiles are cut.
+#: Least share of the time that a cut has to save (docs/notebook/hopper_backward.md, "Parts of the last tiles").
 _GAIN = 0.01
 
-#: Of the steps that a mask may have, what is taken to be there if data decide: one part of so many.
+#: Of the steps that a mask may have, what is taken to be there if data decide: one part of so many
+#: (docs/notebook/softmax_and_masks.md, "Long rows, and blocks that end together").
 _OF_DATA = 4
 
-#: The same of packed sequences of different lengths, the longest tiles of which may come last.
+#: As ``_MANY``, of packed sequences of different lengths, the longest tiles of which may come last. Not measured.
 _MANY_OF_SEQUENCES = 40
 
-#: Of the tokens that packed sequences would have if all were as long as the longest one: fewer, and they differ.
+#: Share of the tokens that packed sequences would have if all were as long as the longest one: with fewer, they differ.
+#: Not measured.
 _ALIKE = 0.9
 
 

@@ -24,10 +24,11 @@ def tiles_of(call: Call, tile_m: int, *, pack_gqa: bool, seqlen_q: int | None = 
     return -(-rows // tile_m), call.batch * heads
 
 
-#: KV heads that a backward runs side by side, up to which all such groups are made about equal: measured in
-#: docs/notebook/hopper_backward.md.
+#: KV heads that a backward runs side by side, up to which all such groups are made about equal
+#: (docs/notebook/hopper_backward.md, "Windows, documents and scores beside causal, again").
 _FEW = 8
-#: Blocks of an H100; and the most steps of a tile of keys over those of the mean one where all have about as many.
+#: Blocks of an H100; and the most steps of a tile of keys over those of the mean one where all have about as many
+#: (docs/notebook/hopper_backward.md, "What short rows wait for").
 _H100_BLOCKS, _EVEN = 132, 1.25
 
 

@@ -24,20 +24,23 @@ from attngen.runtime.geometry.heads_in_l2 import group_of, sequences_at_work, ti
 from attngen.runtime.geometry.splits import clusters_at_once
 from attngen.runtime.kernels.module import Kernel
 
-#: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours.
+#: Tiles of queries of a unit that are looked at one by one; of more, as many, each for its neighbours
+#: (docs/notebook/tiles.md, "Waves").
 _LOOKED_AT = 12
 
-#: Waves from which on the last one no longer matters.
+#: Waves from which on the last one no longer matters. Not measured.
 _MANY_WAVES = 6
 
-#: Of the bandwidth of a card, what its memory reaches in these calls.
+#: Share of the bandwidth of a card that its memory reaches in these calls
+#: (docs/notebook/hopper_forward.md, "Sharing the keys of a tile").
 _USABLE = 0.8
 
-#: A step of tiles that end with the last visible key, where heads share their rows, beside one of the measured kernels,
-#: which have code to skip tiles.
+#: Time of a step of tiles that end with the last visible key, where heads share their rows, over that of the measured
+#: kernels, which have code to skip tiles (docs/notebook/tiles.md, "Narrow bands").
 _ALIKE = 0.92
 
-#: Steps that a work tile loses where its consumers skip what their own rows do not see, and wait for one another.
+#: Steps that a work tile loses where its consumers skip what their own rows do not see, and wait for one another
+#: (docs/notebook/tiles.md, "Narrow bands").
 _LOST_STEPS = 2
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from attngen.runtime.kernels.module import KernelLaunch
 
 #: Blocks that are enough to keep memory busy, and tiles of the longest sequence which are read so soon that this does
-#: not matter; measured.
+#: not matter (docs/notebook/hopper_decode.md, "The schedule, second form").
 _BUSY_BLOCKS = 64
 _SHORT_TILES = 512
 
@@ -51,7 +51,7 @@ def clusters_at_once(blocks: int, size: int) -> int:
     return max(_AT_ONCE[size] * blocks // _MULTIPROCESSORS, 1)
 
 
-#: Rows that a launch merges at once for each block that splits keys, where its warps search for them.
+#: Rows that a launch merges at once for each block that splits keys, where its warps search for them. Not measured.
 _MERGED_ROWS = 8
 
 #: Names of the numbers of a split-KV launch in manifests, in the order of ``SplitNumbers``.

@@ -33,19 +33,21 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.launches import Launches
 from attngen.runtime.launch.map_cache import KEPT, KeptMap, Last, MapEntry, base_of, in_graph_pool, kept_maps
 
-#: Bytes of the visible pairs of one map, at most: beyond it kernels evaluate the mask of partial tiles.
+#: Bytes of the visible pairs of one map, at most: beyond it kernels evaluate the mask of partial tiles. Not measured.
 MAX_BITS = 512 * 2**20
-#: A row is long if it has more than this many times the tiles of the mean row.
+#: A row is long if it has more than this many times the tiles of the mean row. Not measured.
 _LONG = 2
 #: Steps that a work tile takes beside its own; and by how much a long one, of queries or of keys, has to outlast the
-#: others to be cut.
+#: others to be cut (docs/notebook/softmax_and_masks.md, "Long rows, and blocks that end together").
 _TILE_STEPS, _OUTLASTS, _OUTLASTS_BY_KEYS = 2.6, 1.1, 2.0
 #: Rows of keys are cut if those that stay whole are shorter than this share of the longest one. Where few are long, at
-#: most so many of the heads that run side by side for each block, they are cut if they outlast the others by less.
+#: most so many of the heads that run side by side for each block, they are cut if they outlast the others by less
+#: (docs/notebook/hopper_backward.md, "Long rows of keys that stay whole").
 _SHORTER, _FEW_LONG, _FEW_OUTLAST = 0.75, 0.1, 1.25
-#: Rows of all heads up to which they are taken by length: eight for each block of an H100.
+#: Rows of all heads up to which they are taken by length: eight for each block of an H100
+#: (docs/notebook/softmax_and_masks.md, "Rows of a map by their length").
 _FEW_ROWS = 8 * 132
-#: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile.
+#: Tiles of a map up to which they are looked for: each takes a hash of 8 bytes meanwhile. Not measured.
 _MAX_SLOTS = 2**26
 
 

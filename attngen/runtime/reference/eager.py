@@ -273,15 +273,27 @@ def _join_packed(
     return torch.cat([*outs, out]), torch.cat([*lses, lse], dim=1)
 
 
+def without_keys(
+    call: Call, sequence: OneSequence, rows: int, compute: torch.dtype, *, heads: torch.Tensor | None = None,
+    smooth: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Out (rows, h, d) and lse (h, rows) of rows that see no key: 0, and −inf or the sink; of all ``heads`` or of
+    these. CallError as ``scores_of``."""
+    call.variant.require(SERVES, "the reference")
+    count = call.heads if heads is None else len(heads)
+    out = sequence.q.new_zeros((rows, count, call.head_dim_v), dtype=compute)
+    lse = sequence.q.new_full((count, rows), -math.inf, dtype=compute)
+    if call.variant.sink is not None and call.variant.sink_in_lse:
+        of_heads = sinks(call, compute, checked=not smooth)[sequence.index]
+        lse = (of_heads if heads is None else of_heads[heads])[:, None].expand_as(lse)
+    return out, lse
+
+
 def _attend(call: Call, sequence: OneSequence, compute: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out (s, h, d) and lse (h, s) of one sequence."""
     rows, keys = sequence.q.shape[0], sequence.k.shape[0]
     if not rows or not keys or not call.heads:
-        out = sequence.q.new_zeros((rows, call.heads, call.head_dim_v), dtype=compute)
-        lse = torch.full((call.heads, rows), -math.inf, dtype=compute, device=sequence.q.device)
-        if call.variant.sink is None or not call.variant.sink_in_lse:
-            return out, lse
-        return out, sinks(call, compute)[sequence.index, :, None].expand_as(lse)
+        return without_keys(call, sequence, rows, compute)
     chunk = CHUNK_ELEMENTS.get(call.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     step = max(1, chunk // (call.heads * keys))
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_of(call, sequence))

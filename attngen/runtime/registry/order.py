@@ -16,7 +16,7 @@ from attngen.runtime.geometry.prediction import Card, predict
 from attngen.runtime.kernels.module import Kernel
 
 #: As ``FEW_ROWS``, where sequences times KV heads are fewer than the busy units, about half of a Hopper card: the rows
-#: of a warpgroup.
+#: of a warpgroup (docs/notebook/hopper_decode.md, "The schedule, second form").
 SPLIT_ROWS, BUSY_UNITS = 64, 64
 
 #: Stands for the card where kernels are ordered without a call.
@@ -25,7 +25,7 @@ ONE_BLOCK = Card(1)
 #: Rows of the smallest tile of queries, which is as full for any fewer.
 _TILE_ROWS = 64
 
-#: Sequences times KV heads from which on more of them only take more turns.
+#: Sequences times KV heads from which on more of them only take more turns. Not measured.
 _MANY_UNITS = 1024
 
 

@@ -13,14 +13,17 @@ from torch import Tensor
 from attngen.runtime.device import driver as drivers
 
 #: Operations per nanosecond that prompts reach on Hopper, and the part of a card's bandwidth that decoding does.
+#: Not measured for this rule.
 _OPERATIONS, _OF_BANDWIDTH = 600e3, 0.85
 
 #: The time of prompts over that of decoding, at least, and the share of multiprocessors that decoding then leaves to
-#: prompts. Half of them cost decoding 9 %, as measured: two multiprocessors seem to share a path to memory.
+#: prompts. Half of them cost decoding 9 %, as measured: two multiprocessors seem to share a path to memory
+#: (docs/notebook/hopper_decode.md, "Prompts beside sequences that decode").
 _LEFT = ((5.0, 0.0), (0.45, 0.5), (0.2, 0.2))
 
 #: The estimated time of prompts over that of decoding from which on these come second, and blocks of decoding for each
-#: multiprocessor by this ratio, at most. One H100: docs/notebook/hopper_decode.md.
+#: multiprocessor by this ratio, at most. One H100: docs/notebook/hopper_decode.md, "Prompts beside sequences that
+#: decode".
 _LONG_PROMPTS, _WAVES = 0.7, ((0.09, 8), (0.2, 4))
 
 #: Rows of a tile of prompts, which takes a multiprocessor.

@@ -42,7 +42,7 @@ from attngen.runtime.registry.select import against_device
 MOST_LISTED = 1024
 
 #: Some sequences probably decode if the longest one has so many times as many queries as the others on average. Where
-#: none does after all, a launch was for nothing.
+#: none does after all, a launch was for nothing. Not measured.
 _ALIKE = 4
 
 #: Whether kernels can leave out sequences by their queries, as ``_DIVISIBLE``.
