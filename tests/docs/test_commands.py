@@ -168,19 +168,19 @@ def _run(line: str, folders: dict[str, Path]) -> Result:
             patch.setattr(visits, "_WORK", 2**24)
         if word == "bench":
             for suite in (grid, oracle, serving, small):
-                patch.setattr(suite, "prepare", _prepared_once)
+                patch.setattr(suite, "prepare_unrendered", _prepared_once)
         if f"specs/{MINE}" not in arguments:
             patch.setattr(build, "COMPILER", "tests.runtime.manifests:compile_as_manifest")
         return CliRunner().invoke(cli.group, [word, *arguments], input="y\n")  # where it asks
 
 
-#: Whole specs, planned and rendered: several commands measure the same one.
+#: Whole specs, planned: several commands measure the same one.
 _PREPARED: dict[str, list[build.Prepared]] = {}
 
 
 def _prepared_once(spec: Spec) -> list[build.Prepared]:
     if spec.name not in _PREPARED:
-        _PREPARED[spec.name] = build.prepare(spec)
+        _PREPARED[spec.name] = build.prepare_unrendered(spec)
     return _PREPARED[spec.name]
 
 
