@@ -85,8 +85,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
     """Collect no function that the run leaves out."""
     marks = getattr(obj, "pytestmark", ())
-    left_out = not sampling.rest() and isinstance(marks, list) and any(mark.name == "exhaustive" for mark in marks)
-    return [] if left_out else None
+    return [] if isinstance(marks, list) and sampling.left_out(mark.name for mark in marks) else None
 
 
 def pytest_collection_finish() -> None:

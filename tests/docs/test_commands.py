@@ -32,6 +32,7 @@ from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
 from tests.docs.blocks import DOCUMENTS, README, ROOT, blocks, code_spans
 from tests.sampling import some
+from tests.store import fakes
 
 #: Commands of others that blocks show: what they begin with, and why they are not run here.
 NOT_OURS = {
@@ -170,7 +171,7 @@ def _run(line: str, folders: dict[str, Path]) -> Result:
             for suite in (grid, oracle, serving, small):
                 patch.setattr(suite, "prepare_unrendered", _prepared_once)
         if f"specs/{MINE}" not in arguments:
-            patch.setattr(build, "COMPILER", "tests.runtime.manifests:compile_as_manifest")
+            fakes.compile_by(patch, "tests.runtime.manifests:compile_as_manifest")
         return CliRunner().invoke(cli.group, [word, *arguments], input="y\n")  # where it asks
 
 

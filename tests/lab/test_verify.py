@@ -202,7 +202,9 @@ def test_a_retargeted_kernel_keeps_its_tile() -> None:
 def test_a_helper_is_retargeted_without_a_tile() -> None:
     """Kernels of other operations have no choices to keep."""
     text = "schema: 1\npackage: t\narch: [sm80]\nkernels:\n  - {variant: causal, head_dim: 64, layout: paged}\n"
-    (append,) = (kernel for kernel in tool.prepare_unrendered(load_spec_text(text)) if kernel.plan.direction == "append")
+    (append,) = (
+        kernel for kernel in tool.prepare_unrendered(load_spec_text(text)) if kernel.plan.direction == "append"
+    )
     assert retarget(append, ARCHES["sm90a"]).plan.arch_name == "sm90a"
 
 

@@ -28,7 +28,7 @@ SEQLEN, TILE = 200, 16
 def processes(world: int, part: str, folder: Path) -> None:
     """Run the checks of a part in ``world`` processes."""
     program = (
-        "import torch.multiprocessing\nfrom tests.parallel import ranks\n"
+        "import torch._dynamo, torch.multiprocessing\nfrom tests.parallel import ranks\n"
         f"arguments = ({world}, {str(folder / 'meeting')!r}, {part!r})\n"
         f"torch.multiprocessing.start_processes(ranks.run, arguments, nprocs={world}, start_method='fork')\n"
     )

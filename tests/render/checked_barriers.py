@@ -164,7 +164,7 @@ class Library:
 def runtime_object() -> Path:
     """The checker, compiled once."""
     made = Path(mkdtemp(prefix="attngen-races-")) / "races.o"
-    compile_host(HOST / "races.cpp", made, HOST, "-O2")
+    compile_host(HOST / "races.cpp", made, HOST, "-O2", ahead=False)
     return made
 
 
