@@ -45,6 +45,7 @@ LEARNED = """variants:
 """
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_several_tensors_stay_in_cuda() -> None:
     plan = planned("learned", declared=LEARNED, passes="backward", backward=None, head_dim=64)
     assert plan.backend == "cuda"
@@ -74,7 +75,7 @@ def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
         pytest.param(
             "allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}, marks=pytest.mark.exhaustive
         ),
-        ("causal", {"head_dim": 256}),  # clusters
+        pytest.param("causal", {"head_dim": 256}, marks=pytest.mark.exhaustive),  # clusters
         pytest.param(
             "neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}, marks=pytest.mark.exhaustive
         ),

@@ -16,19 +16,11 @@ from attngen.plan import plan
 from tests.compile.test_append import waits_before_memory
 from tests.runtime.host_kernels import prepared_quantizers
 
-#: That of the arch on which registers were too few before.
-QUICK = ("quantize_sm89_fp16",)
-
 ROUNDING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        pytest.param(one, id=name, marks=[] if name in QUICK else pytest.mark.exhaustive)
-        for name, one in {one.plan.name: one for one in prepared_quantizers(*ROUNDING)}.items()
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("one", prepared_quantizers(*ROUNDING), ids=lambda one: one.plan.name)
 def test_a_thread_keeps_its_numbers_in_registers(one: Prepared) -> None:
     """128 registers, so that a block may have 512 threads; 16 bytes in, 16 or 8 out, scales and maxima beside."""
     artifact = compile_source(one.plan, one.source)

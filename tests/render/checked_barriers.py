@@ -39,6 +39,7 @@ from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.render.headers import headers
 from tests.render.test_decode_on_host import PTX as COMMON_PTX
 from tests.runtime.host_kernels import HostDriver, as_kernels
+from tests.sampling import exhaustive
 
 #: Options by which each access to memory is a call of races.cpp.
 CHECKED = ("-fno-threadsafe-statics", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
@@ -209,6 +210,7 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
         *CHECKED,
         define={"RACES": 1, "KERNELS": kernels},
         check=False,
+        ahead=exhaustive(),
     )
     if done.returncode != 0:
         raise RefusedError(done.stderr)

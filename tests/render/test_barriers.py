@@ -207,7 +207,7 @@ ROWS = (
         "blocks-alone", {**BLOCKS, "tile": "{n: 64}", "pipeline": "{stages: 2}"}, (Size(300, 900, 4),),
         variant="blocks", arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3,
     ),
-    Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP | OF_Q | ALONE, often=True),
+    Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP | OF_Q | ALONE),
     Row(
         "backward-128",
         {**BACKWARD, "head_dim": 128},
