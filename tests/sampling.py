@@ -82,9 +82,7 @@ def sampled(*, always: int | None = None, **axes: Axis) -> pytest.MarkDecorator:
 
 def seeds(number: int, *, always: int) -> pytest.MarkDecorator:
     """Return the parametrization of a test by ``seed``: the first ones run always, all others with the rest."""
-    tenth = _tenth(range(always, number))
-    rows = [pytest.param(seed, marks=_marks(seed < always or seed in tenth)) for seed in range(number)]
-    return few("seed", rows, always=always)
+    return few("seed", range(number), always=always, often=_tenth(range(always, number)))
 
 
 def few(
@@ -92,11 +90,13 @@ def few(
     values: Iterable[Any],
     *,
     always: int | Container[int] = 1,
+    often: Container[int] | None = None,
     ids: Sequence[str] | Callable[[Any], Any] | None = None,
 ) -> pytest.MarkDecorator:
     """Return the parametrization of a test by rows of a table.
 
-    So many of the first rows run always, or those at the places that ``always`` names; all others with the rest.
+    So many of the first rows run always, or those at the places that ``always`` names; all others with the rest. Where
+    rows repeat each other, ``often`` names the places of those that are not ``long``.
     """
     places = range(always) if isinstance(always, int) else always
     single = "," not in names if isinstance(names, str) else len(names) == 1
@@ -104,7 +104,8 @@ def few(
     for place, value in enumerate(values):
         row = value if isinstance(value, _ROW) else pytest.param(*((value,) if single else value))
         name = ids[place] if isinstance(ids, Sequence) else row.id
-        rows += _case(row.values, always=place in places, name=name, marks=row.marks)
+        marks = (*row.marks, *_marks(often is None or place in often or place in places))
+        rows += _case(row.values, always=place in places, name=name, marks=marks)
     return pytest.mark.parametrize(names, rows, ids=ids if callable(ids) else None)
 
 
