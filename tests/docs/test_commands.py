@@ -166,7 +166,7 @@ def _run(line: str, folders: dict[str, Path]) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folders["small" if option is None else "whole"])
         if word == "explain":  # a few tiles of queries stand for all
-            patch.setattr(visits, "_WORK", 2**24)
+            patch.setattr(visits, "_WORK", 2**20)
         if word == "bench":
             for suite in (grid, oracle, serving, small):
                 patch.setattr(suite, "prepare_unrendered", _prepared_once)
@@ -189,6 +189,10 @@ def _filled(word: str) -> str:
     return re.sub(r"\b(?:SPEC|KERNEL|NAME|FILE|P)\b", lambda match: PLACEHOLDERS[match[0]], word.removeprefix("/tmp/"))
 
 
+#: Lines of blocks that have been run: several documents show the same ones.
+_HAVE_RUN: set[str] = set()
+
+
 @pytest.mark.parametrize(
     "path", [path for path in DOCUMENTS if any(s.path == path for s in OURS)], ids=lambda p: p.name
 )
@@ -200,6 +204,9 @@ def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:
             if ON_A_GPU.intersection((word, *arguments)):
                 command.make_context(word, arguments)
                 continue
+            if shown.line in _HAVE_RUN:
+                continue
+            _HAVE_RUN.add(shown.line)
             result = _run(shown.line, folders)
             if "needs matplotlib" in result.stderr and find_spec("matplotlib") is None:
                 continue
