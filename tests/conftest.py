@@ -6,6 +6,7 @@ path or ``-m gpu`` asks for them, and ``tests/test_gpu_suite.py`` imports them.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import subprocess
@@ -85,20 +86,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_pycollect_makeitem(obj: object) -> list[pytest.Item] | None:
     """Collect no function that the run leaves out."""
     marks = getattr(obj, "pytestmark", ())
-    left_out = not sampling.rest() and isinstance(marks, list) and any(mark.name == "exhaustive" for mark in marks)
-    return [] if left_out else None
+    return [] if isinstance(marks, list) and sampling.left_out(mark.name for mark in marks) else None
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage seldom, and never among what lives to the end: modules and thousands of collected tests."""
+    """Look for garbage seldom, and never among what lives to the end: modules and thousands of collected tests.
+
+    Python frees them after pytest's own last collections; nanobind, in Triton's libraries, reports what is not freed.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-def pytest_unconfigure() -> None:
-    """Let Python free at its end what was frozen; nanobind, in Triton's libraries, reports what is not freed."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

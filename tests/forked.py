@@ -6,6 +6,7 @@ that of ``subprocess`` where a Python program is started; what ``Preload`` does 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -195,6 +196,8 @@ class Popen:
 def serve(descriptor: int, program: str, places: list[str]) -> None:
     """Run a program, then fork for each request until the other end is closed."""
     exec(compile(program, "<preload>", "exec"), {"__name__": "__preload__"})
+    gc.collect()
+    gc.freeze()  # a collection in a fork would copy all pages that it shares
     base = [path for path in sys.path if path not in places and path]
     channel = socket.socket(fileno=descriptor)
     waiting: dict[int, socket.socket] = {}
@@ -245,6 +248,7 @@ def _become(request: dict[str, Any], streams: list[int], base: list[str]) -> Non
     import types
     import warnings
 
+    atexit._clear()  # what the program registered is for its own end
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(streams):

@@ -35,15 +35,17 @@ def share() -> None:
 
 
 def compile_host(
-    source: Path, made: Path, folder: Path, *options: str, define: Mapping[str, Any] | None = None, check: bool = True
-) -> subprocess.CompletedProcess[str]:
+    source: Path, made: Path, folder: Path, *options: str, define: Mapping[str, Any] | None = None, check: bool = True,
+    ahead: bool = True,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Compile a source that includes files of a folder and of ``tests/host``: to an object, a library or a program, by
-    the suffix of what is made.
+    the suffix of what is made. What only few sources are compiled with is not worth compiling ``ahead``.
     """
     assert COMPILER is not None
     kind = {".o": ["-c"], ".so": ["-shared"]}.get(made.suffix, [])
     names = [f"-D{name}={value}" for name, value in (define or {}).items()]
-    command = [COMPILER, *_OPTIONS, *options, *kind, *_ahead(options), f"-I{folder}", f"-I{HOST}", *names]
+    first = _ahead(options) if ahead else []
+    command = [COMPILER, *_OPTIONS, *options, *kind, *first, f"-I{folder}", f"-I{HOST}", *names]
     done = subprocess.run([*command, str(source), "-o", str(made)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 or not check, done.stderr
     return done

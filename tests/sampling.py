@@ -1,28 +1,32 @@
 """Parameters of which a sample runs always, and all others where ``-m exhaustive`` asks for them.
 
-A run that leaves those out does not even collect them: there are more of them than of all others.
+Of combinations and seeds beyond the sample, nine of ten are ``long``. A run that leaves cases out does not even collect
+them: there are more of them than of all others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import product
-from typing import Any
+from random import Random
+from typing import Any, TypeVar
 
 import pytest
 
 Axis = Iterable[Any] | Mapping[str, Any]
 
 _ROW = type(pytest.param())
+_Value = TypeVar("_Value")
 
 #: Sample of this run; ``tests/conftest.py`` sets it.
-_ASKED = {"exhaustive": False, "rest": True}
+_ASKED = {"exhaustive": False, "rest": True, "long": True}
 
 
 def ask(marks: str) -> None:
     """Note which tests an expression of marks asks for."""
     _ASKED["rest"] = "not exhaustive" not in marks
     _ASKED["exhaustive"] = "exhaustive" in marks and _ASKED["rest"]
+    _ASKED["long"] = "not long" not in marks
 
 
 def exhaustive() -> bool:
@@ -33,6 +37,13 @@ def exhaustive() -> bool:
 def rest() -> bool:
     """Whether this run collects what a default run leaves out."""
     return _ASKED["rest"]
+
+
+def left_out(marks: Iterable[str]) -> bool:
+    """Whether this run has no test with these marks."""
+    return any(
+        (mark == "long" and not _ASKED["long"]) or (mark == "exhaustive" and not _ASKED["rest"]) for mark in marks
+    )
 
 
 def covering(facts: Mapping[str, tuple[Any, Iterable[Any]]]) -> list[str]:
@@ -54,21 +65,24 @@ def sampled(*, always: int | None = None, **axes: Axis) -> pytest.MarkDecorator:
     """Return the parametrization of a test by all combinations of the values of ``axes``.
 
     The sample goes once along the longest axis and round and round along the others, so that it has every value of
-    each, and pairs of the short ones as far as the longest reaches; ``always`` keeps so many of it. A mapping gives its
-    values names.
+    each, and pairs of the short ones as far as the longest reaches; ``always`` keeps so many of it. CI has all of it,
+    and a tenth of the other combinations. A mapping gives its values names.
     """
     named = [_named(axis) for axis in axes.values()]
-    kept = set(_diagonal([len(axis) for axis in named])[:always])
+    diagonal = _diagonal([len(axis) for axis in named])
+    kept = set(diagonal[:always])
+    choices = list(product(*(range(len(axis)) for axis in named)))
+    often = {*diagonal, *_tenth([choice for choice in choices if choice not in diagonal])}
     cases = []
-    for choice in product(*(range(len(axis)) for axis in named)):
+    for choice in choices:
         names, values = zip(*(axis[i] for axis, i in zip(named, choice, strict=True)), strict=True)
-        cases += _case(values, always=choice in kept, name="-".join(names))
+        cases += _case(values, always=choice in kept, name="-".join(names), marks=_marks(choice in often))
     return pytest.mark.parametrize(tuple(axes), cases)
 
 
 def seeds(number: int, *, always: int) -> pytest.MarkDecorator:
     """Return the parametrization of a test by ``seed``: the first ones run always, all others with the rest."""
-    return few("seed", range(number), always=always)
+    return few("seed", range(number), always=always, often=_tenth(range(always, number)))
 
 
 def few(
@@ -76,11 +90,13 @@ def few(
     values: Iterable[Any],
     *,
     always: int | Container[int] = 1,
+    often: Container[int] | None = None,
     ids: Sequence[str] | Callable[[Any], Any] | None = None,
 ) -> pytest.MarkDecorator:
     """Return the parametrization of a test by rows of a table.
 
-    So many of the first rows run always, or those at the places that ``always`` names; all others with the rest.
+    So many of the first rows run always, or those at the places that ``always`` names; all others with the rest. Where
+    rows repeat each other, ``often`` names the places of those that are not ``long``.
     """
     places = range(always) if isinstance(always, int) else always
     single = "," not in names if isinstance(names, str) else len(names) == 1
@@ -88,7 +104,8 @@ def few(
     for place, value in enumerate(values):
         row = value if isinstance(value, _ROW) else pytest.param(*((value,) if single else value))
         name = ids[place] if isinstance(ids, Sequence) else row.id
-        rows += _case(row.values, always=place in places, name=name, marks=row.marks)
+        marks = (*row.marks, *_marks(often is None or place in often or place in places))
+        rows += _case(row.values, always=place in places, name=name, marks=marks)
     return pytest.mark.parametrize(names, rows, ids=ids if callable(ids) else None)
 
 
@@ -97,13 +114,21 @@ def some(values: Iterable[Any], always: Container[Any]) -> list[Any]:
     return [case for value in values for case in _case((value,), always=value in always)]
 
 
+def _tenth(cases: Sequence[_Value]) -> set[_Value]:
+    """One of ten cases, drawn so that no axis repeats in step with them."""
+    return set(Random(len(cases)).sample(cases, -(-len(cases) // 10)))
+
+
+def _marks(often: bool) -> tuple[pytest.MarkDecorator, ...]:
+    return () if often else (pytest.mark.long,)
+
+
 def _case(
     values: Iterable[Any], *, always: bool, name: Any = None, marks: Iterable[pytest.MarkDecorator | pytest.Mark] = ()
 ) -> list[Any]:
     """Return the case of these values, or none where the run leaves it out."""
-    if always:
-        return [pytest.param(*values, id=name, marks=tuple(marks))]
-    return [pytest.param(*values, id=name, marks=(*marks, pytest.mark.exhaustive))] if rest() else []
+    marks = tuple(marks) if always else (*marks, pytest.mark.exhaustive)
+    return [] if left_out(mark.name for mark in marks) else [pytest.param(*values, id=name, marks=marks)]
 
 
 def _named(axis: Axis) -> list[tuple[str, Any]]:

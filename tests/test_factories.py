@@ -24,7 +24,7 @@ OF_FLOATS = frozenset({
 
 def lacking(program: str) -> Iterator[tuple[int, str, str]]:
     """Line, text and missing keyword of each call."""
-    for node in ast.walk(ast.parse(program)):
+    for node in ast.walk(ast.parse(program)) if "torch" in program else ():
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)) if name in FACTORIES:
                 given = {keyword.arg for keyword in node.keywords}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests import sampling
@@ -11,7 +13,7 @@ from tests.sampling import few, sampled, seeds, some
 @pytest.fixture(autouse=True)
 def _rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases that the run would leave out are there."""
-    monkeypatch.setitem(sampling._ASKED, "rest", True)
+    monkeypatch.setattr(sampling, "_ASKED", {"rest": True, "long": True})
 
 
 def split(mark: pytest.MarkDecorator) -> tuple[list[tuple[object, ...]], list[tuple[object, ...]]]:
@@ -52,9 +54,25 @@ def test_a_mapping_names_its_values() -> None:
 def test_the_first_seeds_run_always() -> None:
     name, cases = seeds(5, always=3).args
     assert name == "seed"
-    assert [(case.values, [mark.name for mark in case.marks]) for case in cases] == [
-        *(((seed,), []) for seed in (0, 1, 2)), *(((seed,), ["exhaustive"]) for seed in (3, 4))
-    ]  # fmt: skip
+    assert [case.values for case in cases] == [(seed,) for seed in range(5)]
+    assert [bool(case.marks) for case in cases] == [False] * 3 + [True] * 2
+
+
+def names_of(case: Any) -> list[str]:
+    return sorted(mark.name for mark in case.marks)
+
+
+def test_of_the_others_a_tenth_is_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = {"letter": "abcde", "number": range(4), "half": [0, 1]}
+    for cases, each in ((sampled(**axes, always=2).args[1], 3 + 4), (seeds(42, always=2).args[1], 4)):
+        names = [names_of(case) for case in cases]
+        assert names.count([]) == 2
+        assert names.count(["exhaustive"]) == each
+        assert names.count(["exhaustive", "long"]) == 40 - 2 + 2 * (len(cases) == 42) - each
+    often = [case for case in sampled(**axes, always=2).args[1] if "long" not in names_of(case)]
+    assert [set(values) for values in zip(*(case.values for case in often), strict=True)] == [*map(set, axes.values())]
+    monkeypatch.setitem(sampling._ASKED, "long", False)
+    assert [case.values for case in sampled(**axes, always=2).args[1]] == [case.values for case in often]
 
 
 def test_a_run_of_the_sample_collects_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,15 +88,21 @@ def test_a_run_of_the_sample_collects_nothing_else(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("marks", "rest", "exhaustive"),
-    [("", True, False), ("not exhaustive", False, False), ("exhaustive", True, True), ("gpu", True, False)],
+    ("marks", "rest", "exhaustive", "long"),
+    [
+        ("", True, False, True),
+        ("not exhaustive", False, False, True),
+        ("exhaustive", True, True, True),
+        ("exhaustive and not long", True, True, False),
+        ("gpu", True, False, True),
+    ],
 )
 def test_what_an_expression_of_marks_asks_for(
-    marks: str, rest: bool, exhaustive: bool, monkeypatch: pytest.MonkeyPatch
+    marks: str, rest: bool, exhaustive: bool, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "_ASKED", {})
     sampling.ask(marks)
-    assert {"rest": rest, "exhaustive": exhaustive} == sampling._ASKED
+    assert {"rest": rest, "exhaustive": exhaustive, "long": long} == sampling._ASKED
 
 
 def test_named_rows_run_always() -> None:

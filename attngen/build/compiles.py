@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,13 +42,21 @@ LOAD = "attngen.build.compiles:load_all"
 COMPILER = "attngen.compile:compile_source"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prepared:
-    """A kernel before its compile."""
+    """A kernel before its compile. ``given``: its source, where that is there; else the plan is rendered when the
+    source is first read."""
 
     spec: KernelSpec
     plan: Plan
-    source: Source
+    given: Source | None = None
+
+    @cached_property
+    def source(self) -> Source:
+        """The rendered source. Raises what rendering the plan raises."""
+        from attngen.render import render
+
+        return self.given or render(self.plan)
 
 
 @dataclass(frozen=True, slots=True)

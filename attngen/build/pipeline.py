@@ -247,6 +247,11 @@ def prepare_each(
     return prepared, failures
 
 
+def prepare_unrendered(spec: Spec) -> list[Prepared]:
+    """The kernels of a spec, each rendered when its source is first read; raises what ``plans`` does."""
+    return [Prepared(kernel, planned) for kernel, planned in plans(spec)]
+
+
 def plans(spec: Spec, only: KernelFilter = EVERYTHING) -> list[tuple[KernelSpec, Plan]]:
     """Return the kernels of a spec with their plans, each once, in its order.
 

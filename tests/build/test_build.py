@@ -28,9 +28,9 @@ from attngen.store import Store
 from attngen.store import receipt as receipts
 from attngen.store.index import read_index
 from tests.sampling import few
+from tests.store import fakes
 from tests.store.fakes import LOG
 
-FAKE = "tests.store.fakes:compile_quickly"
 ROOT = Path(__file__).parents[2]
 
 SPEC = """
@@ -46,6 +46,11 @@ kernels:
     head_dim: 64
     backend: triton
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_compilers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.compile_by(monkeypatch)
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def spec(tmp_path: Path) -> Path:
 
 
 def run(spec: Path, store: Store, *arch: str, **more: tuple[str, ...]) -> BuildReport:
-    return build(spec, only=KernelFilter(arch, **more), jobs=1, store=store, compiler=FAKE)
+    return build(spec, only=KernelFilter(arch, **more), jobs=1, store=store, compiler=fakes.QUICK)
 
 
 def origins(report: BuildReport) -> Counter[str]:
@@ -204,9 +209,9 @@ def choices(path: Path, spec: Path, choice: dict[str, object], gpu: str = "a car
 @pytest.mark.exhaustive
 def test_measured_choices_are_taken_and_named(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
     spec.write_text(OPEN)
-    plain = build(spec, jobs=1, store=store, compiler=FAKE)
+    plain = build(spec, jobs=1, store=store, compiler=fakes.QUICK)
     tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}, "warps": {"consumer": 2}})
-    report = build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE)
+    report = build(spec, tuned=[tuned], jobs=1, store=store, compiler=fakes.QUICK)
     assert origins(report) == {"built": 1, "cached": 1}
     assert report.kernels[0].name == "fwd_sm90a_wgmma_bf16_d64_causal_m128n64s2c2"
     (row,) = report.kernels[0].manifest["tuned"]
@@ -216,10 +221,10 @@ def test_measured_choices_are_taken_and_named(spec: Path, store: Store, log: Pat
     assert row["times"][2] == pytest.approx(own["times"][2] * pairs / 1.2, rel=1e-3)
     assert report.kernels[1].manifest["tuned"] == []
     # each is up to date by itself; another choice is built
-    assert build(spec, tuned=[tuned], store=store, compiler=FAKE).up_to_date
+    assert build(spec, tuned=[tuned], store=store, compiler=fakes.QUICK).up_to_date
     choices(tuned, spec, {"tile": {"n": 96}, "warps": {"consumer": 2}})
-    assert origins(build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE)) == {"built": 1, "cached": 1}
-    assert build(spec, jobs=1, store=store, compiler=FAKE).kernels[0].key == plain.kernels[0].key
+    assert origins(build(spec, tuned=[tuned], jobs=1, store=store, compiler=fakes.QUICK)) == {"built": 1, "cached": 1}
+    assert build(spec, jobs=1, store=store, compiler=fakes.QUICK).kernels[0].key == plain.kernels[0].key
 
 
 @pytest.mark.exhaustive
@@ -227,7 +232,7 @@ def test_cards_that_differ_have_a_kernel_each(spec: Path, store: Store, log: Pat
     """A card without a choice takes the plan's own; cards that choose alike share one kernel."""
     spec.write_text(OPEN)
     narrow, wide = {"tile": {"n": 64}, "warps": {"consumer": 2}}, {"tile": {"n": 96}, "warps": {"consumer": 2}}
-    (own, _) = build(spec, jobs=1, store=store, compiler=FAKE).kernels
+    (own, _) = build(spec, jobs=1, store=store, compiler=fakes.QUICK).kernels
 
     def names(*chosen: dict[str, object] | None) -> dict[str, list[str]]:
         files = []
@@ -235,7 +240,7 @@ def test_cards_that_differ_have_a_kernel_each(spec: Path, store: Store, log: Pat
             files.append(choices(tmp_path / f"{i}.yaml", spec, choice or {}, gpu=f"card {i}"))
             if choice is None:
                 files[-1].write_text(tuned_text(f"card {i}", {}, []))
-        kernels = build(spec, tuned=files, jobs=1, store=store, compiler=FAKE).kernels
+        kernels = build(spec, tuned=files, jobs=1, store=store, compiler=fakes.QUICK).kernels
         return {kernel.name: [row["gpu"] for row in kernel.manifest.get("tuned", ())] for kernel in kernels[:-1]}
 
     n64, n96 = (f"fwd_sm90a_wgmma_bf16_d64_causal_m128n{n}s2c2" for n in (64, 96))
@@ -268,7 +273,7 @@ def test_a_choice_that_does_not_fit_is_passed_over(
 def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: Path, tmp_path: Path) -> None:
     tuned = choices(tmp_path / "card.yaml", spec, {"tile": {"n": 64}})
     spec.write_text(OPEN)
-    warnings = build(spec, tuned=[tuned], jobs=1, store=store, compiler=FAKE).warnings
+    warnings = build(spec, tuned=[tuned], jobs=1, store=store, compiler=fakes.QUICK).warnings
     assert f"{tuned} has no choice for a kernel of this spec that leaves it open" in warnings
 
 
@@ -456,7 +461,7 @@ def test_the_observer_sees_each_compile(spec: Path, store: Store, log: Path) -> 
         def finished(self, name: str, error: AttngenError | None) -> None:
             events.append(("finished", name))
 
-    report = build(spec, jobs=1, store=store, observer=Recorder(), compiler=FAKE)
+    report = build(spec, jobs=1, store=store, observer=Recorder(), compiler=fakes.QUICK)
     assert events[0] == ("planned", (4, 4))
     assert Counter(kind for kind, _ in events[1:]) == {"started": 4, "finished": 4}
     assert {name for _, name in events[1:]} == {kernel.name for kernel in report.kernels}
@@ -485,7 +490,7 @@ def test_a_disk_that_fills_up_is_reported(spec: Path, store: Store, log: Path, m
     assert os.listdir(store.root / "tmp") == []
 
 
-def start_build(spec: Path, store: Store, fake: str = FAKE) -> subprocess.Popen[bytes]:
+def start_build(spec: Path, store: Store, fake: str = fakes.QUICK) -> subprocess.Popen[bytes]:
     code = (
         f"from attngen.build.pipeline import build; from attngen.store import Store; from pathlib import Path\n"
         f"build({str(spec)!r}, jobs=2, store=Store(Path({str(store.root)!r})), compiler={fake!r})"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from attngen.build import pipeline as build_module
 from attngen.commands import doctor
 from attngen.formats import MANIFEST_FORMAT, PACKAGE_FORMAT, SCHEMA, VERSION
 from attngen.runtime.registry.lookup import registry
@@ -18,6 +17,7 @@ from tests.build.test_build import SPEC
 from tests.commands.test_build import attngen
 from tests.runtime.support import manifest_of, variant, write_kernel
 from tests.sampling import few
+from tests.store import fakes
 
 LONG = "k" * 300
 
@@ -75,7 +75,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(build_module, "COMPILER", "tests.store.fakes:compile_quickly")
+    fakes.compile_by(monkeypatch)
     for part in ("_cuda_compiler", "_arches", "_run"):  # these take seconds
         monkeypatch.setattr(doctor, part, list)
     path = tmp_path / "mine.yaml"

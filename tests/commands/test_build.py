@@ -22,6 +22,7 @@ from attngen.compile import toolchain
 from attngen.store import Store
 from tests.build.test_build import SPEC
 from tests.sampling import few
+from tests.store import fakes
 
 ROOT = Path(__file__).parents[2]
 RESOURCES = {"registers", "spills", "shared_memory", "cubin_bytes", "compile_seconds"}
@@ -29,7 +30,7 @@ RESOURCES = {"registers", "spills", "shared_memory", "cubin_bytes", "compile_sec
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(build_module, "COMPILER", "tests.store.fakes:compile_quickly")
+    fakes.compile_by(monkeypatch)
     path = tmp_path / "mine.yaml"
     path.write_text(SPEC)
     return path

@@ -109,7 +109,7 @@ def test_errors_are_told_without_a_traceback(runner, monkeypatch, error, code):
 
 
 @sampled(
-    arguments={"help": ["--help"], "list": ["list"], "check": ["check", "specs/hopper.yaml"]},
+    arguments={"help": ["--help"], "list": ["list"], "check": ["check", "specs/ladder.yaml"]},
     output=["unread", "closed", "full"],
 )
 def test_output_that_nobody_takes_leaves_no_traceback(arguments: list[str], output: str) -> None:

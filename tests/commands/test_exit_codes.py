@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from attngen.build import pipeline as build_module
 from tests.build.test_build import SPEC
 from tests.commands.test_build import attngen
 from tests.sampling import few
+from tests.store import fakes
 
 #: Two entries: a kernel that can be built, and one that cannot be planned, in line 5.
 HALF = """\
@@ -25,7 +25,7 @@ kernels:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of specs: one that is right, one half right, one wrong, one whose kernels do not compile."""
-    monkeypatch.setattr(build_module, "COMPILER", "tests.store.fakes:compile_quickly")
+    fakes.compile_by(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(SPEC)
     (tmp_path / "half.yaml").write_text(HALF)

@@ -15,7 +15,7 @@ from attngen import cli
 from attngen.glyphs import ERRORS, printable
 from tests.build.test_build import SPEC
 from tests.forked import ROOT
-from tests.sampling import few, some
+from tests.sampling import few
 
 RED, BOLD = "\x1b[31m", "\x1b[1m"
 VARIABLES = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")
@@ -117,8 +117,7 @@ Path("codes.json").write_text(json.dumps(codes))
 """
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("encoding", some(["ascii", "latin-1"], always=["ascii"]))
+@few("encoding", ["ascii", "latin-1"], always=0, often=(0,))
 def test_no_command_fails_for_what_a_stream_cannot_print(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "mine.yaml").write_text(SPEC)
     (tmp_path / "hopper.yaml").write_text(HOPPER)

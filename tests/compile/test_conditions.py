@@ -58,6 +58,7 @@ def serialized_and_spills(plan: Plan) -> tuple[bool, int]:
     ("score", "head_dim"),
     [(SCORES[name], head_dim) for name, head_dim in product(_BEFORE, (64, 128, 256))],
     always=1,
+    often=range(4, 15, 5),
 )
 def test_products_of_a_score_with_a_condition_are_asynchronous(score: str, head_dim: int) -> None:
     plan = kernel(score, head_dim, "bf16", "dense", backend="cuda")

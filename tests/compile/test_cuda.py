@@ -79,6 +79,7 @@ def test_kernels_that_share_tiles_spill_nothing_and_multiply_once(variant: str, 
     ("variant", "head_dim", "pack_gqa"),
     KERNELS,
     ids=[f"{variant}-{head_dim}{'-pack' * packed}" for variant, head_dim, packed in KERNELS],
+    often=(1, 3, 6, 7, 9, 10),
 )
 def test_kernels_keep_their_speed_and_their_parameters(variant: str, head_dim: int, pack_gqa: bool) -> None:
     plan, artifact = compiled(variant, head_dim, pack_gqa)
@@ -94,6 +95,7 @@ def test_kernels_keep_their_speed_and_their_parameters(variant: str, head_dim: i
     check_parameters(plan, artifact)  # here, so that no other worker compiles the kernel for it
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", WEIGHTS[1:])
 def test_weights_without_a_sum_take_the_place_of_a_softmax(weights: str) -> None:
     own = f"{{mask: q_pos >= kv, score: 's - log(seqlen_k)', weights: {weights}}}"

@@ -45,6 +45,7 @@ LEARNED = """variants:
 """
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_several_tensors_stay_in_cuda() -> None:
     plan = planned("learned", declared=LEARNED, passes="backward", backward=None, head_dim=64)
     assert plan.backend == "cuda"
@@ -60,38 +61,33 @@ def test_masks_of_many_ranges_stay_in_cuda(variant: str, choice: str) -> None:
     assert compile_source(plan, render(plan)).manifest["resources"]["spills"] <= PINGPONG_SPILLS.bytes
 
 
-@pytest.mark.parametrize(
+@few(
     ("variant", "fields"),
     [
-        pytest.param("causal", {"head_dim": 128}, marks=pytest.mark.exhaustive),
-        pytest.param("full", {"head_dim": 64, "dtype": "fp16"}, marks=pytest.mark.exhaustive),
-        pytest.param("alibi", {"head_dim": 96, "layout": "varlen"}, marks=pytest.mark.exhaustive),
-        pytest.param("allowed", {"head_dim": 64}, marks=pytest.mark.exhaustive),  # and its classifier
-        pytest.param("causal_sink", {"head_dim": 80}, marks=pytest.mark.exhaustive),
-        pytest.param("dropped", {"head_dim": 128, "deterministic": "true"}, marks=pytest.mark.exhaustive),
-        pytest.param("dropped", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
-        pytest.param("sliding_window", {"head_dim": 128, "deterministic": "true"}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}, marks=pytest.mark.exhaustive
-        ),
+        ("causal", {"head_dim": 128}),
+        ("allowed", {"head_dim": 64}),  # and its classifier
+        ("causal_sink", {"head_dim": 80}),
+        ("dropped", {"head_dim": 128, "deterministic": "true"}),
         ("causal", {"head_dim": 256}),  # clusters
-        pytest.param(
-            "neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}, marks=pytest.mark.exhaustive
-        ),
-        pytest.param("packed_documents", {"head_dim": 256, "deterministic": "true"}, marks=pytest.mark.exhaustive),
-        pytest.param("dropped", {"head_dim": 256}, marks=pytest.mark.exhaustive),
-        pytest.param("dropped", {"head_dim": 192, "deterministic": "true"}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "sliding_window",
-            {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"},
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param("softcap", {"head_dim": 128}, marks=pytest.mark.exhaustive),
-        pytest.param("biased", {"head_dim": 128}, marks=pytest.mark.exhaustive),  # whose biases come as tiles
-        pytest.param("biased", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
-        pytest.param("packed_documents", {"head_dim": 64, "layout": "varlen"}, marks=pytest.mark.exhaustive),
-        pytest.param("relative_bias", {"head_dim": 128, "dtype": "fp16"}, marks=pytest.mark.exhaustive),
+        ("dropped", {"head_dim": 192, "deterministic": "true"}),
+        ("sliding_window", {"head_dim": "{qk: 192, v: 128}", "dtype": "fp16", "layout": "varlen"}),
+        ("biased", {"head_dim": 128}),  # whose biases come as tiles
+        ("relative_bias", {"head_dim": 128, "dtype": "fp16"}),
+        # like those before
+        ("full", {"head_dim": 64, "dtype": "fp16"}),
+        ("alibi", {"head_dim": 96, "layout": "varlen"}),
+        ("dropped", {"head_dim": 64, "layout": "varlen"}),
+        ("sliding_window", {"head_dim": 128, "deterministic": "true"}),
+        ("allowed", {"head_dim": 64, "deterministic": "true", "layout": "varlen"}),
+        ("neighbourhood_2d", {"head_dim": "{qk: 64, v: 256}", "layout": "varlen"}),
+        ("packed_documents", {"head_dim": 256, "deterministic": "true"}),
+        ("dropped", {"head_dim": 256}),
+        ("softcap", {"head_dim": 128}),
+        ("biased", {"head_dim": 64, "layout": "varlen"}),
+        ("packed_documents", {"head_dim": 64, "layout": "varlen"}),
     ],
+    always=0,
+    often=range(9),
 )
 def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> None:
     plan = planned(variant, passes="backward", backward="{backend: cuda}", declared=OWN, **fields)

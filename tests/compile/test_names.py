@@ -168,6 +168,7 @@ def test_all_names_compile(kind: str, passes: str, names: list[str]) -> None:
     check(kind, names, passes)
 
 
+@pytest.mark.exhaustive
 def test_a_name_that_does_not_compile_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symbols, "PREFIX", "")
     assert not compiles("scalar", "nullptr", "forward")

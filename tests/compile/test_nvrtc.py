@@ -406,6 +406,7 @@ def crash(plan: object, source: object) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_that_crashes_is_looked_at(tmp_path: Path, install: Install) -> None:
     """One that works was at odds with the plan, and the next one is tried; one that does not ends the build."""
     path = tmp_path / "mine.yaml"

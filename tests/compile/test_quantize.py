@@ -15,20 +15,12 @@ from attngen.errors import PlanError
 from attngen.plan import plan
 from tests.compile.test_append import waits_before_memory
 from tests.runtime.host_kernels import prepared_quantizers
-
-#: That of the arch on which registers were too few before.
-QUICK = ("quantize_sm89_fp16",)
+from tests.sampling import few
 
 ROUNDING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
-        pytest.param(one, id=name, marks=[] if name in QUICK else pytest.mark.exhaustive)
-        for name, one in {one.plan.name: one for one in prepared_quantizers(*ROUNDING)}.items()
-    ],
-)
+@few("one", prepared_quantizers(*ROUNDING), always=0, often=range(0, 8, 3), ids=lambda one: one.plan.name)
 def test_a_thread_keeps_its_numbers_in_registers(one: Prepared) -> None:
     """128 registers, so that a block may have 512 threads; 16 bytes in, 16 or 8 out, scales and maxima beside."""
     artifact = compile_source(one.plan, one.source)
@@ -46,14 +38,7 @@ def test_a_thread_keeps_its_numbers_in_registers(one: Prepared) -> None:
     waits_before_memory(code, one.plan)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "one",
-    [
-        pytest.param(one, id=one.plan.name, marks=[] if number == 1 else pytest.mark.exhaustive)
-        for number, one in enumerate(prepared_quantizers(tiles=True))
-    ],
-)
+@few("one", prepared_quantizers(tiles=True), always=0, often=(1,), ids=lambda one: one.plan.name)
 def test_tiles_are_multiplied_and_nothing_is_spilled(one: Prepared) -> None:
     """A multiprocessor has one block of 512 threads."""
     artifact = compile_source(one.plan, one.source)

@@ -27,14 +27,14 @@ def test_words_in_their_short_forms(score: str) -> None:
     assert [form for form in WORDS[score] if form not in text] == []
 
 
-@few("score", reversed(WORDS))
+@few("score", reversed(WORDS), often=range(1, 9, 3))
 def test_words_of_a_forward(score: str) -> None:
     serialized, _ = serialized_and_spills(kernel(score, 64, "bf16", "dense", backend="cuda"))
     assert not serialized
 
 
 @pytest.mark.exhaustive
-@few("score", [*WORDS][1:3])
+@few("score", [*WORDS][1:3], often=())
 def test_words_of_a_backward(score: str) -> None:
     serialized, _ = serialized_and_spills(
         kernel(score, 64, "bf16", "dense", passes="backward", backward="{backend: cuda}")

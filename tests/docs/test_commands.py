@@ -32,6 +32,7 @@ from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
 from tests.docs.blocks import DOCUMENTS, README, ROOT, blocks, code_spans
 from tests.sampling import some
+from tests.store import fakes
 
 #: Commands of others that blocks show: what they begin with, and why they are not run here.
 NOT_OURS = {
@@ -165,27 +166,31 @@ def _run(line: str, folders: dict[str, Path]) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folders["small" if option is None else "whole"])
         if word == "explain":  # a few tiles of queries stand for all
-            patch.setattr(visits, "_WORK", 2**24)
+            patch.setattr(visits, "_WORK", 2**20)
         if word == "bench":
             for suite in (grid, oracle, serving, small):
-                patch.setattr(suite, "prepare", _prepared_once)
+                patch.setattr(suite, "prepare_unrendered", _prepared_once)
         if f"specs/{MINE}" not in arguments:
-            patch.setattr(build, "COMPILER", "tests.runtime.manifests:compile_as_manifest")
+            fakes.compile_by(patch, "tests.runtime.manifests:compile_as_manifest")
         return CliRunner().invoke(cli.group, [word, *arguments], input="y\n")  # where it asks
 
 
-#: Whole specs, planned and rendered: several commands measure the same one.
+#: Whole specs, planned: several commands measure the same one.
 _PREPARED: dict[str, list[build.Prepared]] = {}
 
 
 def _prepared_once(spec: Spec) -> list[build.Prepared]:
     if spec.name not in _PREPARED:
-        _PREPARED[spec.name] = build.prepare(spec)
+        _PREPARED[spec.name] = build.prepare_unrendered(spec)
     return _PREPARED[spec.name]
 
 
 def _filled(word: str) -> str:
     return re.sub(r"\b(?:SPEC|KERNEL|NAME|FILE|P)\b", lambda match: PLACEHOLDERS[match[0]], word.removeprefix("/tmp/"))
+
+
+#: Lines of blocks that have been run: several documents show the same ones.
+_HAVE_RUN: set[str] = set()
 
 
 @pytest.mark.parametrize(
@@ -199,6 +204,9 @@ def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:
             if ON_A_GPU.intersection((word, *arguments)):
                 command.make_context(word, arguments)
                 continue
+            if shown.line in _HAVE_RUN:
+                continue
+            _HAVE_RUN.add(shown.line)
             result = _run(shown.line, folders)
             if "needs matplotlib" in result.stderr and find_spec("matplotlib") is None:
                 continue

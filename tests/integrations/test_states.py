@@ -24,6 +24,7 @@ from attngen.runtime.operations.attention import kernel_call, recall
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.states import STATES, outcome
 from tests.runtime.support import FakeDriver, kernel
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(seen._TensorGuards is None, reason="torch has no check of tensors")
 
@@ -90,8 +91,7 @@ def forget() -> None:
         one.clear()
 
 
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("name", CALLS)
+@sampled(state=[*STATES], name=[*CALLS])
 def test_nothing_kept_changes_a_call(name: str, state: str) -> None:
     call, make = CALLS[name]
     torch.manual_seed(5)

@@ -12,7 +12,7 @@ from attngen.inspect.cases import Case
 from attngen.schema import preset_names
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_numerics import DRIVEN, LAYOUTS, LOADS, MASKS, ODD_HEAD_DIMS, SCORES, THIRDS
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 pytestmark = pytest.mark.long
 
@@ -26,7 +26,7 @@ def spec(variant: str = "causal", *, tile: str = "{m: 16, n: 16}", declared: str
 
 
 @sampled(
-    always=3, name=preset_names(), layout=LAYOUTS[::-1], third=THIRDS
+    always=1, name=preset_names(), layout=LAYOUTS[::-1], third=THIRDS
 )  # each in the layout that forward kernels are not sampled in
 def test_every_preset(interpreter: Interpreter, name: str, layout: str, third: int) -> None:
     assert interpreter.call("gradient_problems", spec(name, layout=layout), 21, third) == ()
@@ -128,8 +128,8 @@ def test_gradients_of_the_variants_own_tensors(interpreter: Interpreter, fields:
 RAGGED = Case("ragged", (21, 21), (37, 37), heads=4, kv_heads=2)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, 6e4])
-@pytest.mark.parametrize(
+@few("value", [np.nan, np.inf, 6e4])
+@few(
     ("variant", "arguments", "empty"),
     [("sliding_window", {"window": 5}, (0, 16)), ("chunked", {"chunk": 48}, (0, 48))],
 )

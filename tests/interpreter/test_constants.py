@@ -19,7 +19,7 @@ VARIANTS = {
 }
 
 
-@few("fields", VARIANTS.values(), ids=VARIANTS.keys(), always=2)
+@few("fields", VARIANTS.values(), ids=VARIANTS.keys())
 def test_constant_masks_and_scores_are_right(interpreter: Interpreter, fields: str) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
     assert interpreter.call("problems", forward("odd", declared=declared), 19) == ()

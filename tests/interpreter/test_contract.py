@@ -9,21 +9,19 @@ from attngen.inspect.cases import Case
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as of_gradients
 from tests.interpreter.test_numerics import LOADS, spec
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 RAGGED = Case("ragged", (21, 21), (37, 37), heads=4, kv_heads=2)
 
 
-@pytest.mark.parametrize("kind", ["slices of packed qkv", "padded", "transposed", "transposed view"])
-@pytest.mark.parametrize("loads", ["descriptor", "pointer"])
+@sampled(kind=["slices of packed qkv", "padded", "transposed", "transposed view"], loads=["descriptor", "pointer"])
 def test_strides(interpreter: Interpreter, kind: str, loads: str) -> None:
     difference, largest = interpreter.call("with_strides", spec(loads=loads), kind)
     assert difference == 0
     assert largest > 0.5
 
 
-@pytest.mark.parametrize("kind", ["expanded", "odd offset"])
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@sampled(kind=["expanded", "odd offset"], dtype=["fp16", "fp32"])
 def test_strides_that_only_pointers_express(interpreter: Interpreter, kind: str, dtype: str) -> None:
     text = spec(loads="pointer", alignment="element", dtype=dtype)
     assert interpreter.call("with_strides", text, kind)[0] == 0
@@ -113,7 +111,7 @@ def test_a_visible_nan_in_v_reaches_every_row_that_sees_it(interpreter: Interpre
     assert not changed[:, rows < 16].any()  # query tiles that never load that KV tile
 
 
-@pytest.mark.parametrize("variant", ["causal", "sliding_window", "packed_documents", "allowed", "alibi"])
+@few("variant", ["causal", "allowed", "sliding_window", "packed_documents", "alibi"])
 def test_a_sequence_alone_gives_the_same_bits(interpreter: Interpreter, variant: str) -> None:
     case = Case("batch", (21,) * 3, (53,) * 3, heads=4, kv_heads=2, used=(53, 0, 39))
     assert interpreter.call("alone_and_in_batch", spec(variant), case)
@@ -160,7 +158,7 @@ def of_blocks(mask: str) -> str:
     return f'variants:\n  blocks: {{mask: "{mask}", tensors: {{{tensors}}}}}\n'
 
 
-@sampled(always=2, mask=BLOCKS, layout=["dense", "varlen"], seed=range(2))
+@sampled(always=1, mask=BLOCKS, layout=["dense", "varlen"], seed=range(2))
 def test_the_classifier_decides_blocks(interpreter: Interpreter, mask: str, layout: str, seed: int) -> None:
     """More queries than keys in one sequence, ragged ends, keys that are not used, and more tiles than a word has."""
     if layout == "dense":
@@ -171,7 +169,7 @@ def test_the_classifier_decides_blocks(interpreter: Interpreter, mask: str, layo
     assert interpreter.call("map_is_right", text, case, seed)
 
 
-@sampled(always=2, mask=BLOCKS, layout=["varlen", "dense"], tile=["{m: 16, n: 16}", "{m: 32, n: 16}"])
+@sampled(always=1, mask=BLOCKS, layout=["varlen", "dense"], tile=["{m: 16, n: 16}", "{m: 32, n: 16}"])
 def test_classifiers_of_gradients_decide_blocks(interpreter: Interpreter, mask: str, layout: str, tile: str) -> None:
     lengths = ((45,) * 2, (70,) * 2) if layout == "dense" else ((45, 13), (70, 7))
     case = Case("map", *lengths, heads=2, used=(33, 70) if layout == "dense" else (70, 7))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from attngen.build.pipeline import Prepared, prepare
+from attngen.build.pipeline import Prepared, prepare_unrendered
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import load_spec_text
 from tests.lab.bench_support import SPEC
@@ -14,7 +14,7 @@ from tests.lab.bench_support import SPEC
 
 @pytest.fixture
 def prepared() -> list[Prepared]:
-    return prepare(load_spec_text(SPEC))
+    return prepare_unrendered(load_spec_text(SPEC))
 
 
 @pytest.fixture

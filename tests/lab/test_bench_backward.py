@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.build.pipeline import Prepared, prepare
+from attngen.build.pipeline import Prepared, prepare_unrendered
 from attngen.lab.bench import grid as tool
 from attngen.lab.bench import kernels as bench_kernels
 from attngen.lab.bench import peers as bench_peers
@@ -48,7 +48,7 @@ kernels:
 
 @pytest.fixture
 def prepared() -> list[Prepared]:
-    return prepare(load_spec_text(SPEC))
+    return prepare_unrendered(load_spec_text(SPEC))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attngen.build.pipeline import Prepared, prepare
+from attngen.build.pipeline import Prepared, prepare_unrendered
 from attngen.errors import NoKernelError
 from attngen.lab.bench import grid as tool
 from attngen.lab.bench import kernels as bench_kernels
@@ -153,7 +153,7 @@ def test_a_case_that_cannot_be_called(small: BenchCase) -> None:
         "kernels:",
         'variants:\n  odd: {mask: "flag[kv + 99]", tensors: {flag: {dtype: bool, shape: [seqlen_k]}}}\nkernels:',
     )
-    (odd,) = [team for team in teams(prepare(load_spec_text(text))) if team.variant.name == "odd"]
+    (odd,) = [team for team in teams(prepare_unrendered(load_spec_text(text))) if team.variant.name == "odd"]
     results, row = measured(odd, small, StubPeer("good"))
     assert results["attngen triton"].status == "unsupported"
     assert "IndexError: tensor 'flag': index" in str(results["attngen triton"].reason)
@@ -174,7 +174,7 @@ def test_a_dry_run_knows_who_is_in(team: Team, small: BenchCase) -> None:
 @pytest.mark.parametrize("name", ["causal", "sliding_window", "alibi", "softcap", "packed_documents", "relative_bias"])
 def test_the_oracle_agrees_with_the_reference(name: str) -> None:
     entry = f"{{variant: {name}, head_dim: {{qk: 32, v: 16}}, dtype: fp32, arch: sm80}}"
-    (member,) = prepare(load_spec_text(f"schema: 1\npackage: mine\nkernels:\n  - {entry}\n"))
+    (member,) = prepare_unrendered(load_spec_text(f"schema: 1\npackage: mine\nkernels:\n  - {entry}\n"))
     work, (one, _) = workload_of(preset(name), name, 50, torch.float32)
     out = bench_kernels.enter("attngen", kernel_of(member.plan), work, [one]).first()  # the reference, on the CPU
     oracle = Oracle(work, one.q, one.k, one.v)

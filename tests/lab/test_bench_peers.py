@@ -16,6 +16,7 @@ from attngen.lab.bench.peers import reason_against
 from attngen.lab.bench.workloads import Terms, terms_of
 from attngen.schema import preset
 from tests.lab.bench_support import StubCudnn, shown, without_libraries, workload_of
+from tests.sampling import few
 
 
 def reasons(name: str, dtype: str = "bf16", head_dim: int = 128, **sizes: str) -> dict[str, str | None]:
@@ -114,7 +115,7 @@ def test_flash_functions_get_the_flags(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", ["full", "causal", "packed_documents", "alibi"])
+@few("name", ["full", "causal", "packed_documents", "alibi"], always=(1, 2))
 def test_flex_attention_and_sdpa_compute_the_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both run on the CPU, uncompiled and on the plain backend: what is tested is how they are called."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -138,7 +139,7 @@ def test_cudnn_frontend_gets_the_flags(name: str, monkeypatch: pytest.MonkeyPatc
     assert Oracle(work, *inputs[0].bshd).error(contender.first()) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "sliding_window", "prefix_lm", "packed_documents"])
+@few("name", ["full", "causal", "sliding_window", "prefix_lm", "packed_documents"], always=(2, 4))
 def test_cudnn_flex_gets_intervals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_peers, "import_module", lambda name: StubCudnn)
     work, inputs = workload_of(preset(name), name, 1400, torch.float32)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import attngen
 from attngen import cli
-from attngen.build.pipeline import prepare
+from attngen.build.pipeline import prepare_unrendered
 from attngen.lab.bench import graphs
 from attngen.lab.bench.graphs import Replays
 from attngen.lab.bench.runner import BenchOptions, bench
@@ -165,11 +165,11 @@ def test_pages_are_told_in_two_ways_that_agree() -> None:
 
 @pytest.fixture
 def package(clean_registry: None) -> str:
-    from attngen.build.pipeline import prepare
+    from attngen.build.pipeline import prepare_unrendered
     from attngen.runtime.registry.lookup import package_of_kernels, registry
     from attngen.schema import load_spec_text
 
-    registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare(load_spec_text(SPEC))], "here"))
+    registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare_unrendered(load_spec_text(SPEC))], "here"))
     return "mine"
 
 
@@ -196,7 +196,9 @@ def test_flash_mla_is_called_right(tokens: int, monkeypatch: pytest.MonkeyPatch,
     """A stub in its place computes what the arguments mean."""
     from attngen.runtime.registry.lookup import package_of_kernels, registry
 
-    registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare(load_spec_text(LATENT))], "here"))
+    registry.add(
+        package_of_kernels([kernel_of(one.plan) for one in prepare_unrendered(load_spec_text(LATENT))], "here")
+    )
     problem = Problem(16, 1, (37, 300), tokens, head_dims=LATENT_DIMS)
     held, (form,) = contents(problem), FlashMla().forms(problem)
     monkeypatch.setattr(serving, "import_module", lambda name: StubFlashMla)
@@ -244,7 +246,7 @@ def test_libraries_solve_problems_of_their_kind() -> None:
 
 
 def test_kernels_of_latent_cells_are_those_of_their_head_dims() -> None:
-    prepared = [*prepare(load_spec_text(SPEC)), *prepare(load_spec_text(LATENT))]
+    prepared = [*prepare_unrendered(load_spec_text(SPEC)), *prepare_unrendered(load_spec_text(LATENT))]
     chosen = [cell for cell in cells() if cell.group == "mla"]
     kernels = tool._kernels(prepared, chosen, BenchOptions(), 90)
     assert {(one.plan.head_dim_qk, one.plan.layout) for one in kernels} == {(576, "dense"), (576, "paged")}
@@ -523,7 +525,7 @@ def test_cells_and_kernels_are_chosen(spec: Path) -> None:
 def test_what_widens_a_cache_in_8_bits_is_there_for_many_queries() -> None:
     kernel = "variant: causal, head_dim: 128, dtype: bf16, layout: paged"
     spec = f"{SPEC}  - {{{kernel}}}\n  - {{{kernel}, kv_dtype: fp8_e4m3, split_kv: true}}\n"
-    prepared = prepare(load_spec_text(spec))
+    prepared = prepare_unrendered(load_spec_text(spec))
     chosen = [cell for cell in cells() if cell.group == "e4m3"]
     kernels = tool._kernels(prepared, chosen, BenchOptions(), 90)
     assert [kernel.plan.direction for kernel in kernels].count("widen") == 1

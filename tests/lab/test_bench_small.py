@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from attngen import cli
-from attngen.build.pipeline import prepare
+from attngen.build.pipeline import prepare_unrendered
 from attngen.lab.bench import graphs
 from attngen.lab.bench.report import Result
 from attngen.lab.bench.runner import BenchOptions, bench
@@ -142,7 +142,7 @@ def test_the_kernel_taken_is_compared_with_the_fastest_one(spec: Path, tmp_path:
 
 
 def kernels() -> list[Any]:
-    return [kernel_of(one.plan) for one in prepare(load_spec_text(SPEC)) if one.plan.head_dim_qk == 64]
+    return [kernel_of(one.plan) for one in prepare_unrendered(load_spec_text(SPEC)) if one.plan.head_dim_qk == 64]
 
 
 def test_the_kernel_taken_costs_more_where_predictions_err() -> None:

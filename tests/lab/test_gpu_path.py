@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.build.pipeline import BuiltKernel, Failure, Prepared, plans, prepare
+from attngen.build.pipeline import BuiltKernel, Failure, Prepared, plans, prepare_unrendered
 from attngen.compile.parameters import triton_parameters
 from attngen.errors import CompileError, NoKernelError
 from attngen.inspect.cases import Case
@@ -69,7 +69,7 @@ def driver() -> Iterator[FakeDriver]:
 def kernels(tmp_path: Path) -> list[Prepared]:
     path = tmp_path / "mine.yaml"
     path.write_text(SPEC)
-    return prepare(load_spec(path))
+    return prepare_unrendered(load_spec(path))
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.build.pipeline import Prepared, prepare
+from attngen.build.pipeline import Prepared, prepare_unrendered
 from attngen.lab.bench.cases import bench_cases
 from attngen.lab.bench.grid import GridReport, GridRow, steps
 from attngen.lab.bench.ladder import RUNGS, Ladder, ladders, reason_against
@@ -18,7 +18,9 @@ from tests.lab.bench_support import result
 
 def prepared(*entries: str) -> list[Prepared]:
     lines = "".join(f"  - {{{entry}, backend: cuda}}\n" for entry in entries)
-    return prepare(load_spec_text(f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n{lines}", "mine.yaml"))
+    return prepare_unrendered(
+        load_spec_text(f"schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n{lines}", "mine.yaml")
+    )
 
 
 def ladder_of(entry: str) -> Ladder:
@@ -82,7 +84,7 @@ def test_a_refused_step_is_left_out_of_those_behind_it() -> None:
 def test_a_ladder_begins_at_its_second_rung_where_mma_sync_cannot_follow() -> None:
     """The products of e5m2 are wgmma's alone."""
     text = "schema: 1\npackage: mine\narch: [sm90a]\nkernels:\n  - {variant: full, head_dim: 128, dtype: fp8_e5m2}\n"
-    forward = prepare(load_spec_text(text, "mine.yaml"))[0]
+    forward = prepare_unrendered(load_spec_text(text, "mine.yaml"))[0]
     first, second, *_ = ladders([forward])[0].rungs
     assert first.kernel is None
     assert "mma.sync take bf16, fp16 and fp8_e4m3; found fp8_e5m2" in str(first.refusal)
@@ -103,12 +105,12 @@ def test_kernels_that_differ_in_a_rung_share_a_ladder() -> None:
 
 def test_kernels_for_other_cards_have_none() -> None:
     text = "schema: 1\narch: [sm80, sm90a]\nkernels: [{variant: full, head_dim: 64, backend: cuda, loads: pointer}]\n"
-    for kernel in prepare(load_spec_text(text, "a.yaml")):
+    for kernel in prepare_unrendered(load_spec_text(text, "a.yaml")):
         assert reason_against(kernel.plan) == "a ladder leads to a kernel with warp specialization", kernel.plan.name
 
 
 def test_triton_kernels_have_none() -> None:
-    (triton,) = prepare(
+    (triton,) = prepare_unrendered(
         load_spec_text("schema: 1\narch: sm90a\nkernels: [{variant: full, head_dim: 64, backend: triton}]\n", "a.yaml")
     )
     assert reason_against(triton.plan) == "only CUDA kernels have a ladder"

@@ -145,16 +145,16 @@ def broken(kernel: Prepared, name: str, text: str) -> Prepared:
     source = replace(kernel.source, name=name, text=text.replace(kernel.plan.name, name))
     (launch,) = kernel.plan.launches
     plan = replace(kernel.plan, name=name).with_launches(replace(launch, symbol=name))
-    return replace(kernel, plan=plan, source=source)
+    return replace(kernel, plan=plan, given=source)
 
 
 def test_broken_kernels_fail(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (kernel, *_) = tool.prepare(load_spec(spec))
+    (kernel, *_) = tool.prepare_unrendered(load_spec(spec))
     kernels = [broken(kernel, "unimportable", "import nonsense_that_is_not_there\n")]
     for number, (before, after) in enumerate(BREAKS.values()):
         assert before in kernel.source.text
         kernels.append(broken(kernel, f"break_{number}", kernel.source.text.replace(before, after)))
-    monkeypatch.setattr(tool, "prepare", lambda loaded: [*kernels, kernel])
+    monkeypatch.setattr(tool, "prepare_unrendered", lambda loaded: [*kernels, kernel])
     code, output, errors = run(spec, "--seed", 1)
     assert code == cli.EXIT_FAILURE
     assert f"1 passed, {len(kernels)} failed" in output
@@ -183,7 +183,7 @@ def test_a_variant_whose_loads_cannot_be_made_legal_fails_with_the_reason(tmp_pa
 def test_a_retargeted_kernel_keeps_its_tile() -> None:
     (blackwell,) = [
         kernel
-        for kernel in tool.prepare(load_spec("specs/blackwell.yaml"))
+        for kernel in tool.prepare_unrendered(load_spec("specs/blackwell.yaml"))
         if "sm100a_tma_bf16_d128_causal_m" in kernel.plan.name
     ]
     moved = retarget(blackwell, ARCHES["sm90a"])
@@ -202,7 +202,9 @@ def test_a_retargeted_kernel_keeps_its_tile() -> None:
 def test_a_helper_is_retargeted_without_a_tile() -> None:
     """Kernels of other operations have no choices to keep."""
     text = "schema: 1\npackage: t\narch: [sm80]\nkernels:\n  - {variant: causal, head_dim: 64, layout: paged}\n"
-    (append,) = (kernel for kernel in tool.prepare(load_spec_text(text)) if kernel.plan.direction == "append")
+    (append,) = (
+        kernel for kernel in tool.prepare_unrendered(load_spec_text(text)) if kernel.plan.direction == "append"
+    )
     assert retarget(append, ARCHES["sm90a"]).plan.arch_name == "sm90a"
 
 
@@ -232,14 +234,14 @@ def test_the_arch_of_a_device(capability: int, name: str | None) -> None:
 
 
 def test_only_sources_with_inline_assembly_are_rendered_again(spec: Path) -> None:
-    for kernel in tool.prepare(load_spec(spec)):
+    for kernel in tool.prepare_unrendered(load_spec(spec)):
         text, remark = interpretable(kernel)
         assert "inline_asm" not in text
         assert (remark is None) == (text == kernel.source.text)
 
 
 def test_verdicts_of_a_report_count(spec: Path) -> None:
-    (kernel, *_) = tool.prepare(load_spec(spec))
+    (kernel, *_) = tool.prepare_unrendered(load_spec(spec))
     crashed = Trial((CaseResult("ragged", 3, error="RuntimeError: an illegal memory access"),))
     report = VerifyReport("mine.yaml", "mine", "a GPU", 1, (Verdict(kernel.plan, crashed),))
     assert not report.ok

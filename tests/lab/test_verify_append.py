@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.build.pipeline import prepare
+from attngen.build.pipeline import prepare_unrendered
 from attngen.inspect.of_spec import explain_spec
 from attngen.inspect.operations import explain_helpers
 from attngen.lab.bench.kernels import reason_against
@@ -57,17 +57,17 @@ def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:
 
 
 def test_a_spec_gets_one_kernel_for_each_dtype_with_pages() -> None:
-    prepared = prepare(load_spec_text(SPEC))
+    prepared = prepare_unrendered(load_spec_text(SPEC))
     assert [one.plan.name for one in prepared if one.plan.direction == "append"] == [
         "append_sm90a_bf16", "append_sm90a_fp16",
     ]  # fmt: skip
     assert {(one.plan.head_dim_qk, one.plan.head_dim_v) for one in prepared[-2:]} == {(192, 128)}
-    dense = prepare(load_spec_text(SPEC.replace("paged", "dense")))
+    dense = prepare_unrendered(load_spec_text(SPEC.replace("paged", "dense")))
     assert not [one for one in dense if one.plan.direction == "append"]
 
 
 def test_they_run_on_a_gpu_alone_and_are_no_attention() -> None:
-    prepared = [one for one in prepare(load_spec_text(SPEC)) if one.plan.direction == "append"]
+    prepared = [one for one in prepare_unrendered(load_spec_text(SPEC)) if one.plan.direction == "append"]
     verdicts = list(try_interpreted(prepared, 0, 1, lambda name, total: None))
     assert [verdict.status for verdict in verdicts] == ["not run"] * 2
     assert reason_against(prepared[0].plan, 90) == "only dense calls are measured"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attngen.build.pipeline import prepare
+from attngen.build.pipeline import prepare_unrendered
 from attngen.inspect.of_spec import explain_spec
 from attngen.inspect.operations import explain_helpers
 from attngen.lab.bench.kernels import reason_against
@@ -62,16 +62,18 @@ def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:
 
 
 def test_a_spec_of_8_bits_gets_kernels_for_each_dtype_that_is_quantized() -> None:
-    prepared = [one.plan for one in prepare(load_spec_text(SPEC_OF_8_BITS)) if one.plan.direction == "quantize"]
+    prepared = [
+        one.plan for one in prepare_unrendered(load_spec_text(SPEC_OF_8_BITS)) if one.plan.direction == "quantize"
+    ]
     assert [one.name for one in prepared] == NAMES
     assert {(one.head_dim_qk, one.head_dim_v) for one in prepared[:2]} == {(128, 128)}
     assert [(one.head_dim_qk, one.head_dim_v) for one in prepared[2:]] == [(64, 64), (128, 128)] * 2
-    others = prepare(load_spec_text(SPEC_OF_8_BITS.replace("fp8_e4m3", "bf16")))
+    others = prepare_unrendered(load_spec_text(SPEC_OF_8_BITS.replace("fp8_e4m3", "bf16")))
     assert not [one for one in others if one.plan.direction == "quantize"]
 
 
 def test_they_run_on_a_gpu_alone_and_are_no_attention() -> None:
-    prepared = [one for one in prepare(load_spec_text(SPEC_OF_8_BITS)) if one.plan.direction == "quantize"]
+    prepared = [one for one in prepare_unrendered(load_spec_text(SPEC_OF_8_BITS)) if one.plan.direction == "quantize"]
     verdicts = list(try_interpreted(prepared, 0, 1, lambda name, total: None))
     assert [verdict.status for verdict in verdicts] == ["not run"] * len(NAMES)
     assert reason_against(prepared[0].plan, 90) == "only forward and backward kernels are measured"

@@ -52,7 +52,7 @@ def test_an_expression_of_one_side_is_one_statistic(mask: str, rest: str | None,
         assert text == rest
 
 
-@few("seed", range(1000), always=(*range(24), 54))
+@few("seed", range(1000), always=(*range(24), 54), often=range(0, 1000, 10))
 def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
     source = random.Random(seed)
     mask = Masks(source).boolean(seed % 4)

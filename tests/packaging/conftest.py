@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from attngen.build import pipeline as build
 from tests.packaging.support import FAKE_COMPILER, OTHER, install, make, write_spec
+from tests.store import fakes
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fake_compiler(_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile nothing for real, and share what was compiled with the other tests."""
     monkeypatch.setenv("ATTNGEN_CACHE", str(_cache))
-    monkeypatch.setattr(build, "COMPILER", FAKE_COMPILER)
+    fakes.compile_by(monkeypatch, FAKE_COMPILER)
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def wheels(_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     folder = tmp_path_factory.mktemp("wheels")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNGEN_CACHE", str(_cache))
-        patch.setattr(build, "COMPILER", FAKE_COMPILER)
+        fakes.compile_by(patch, FAKE_COMPILER)
         specs = [write_spec(folder / "specs"), write_spec(folder / "specs", OTHER, "other.yaml")]
         made = [make(spec, folder / "dist") for spec in specs]
     return {m.package: m.files[0] for m in made}

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.build import pipeline as build
 from attngen.build.kernel_filter import KernelFilter
 from attngen.errors import PackageError, SettingError
 from attngen.packaging.hub import FUNCTIONS, HubKernel, hub_kernel
@@ -28,6 +27,7 @@ from attngen.packaging.vendor import runtime_files
 from tests.commands.test_build import attngen
 from tests.packaging.support import FAKE_COMPILER, WITHOUT_ANYTHING, make, run, write_spec
 from tests.runtime.support import FakeDriver
+from tests.store import fakes
 
 KERNEL = "{variant: causal, head_dim: 64, layout: [dense, varlen], backend: triton}"
 SPEC = f"schema: 1\npackage: attngen_hub\narch: sm90a\nkernels: [{KERNEL}]\n"
@@ -56,7 +56,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> HubKernel:
     folder = tmp_path_factory.mktemp("hub")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATTNGEN_CACHE", str(folder / "cache"))
-        patch.setattr(build, "COMPILER", FAKE_COMPILER)
+        fakes.compile_by(patch, FAKE_COMPILER)
         return write(folder / "kernel")
 
 
@@ -169,7 +169,7 @@ def test_a_package_whose_name_kernels_cannot_have_is_refused(tmp_path: Path) -> 
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "COMPILER", FAKE_COMPILER)
+    fakes.compile_by(monkeypatch, FAKE_COMPILER)
     monkeypatch.chdir(tmp_path)
     spec = write_spec(tmp_path, SPEC, "hub.yaml")
     report = json.loads(attngen("package", spec, "--hub", "kernel", "--json").stdout)

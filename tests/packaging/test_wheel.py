@@ -27,6 +27,7 @@ from attngen.schema import expand, load_spec, preset_names
 from attngen.schema.tuned import identity, tuned_text
 from tests.packaging.support import INCLUDED, OTHER, ROOT, SPEC, make, write_spec
 from tests.sampling import few
+from tests.store import fakes
 
 #: A kernel of each compiler, and a backward whose kernels have a cubin each, compiled for real.
 REAL = """
@@ -243,10 +244,8 @@ def test_kernels_that_cannot_be_packaged(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_kernel_that_does_not_compile_fails_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.build import pipeline as build
-
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "COMPILER", "tests.store.fakes:compile_quickly")
+    fakes.compile_by(monkeypatch)
     spec = write_spec(tmp_path, SPEC.replace("own, head", "reject, head").replace("own.yaml", "reject.yaml"))
     (tmp_path / "masks/reject.yaml").write_text(INCLUDED.replace("own", "reject"))
     with pytest.raises(PackageError, match="1 of 8 kernels do not compile:\n.*rejected"):

@@ -20,7 +20,7 @@ from attngen.parallel.overlap import local_tiles
 from attngen.resources import root
 from tests import forked
 from tests.parallel.cases import HEADS, KV_HEADS, Case, cases
-from tests.sampling import some
+from tests.sampling import few
 
 SEQLEN, TILE = 200, 16
 
@@ -28,7 +28,7 @@ SEQLEN, TILE = 200, 16
 def processes(world: int, part: str, folder: Path) -> None:
     """Run the checks of a part in ``world`` processes."""
     program = (
-        "import torch.multiprocessing\nfrom tests.parallel import ranks\n"
+        "import torch._dynamo, torch.multiprocessing\nfrom tests.parallel import ranks\n"
         f"arguments = ({world}, {str(folder / 'meeting')!r}, {part!r})\n"
         f"torch.multiprocessing.start_processes(ranks.run, arguments, nprocs={world}, start_method='fork')\n"
     )
@@ -37,9 +37,9 @@ def processes(world: int, part: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("world", some([2, 4], always=[2]))
-def test_processes_compute_as_one(world: int, tmp_path: Path) -> None:
-    processes(world, "some", tmp_path)
+@few(("world", "part"), [(2, "few"), (2, "some"), (4, "some")])
+def test_processes_compute_as_one(world: int, part: str, tmp_path: Path) -> None:
+    processes(world, part, tmp_path)
 
 
 @pytest.mark.exhaustive

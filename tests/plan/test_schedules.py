@@ -31,7 +31,8 @@ def asked(text: str) -> list[str]:
     """Return the lines of a module that know one schedule: by its module, its structure or its name."""
     mentions = []
     names = {row.name for row in ALL}
-    for node in ast.walk(ast.parse(text)):
+    suspect = any(word in text for word in ("attngen.families", *names))
+    for node in ast.walk(ast.parse(text)) if suspect else ():
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attngen.families."):
             mentions.append(f"{node.lineno}: from {node.module} import …")
         elif isinstance(node, ast.ImportFrom) and node.module == "attngen.families":

@@ -42,6 +42,7 @@ from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.render.headers import headers
 from tests.render.test_decode_on_host import PTX as COMMON_PTX
 from tests.runtime.host_kernels import HostDriver, as_kernels
+from tests.sampling import exhaustive
 
 #: Options by which each access to memory is a call of races.cpp.
 CHECKED = ("-fno-threadsafe-statics", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
@@ -170,7 +171,7 @@ class Library:
 def runtime_object() -> Path:
     """The checker, compiled once."""
     made = Path(mkdtemp(prefix="attngen-races-")) / "races.o"
-    compile_host(HOST / "races.cpp", made, HOST, "-O2")
+    compile_host(HOST / "races.cpp", made, HOST, "-O2", ahead=False)
     return made
 
 
@@ -215,6 +216,7 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
         *CHECKED,
         define={"RACES": 1, "KERNELS": kernels},
         check=False,
+        ahead=exhaustive(),
     )
     if done.returncode != 0:
         raise RefusedError(done.stderr)

@@ -26,6 +26,7 @@ from tests.plan.specs import planned
 from tests.render.checked_barriers import COMPILER, BarrierError, Library, Mutant, RefusedError, compiled, device
 from tests.runtime.host_kernels import prepared_for_indices
 from tests.runtime.support import variant as variant_of
+from tests.sampling import exhaustive, few
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -88,7 +89,7 @@ class Row:
     blocks: int = 1
     orders: int = 1
     often: bool = False  # in every run
-    rare: bool = False  # each change is tried in long runs alone
+    alike: bool = False  # another head dim of a kernel before it: in long runs alone
 
     def plan(self) -> Plan:
         return planned(self.variant, **self.fields)
@@ -198,8 +199,8 @@ ENTRIES = {
 }  # fmt: skip
 ROWS = (
     Row("forward", {"backend": "cuda"}, (SHORT, LONG), spared=LAST_TURN, often=True),
-    Row("forward-128", {"backend": "cuda", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN, rare=True),
-    Row("forward-256", {"backend": "cuda", "head_dim": 256}, (SHORT, LONG), spared=LAST_TURN, rare=True),
+    Row("forward-128", {"backend": "cuda", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN, alike=True),
+    Row("forward-256", {"backend": "cuda", "head_dim": 256}, (SHORT, LONG), spared=LAST_TURN, alike=True),
     Row("forward-skips", {"backend": "cuda", "head_dim": 96}, (SHORT, LONG), spared=LAST_TURN | OF_SKIPS),
     Row("forward-split", {"backend": "cuda", "split_kv": "tiles"}, (Size(100, 300, 2),), spared=LAST_TURN),
     Row(
@@ -209,27 +210,26 @@ ROWS = (
     Row("forward-paged", {"backend": "cuda", "layout": "paged", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN),
     Row(
         "blocks", {**BLOCKS, "head_dim": 128}, (Size(300, 900, 6), Size(1, 1, 6)), variant="blocks",
-        arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3, rare=True,
+        arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3,
     ),
     Row(
         "blocks-alone", {**BLOCKS, "tile": "{n: 64}", "pipeline": "{stages: 3}"}, (Size(300, 900, 6),),
         variant="blocks", arguments={"sel": SEEN}, spared=OF_BLOCKS, orders=3,
     ),
-    Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP | OF_Q | ALONE, often=True),
+    Row("backward", {**BACKWARD}, (Size(300, 300), Size(70, 70, 2, 2, 3)), spared=OF_GROUP | OF_Q | ALONE),
     Row(
         "backward-128",
         {**BACKWARD, "head_dim": 128},
         (Size(300, 300), Size(70, 70, 2, 2, 3)),
-        spared=OF_GROUP | ALONE, rare=True,
+        spared=OF_GROUP | ALONE, alike=True,
     ),
     Row(
         "backward-blocks", {**BACKWARD, "declared": BLOCKS["declared"], "head_dim": 128}, (Size(900, 380),),
-        variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE, orders=2, rare=True,
+        variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE, orders=2,
     ),
     Row(
         "backward-blocks-by-rows", {**BACKWARD, "declared": BLOCKS["declared"].replace("q // 64", "q // 128")},
         (Size(600, 380),), variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE,
-        rare=True,
     ),
     Row("backward-ordered", {**BACKWARD, "head_dim": 128, "deterministic": "true"}, (Size(300, 300),)),
     Row(
@@ -238,14 +238,14 @@ ROWS = (
     ),
     Row(
         "cluster-ordered", {**BACKWARD, "head_dim": 192, "deterministic": "true"}, (Size(200, 128),),
-        races=LAST_PRODUCTS, spared=OF_CLUSTER | ALONE, rare=True,
+        races=LAST_PRODUCTS, spared=OF_CLUSTER | ALONE,
     ),
     Row("cluster-halves", {**BACKWARD, "head_dim": 512}, (Size(200, 128),), races=LAST_PRODUCTS, spared=OF_CLUSTER),
     # Blocks that wait for each other.
     Row("first", {**BACKWARD}, (Size(200, 300),), spared=OF_GROUP | OF_Q, blocks=3, orders=3),
     Row(  # the last keys are seen by no query
         "first-unseen", {**BACKWARD}, (Size(200, 700),), variant="causal_top_left", spared=OF_GROUP | OF_Q, blocks=3,
-        orders=3, rare=True,
+        orders=3,
     ),
     Row(
         "order", {**BACKWARD, "head_dim": 128, "deterministic": "true", **masked(APART)}, (Size(500, 512, 1),),
@@ -265,7 +265,7 @@ ROWS = (
     ),
     Row(
         "cut", {**BACKWARD}, (Size(500, 100), Size(500, 400, 1)), variant="full", races=WHOLE_WORK,
-        spared=OF_GROUP | OF_Q | OF_CUTS, blocks=3, orders=3, rare=True,
+        spared=OF_GROUP | OF_Q | OF_CUTS, blocks=3, orders=3,
     ),
     Row("parts", {"backend": "cuda", "split_kv": "tiles"}, (Size(300, 600, 2),), spared=LAST_TURN, blocks=3, orders=3),
     Row(
@@ -273,12 +273,12 @@ ROWS = (
         (Size(490, 490, 1),), variant="masked", blocks=5, orders=2,
     ),
     Row("mma", {"arch": "sm80", "backend": "cuda"}, (Size(70, 300, 2),), often=True),
-    Row("mma-128", {"arch": "sm80", "backend": "cuda", "head_dim": 128}, (Size(70, 300, 2),), rare=True),
+    Row("mma-128", {"arch": "sm80", "backend": "cuda", "head_dim": 128}, (Size(70, 300, 2),), alike=True),
     Row("mma-pairs", {"arch": "sm80", "backend": "cuda", "head_dim": 256}, (Size(70, 300, 2),)),
     Row("mma-backward", {"arch": "sm80", **BACKWARD}, (Size(300, 300),), orders=2),
     Row(
         "mma-backward-128", {"arch": "sm80", **BACKWARD, "head_dim": 128}, (Size(200, 300),), orders=2,
-        rare=True,
+        alike=True,
     ),
     Row(
         "mma-backward-ordered", {"arch": "sm80", **BACKWARD, "deterministic": "true"}, (Size(300, 200, 1),),
@@ -297,7 +297,7 @@ ROWS = (
     ),
     Row(
         "latent-listed", {"backend": "cuda", **LISTED}, (Size(3, 150, 40), Size(3, 150, 8)), variant="listed",
-        spared=OF_LISTED, blocks=4, orders=2, rare=True,
+        spared=OF_LISTED, blocks=4, orders=2,
     ),
     Row("latent-backward", {**BACKWARD, **LATENT}, (Size(3, 100, 16),)),
 )  # fmt: skip
@@ -383,17 +383,18 @@ def run(kernel: Library, row: Row, tried: tuple[Mutant, ...] = ()) -> dict[Mutan
     return faults
 
 
-@pytest.mark.parametrize(
+@few(
     "row",
-    [
-        pytest.param(row, id=row.name, marks=[] if row.often else [pytest.mark.exhaustive])
-        for row in ROWS
-        if row.often or row.rare or row not in EXPLAINED  # the test of every change runs the others
-    ],
+    ROWS,
+    always=[number for number, row in enumerate(ROWS) if row.often],
+    often=[number for number, row in enumerate(ROWS) if not row.alike],
+    ids=lambda row: row.name,
 )
 def test_a_kernel_is_right_and_has_no_race(row: Row) -> None:
+    """And a tenth of the changes is noticed; two in every run."""
     every = library(row).mutants if row in EXPLAINED else []
-    tried = tuple(one for one in every[:: max(len(every) // 2, 1)] if not is_spared(row, one))
+    step = 10 if exhaustive() else max(len(every) // 2, 1)
+    tried = tuple(one for one in every[::step] if not is_spared(row, one))
     missed = [str(mutant) for mutant, said in check(row, tried).items() if not said]
     assert not missed
 
@@ -402,10 +403,7 @@ def is_spared(row: Row, mutant: Mutant) -> bool:
     return any(fnmatchcase(str(mutant), pattern.replace("[", "[[]")) for pattern in (*SPARED, *row.spared))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.long] if row.rare else []) for row in EXPLAINED]
-)
+@few("row", EXPLAINED, always=0, often=(), ids=lambda row: row.name)
 def test_every_change_is_noticed(row: Row) -> None:
     tried = tuple(mutant for mutant in library(row).mutants if not is_spared(row, mutant))
     missed = [str(mutant) for mutant, said in check(row, tried).items() if not said]

@@ -37,7 +37,7 @@ DECLARED = """variants:
         ("q_pos >= kv", 128, (700, 904), 2, "bf16"),
         ("q_pos >= kv and q_pos - kv < 150", 64, (1000, 648), 4, "fp32"),  # each consumer finds what sees its keys
         ("q_pos >= kv and (q_pos - kv < 100 or kv < 4) and q_pos < 800", 128, (900, 904), 1, "bf16"),
-        ("allowed[q, kv]", 64, (2500, 392), 2, "bf16"),  # by a tile map, of two words
+        ("allowed[q, kv]", 64, (2500, 136), 2, "bf16"),  # by a tile map, of two words
     ],
     always=(3,),
 )

@@ -264,6 +264,7 @@ def test_a_scalar_with_the_name_of_anything_in_the_source_does_not_collide(
     assert not collisions(kernel_spec(variant, backend="cuda", **fields))  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_a_collision_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from attngen.plan import symbols
 

@@ -33,10 +33,11 @@ from tests.render.generated import (
     there,
 )  # fmt: skip
 from tests.render.sources import SHIPPED
+from tests.sampling import few
 
 
 @needs_generated
-@pytest.mark.parametrize("name", SPECS)
+@few("name", SPECS, always=[place for place, name in enumerate(SPECS) if name not in ("serving", "training")])
 def test_generated_sources_are_up_to_date(name: str, tmp_path: Path) -> None:
     folder = generate(SPECS[name], tmp_path).folder
     fresh = {f"{name}/{path.name}": path.read_text() for path in folder.iterdir()}

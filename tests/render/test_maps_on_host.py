@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from attngen.build.pipeline import Prepared, prepare
+from attngen.build.pipeline import Prepared, prepare_unrendered
 from attngen.plan import Plan
 from attngen.resources import root
 from attngen.runtime.arguments.checked import Call
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @cache
 def prepared() -> dict[tuple[str, int, str, str], Prepared]:
     made = {}
-    for one in prepare(load_spec(SPEC)):
+    for one in prepare_unrendered(load_spec(SPEC)):
         plan = one.plan
         made[plan.variant.name, plan.head_dim_qk, plan.layout, plan.direction] = one
     return made

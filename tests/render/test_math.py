@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from attngen.render import render
 from tests.plan.specs import planned
+from tests.sampling import sampled
 
 #: Lines from the comment to the call: those of the loop around it.
 NEAR = 12
@@ -26,10 +25,12 @@ def unsaid(text: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
-@pytest.mark.parametrize("variant", ["causal", "softcap", "packed_documents", "own"])
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@sampled(
+    variant=["causal", "softcap", "packed_documents", "own"],
+    direction=["forward", "backward"],
+    backend=["cuda", "triton"],
+    head_dim=[64, 128, 192],
+)
 def test_products_are_said_in_comments(direction: str, backend: str, variant: str, head_dim: int) -> None:
     backward = {"passes": "backward", "backward": f"{{backend: {backend}}}"}
     asked = backward if direction == "backward" else {"backend": backend}

@@ -104,7 +104,7 @@ FORMS = {
         pytest.param("all", 128, "bf16", "dense", (150, 300), 1, marks=pytest.mark.exhaustive),
         pytest.param("all", 128, "fp16", "dense", (150, 304), 0, marks=pytest.mark.exhaustive),
         pytest.param("all", 64, "fp16", "varlen", (149, 301), 1, marks=pytest.mark.exhaustive),
-        ("decay", 32, "fp16", "dense", (150, 300), 0),
+        pytest.param("decay", 32, "fp16", "dense", (150, 300), 0, marks=pytest.mark.exhaustive),
         ("shared", 32, "bf16", "dense", (80, 136), 0),
     ],
 )

@@ -20,7 +20,6 @@ from torch import Tensor
 from attngen.build.pipeline import Prepared
 from attngen.dtypes import dtype as dtype_row
 from attngen.plan import Plan, plan
-from attngen.render import render
 from attngen.runtime.arguments import torch_state
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
@@ -93,13 +92,13 @@ APPENDED = ("bf16", "fp16", "fp32", "bf16_kv_fp8_e4m3", "fp16_kv_fp8_e4m3")
 def prepared(*dtypes: str, arch: str = "sm90a") -> list[Prepared]:
     """Return the kernels of these dtypes, also of those that no kernel over pages has."""
     first = appends(expand(load_spec_text(SPEC)))[0]
-    rendered = []
+    prepared = []
     for dtype in dtypes:
         of_rows, _, of_cache = dtype.partition("_kv_")
         spec = replace(first, dtype=of_rows, kv_dtype=of_cache or None, arch=arch)
         planned = plan(spec)
-        rendered.append(Prepared(spec, planned, render(planned)))
-    return rendered
+        prepared.append(Prepared(spec, planned))
+    return prepared
 
 
 def plans(*dtypes: str) -> list[Plan]:
@@ -110,45 +109,45 @@ def plans(*dtypes: str) -> list[Plan]:
 @cache
 def prepared_quantizers(*arches: str, tiles: bool = False) -> list[Prepared]:
     """Return the kernels that quantize, for these arches: those of any head dim, or those of ``tiles``."""
-    rendered = []
+    prepared = []
     for arch in arches or ("sm90a",):
         first = expand(load_spec_text(SPEC_OF_8_BITS))
         for spec in quantizers([replace(one, arch=arch) for one in first]):
             if (spec.loads == "descriptor") == tiles:
                 planned = plan(spec)
-                rendered.append(Prepared(spec, planned, render(planned)))
-    return rendered
+                prepared.append(Prepared(spec, planned))
+    return prepared
 
 
 @cache
 def prepared_wideners() -> list[Prepared]:
     """Return the kernels that widen caches."""
-    rendered = []
+    prepared = []
     for spec in wideners(expand(load_spec_text(SPEC_OF_CACHES))):
         planned = plan(spec)
-        rendered.append(Prepared(spec, planned, render(planned)))
-    return rendered
+        prepared.append(Prepared(spec, planned))
+    return prepared
 
 
 @cache
 def prepared_for_indices() -> list[Prepared]:
     """Return the kernels that score keys for an index, and the one that selects."""
-    rendered = []
+    prepared = []
     scoring = expand(load_spec_text(SPEC_OF_INDEX))
     for spec in (*scoring, *selectors(scoring)):
         planned = plan(spec)
-        rendered.append(Prepared(spec, planned, render(planned)))
-    return rendered
+        prepared.append(Prepared(spec, planned))
+    return prepared
 
 
 @cache
 def prepared_block_maskers(arch: str = "sm90a") -> list[Prepared]:
     """Return the kernel that makes block masks."""
-    rendered = []
+    prepared = []
     for spec in block_maskers(expand(load_spec_text(SPEC_OF_BLOCKS))):
         planned = plan(replace(spec, arch=arch))
-        rendered.append(Prepared(spec, planned, render(planned)))
-    return rendered
+        prepared.append(Prepared(spec, planned))
+    return prepared
 
 
 @cache

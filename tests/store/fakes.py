@@ -12,7 +12,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from attngen.build import compiles, first_call
+import pytest
+
+from attngen.build import compiles, first_call, pipeline
 from attngen.compile.artifact import Artifact
 from attngen.errors import ChoiceError, CompileError, Location, SpecError
 from attngen.formats import MANIFEST_FORMAT
@@ -21,6 +23,17 @@ from attngen.store import worker
 
 #: Names the file that gets one line for each compile.
 LOG = "ATTNGEN_TEST_LOG"
+
+
+#: A compiler that takes no time.
+QUICK = "tests.store.fakes:compile_quickly"
+
+
+def compile_by(patch: pytest.MonkeyPatch, compiler: str = QUICK) -> None:
+    """Have builds call a stand-in; their workers load no compiler then, which takes longer than all else they do."""
+    patch.setattr(pipeline, "COMPILER", compiler)
+    for module in (pipeline, compiles):
+        patch.setattr(module, "LOAD", None)
 
 
 def key_of(name: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.build.pipeline import prepare
+from attngen.build.pipeline import prepare_unrendered
 from attngen.dtypes import dtype as dtype_row
 from attngen.lab.bench import kernels as bench_kernels
 from attngen.lab.bench.cases import DENSE_SUITES, DIRECTIONS, BenchCase, bench_cases
@@ -248,7 +248,7 @@ class GridSuite(Suite[tuple[Team, BenchCase], GridReport]):
     def __init__(self, spec: str | Path, options: BenchOptions, capability: int | None) -> None:
         self.options = options
         loaded = load_spec(spec)
-        prepared = prepare(loaded)
+        prepared = prepare_unrendered(loaded)
         left_out, kept = {}, []
         for kernel in chosen(prepared, options.part, options.variants):
             plan = kernel.plan

@@ -10,7 +10,6 @@ from attngen.build.pipeline import Prepared
 from attngen.errors import PlanError
 from attngen.plan import plan as plan_kernel
 from attngen.plan.model import Plan
-from attngen.render import render
 from attngen.schema import KernelSpec
 from attngen.schema.kernel_spec import Roles
 
@@ -101,7 +100,7 @@ def _rungs(base: Prepared) -> tuple[Rung, ...]:
         except PlanError as error:
             rungs.append(Rung(name, lines, changed, refusal=str(error)))
             continue
-        rungs.append(Rung(name, lines, changed, Prepared(spec, planned, render(planned))))
+        rungs.append(Rung(name, lines, changed, Prepared(spec, planned)))
         choices, before = tried, lines
     return tuple(rungs)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from attngen import resources
-from attngen.build.pipeline import Prepared, compile_kernels, prepare
+from attngen.build.pipeline import Prepared, compile_kernels, prepare_unrendered
 from attngen.compile.toolchain import toolchain
 from attngen.errors import CallError, LoadError
 from attngen.files import cause
@@ -110,7 +110,7 @@ def subjects(
 
     Raises SpecError if the spec is wrong, CallError if the options name no kernel of it.
     """
-    prepared = prepare(load_spec(spec))
+    prepared = prepare_unrendered(load_spec(spec))
     chosen_kernels, left_out = [], {}
     for kernel in chosen(prepared, options.part, options.variants):
         plan = kernel.plan

@@ -14,7 +14,6 @@ from attngen.lab.bench.kernels import Team
 from attngen.lab.bench.runner import Bench
 from attngen.plan.candidates import candidates
 from attngen.plan.model import Plan
-from attngen.render import render
 from attngen.runtime.kernels.module import Kernel
 from attngen.schema import KernelSpec
 from attngen.schema.tuned import fields_of, identity
@@ -121,7 +120,7 @@ class _MeasuredCandidates:
 
     def enter(self, candidates: Iterable[tuple[KernelSpec, Plan]], case: BenchCase) -> dict[str, float]:
         """Compile candidates that are not known yet; return the milliseconds of those that are right in a case."""
-        new = {plan.name: Prepared(spec, plan, render(plan)) for spec, plan in candidates}
+        new = {plan.name: Prepared(spec, plan) for spec, plan in candidates}
         self.known |= new
         built = self.compiled(list(new.values()))
         self.refused += len(new) - len(built)

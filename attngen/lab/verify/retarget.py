@@ -10,7 +10,6 @@ from attngen.errors import PlanError
 from attngen.operations import ATTENTION, operation_of
 from attngen.plan import plan
 from attngen.plan.model import Plan
-from attngen.render import render
 from attngen.schema.kernel_spec import Backward, Gradient
 
 #: A kernel planned again only to be verified may be slow.
@@ -18,7 +17,7 @@ _ALLOW = ("serialized_wgmma", "spill")
 
 
 def retarget(prepared: Prepared, arch: Arch) -> Prepared:
-    """Plan and render a kernel for ``arch``, with its own tile, stages, warps and loads where these fit there.
+    """Plan a kernel for ``arch``, with its own tile, stages, warps and loads where these fit there.
 
     Raises PlanError if no tile fits.
     """
@@ -26,7 +25,7 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
     free = replace(prepared.spec, arch=arch.name, backend=before.backend, allow=_ALLOW)
     if operation_of(before.direction) is not ATTENTION:
         planned = plan(free)
-        return Prepared(prepared.spec, planned, render(planned))
+        return Prepared(prepared.spec, planned)
     free = replace(free, loads=before.loads)
     same = replace(free, tile_m=before.tile_m, tile_n=before.tile_n, stages=before.stages, num_warps=before.num_warps)
     if before.direction == "backward":
@@ -40,7 +39,7 @@ def retarget(prepared: Prepared, arch: Arch) -> Prepared:
         planned = plan(same)
     except PlanError:  # it takes more shared memory than this arch has
         planned = plan(free)
-    return Prepared(prepared.spec, planned, render(planned))
+    return Prepared(prepared.spec, planned)
 
 
 def _tile(before: Plan, name: str) -> Gradient:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from attngen.build.pipeline import prepare
+from attngen.build.pipeline import prepare_unrendered
 from attngen.errors import CallError, suggest
 from attngen.lab.verify.gpu import Gpu, Observer, try_on_gpu
 from attngen.lab.verify.interpreted import try_interpreted
@@ -36,7 +36,7 @@ def verify(
     Raises SpecError if the spec is wrong, CallError if ``only`` names nothing.
     """
     loaded = load_spec(spec)
-    prepared = prepare(loaded)
+    prepared = prepare_unrendered(loaded)
     if only is not None:
         chosen = [kernel for kernel in prepared if only in kernel.plan.name]
         if not chosen:

@@ -19,6 +19,7 @@ from attngen.integrations.block_sparse_attn import (
 )
 from tests.integrations.drops import next_factors
 from tests.integrations.oracles import masked_attention
+from tests.sampling import few, sampled
 
 HEADS, KV_HEADS, DIM = 6, 3, 16
 #: Queries and keys of the sequences: more keys, one block less of keys than positions end in, more queries, no query.
@@ -93,10 +94,9 @@ def near(actual: Any, wanted: Any) -> None:
         torch.testing.assert_close(one.double(), exact.double(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("causal", "exact"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("types", [TYPES, [1, -1, 0, 2, -1, -1]])
-@pytest.mark.parametrize("scale", [None, 0.4])
-def test_results_and_gradients(causal: bool, exact: bool, types: list[int], scale: float | None) -> None:
+@sampled(form=[(False, False), (True, False), (True, True)], types=[TYPES, [1, -1, 0, 2, -1, -1]], scale=[0.4, None])
+def test_results_and_gradients(form: tuple[bool, bool], types: list[int], scale: float | None) -> None:
+    causal, exact = form
     torch.manual_seed(types[3])
     inputs, packing = call_of()
     blocks, streaming = masks(), KEYS if exact else BLOCKS
@@ -127,7 +127,7 @@ def test_streaming_functions(tokens: bool) -> None:
     near([out], exact_of(inputs, seen)[:1])
 
 
-@pytest.mark.parametrize(("causal", "exact"), [(False, False), (True, False), (True, True)])
+@few(("causal", "exact"), [(True, True), (True, False), (False, False)])
 def test_dropout(causal: bool, exact: bool) -> None:
     inputs, packing = call_of()
     blocks, streaming = masks(), KEYS if exact else BLOCKS
@@ -145,6 +145,7 @@ def test_dropout(causal: bool, exact: bool) -> None:
     near(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(wanted, inputs, dout.double()))
 
 
+@pytest.mark.exhaustive
 def test_compiled_programs() -> None:
     """No number is read, so that nothing breaks the graph."""
     inputs, packing = call_of()

@@ -12,6 +12,7 @@ from torch import Tensor
 from attngen.errors import CallError, NoKernelError
 from attngen.integrations.cudnn import BSA, block_sparse_attention_backward, block_sparse_attention_forward
 from tests.integrations.oracles import lists_of, masked_attention, pairs_of_blocks
+from tests.sampling import sampled
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 200, 300
 #: Axes of block_sizes before the last one.
@@ -41,10 +42,9 @@ def near(actual: Any, wanted: Any) -> None:
         torch.testing.assert_close(one.double(), exact.double(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [64, 128])
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize(("axes", "kv_heads", "scale"), [(0, 4, None), (1, 2, 0.3), (2, 1, None), (3, 4, 0.1)])
-def test_results_and_gradients(block: int, layout: str, axes: int, kv_heads: int, scale: float | None) -> None:
+@sampled(form=[(0, 4, None), (1, 2, 0.3), (2, 1, None), (3, 4, 0.1)], block=[64, 128], layout=["bhsd", "bshd"])
+def test_results_and_gradients(form: tuple[int, int, float | None], block: int, layout: str) -> None:
+    axes, kv_heads, scale = form
     torch.manual_seed(block + axes)
     inputs, shown = call_of(block, kv_heads)
     blocks = shown.shape[-1]

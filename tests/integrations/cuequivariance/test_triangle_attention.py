@@ -13,6 +13,7 @@ from attngen.errors import CallError
 from attngen.integrations.cuequivariance import functions
 from attngen.integrations.cuequivariance.functions import triangle_attention
 from tests.integrations.oracles import triangle
+from tests.sampling import few
 
 BATCH, ROWS, HEADS, DIM = 2, 3, 2, 16
 
@@ -138,7 +139,7 @@ def test_copies_of_a_bias() -> None:
     torch.testing.assert_close(padded[..., :13], odd)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@few("dynamic", [True, False])
 def test_in_a_compiled_program(dynamic: bool) -> None:
     tensors = given(dtype=torch.float32)
     tensors["bias"].requires_grad_()

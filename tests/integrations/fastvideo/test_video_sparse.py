@@ -57,6 +57,7 @@ def near(actual: Any, wanted: Any) -> None:
 
 
 @sampled(
+    always=3,
     block=[((4, 4, 4), 64), (4, 64), (64, 64), ((2, 8, 8), 128), ((3, 8, 8), 192), ((4, 8, 8), 256)],
     gate=[False, True],
     form=["bhsd", "bshd"],

@@ -12,6 +12,7 @@ from attngen.errors import CallError, NoKernelError
 from attngen.integrations import flash_attn_4
 from attngen.integrations.flash_attn_4 import BlockSparseTensorsTorch, flash_attn_func
 from tests.integrations.oracles import lists_of, masked_attention, pairs_of_blocks
+from tests.sampling import sampled
 
 BATCH, HEADS, QUERIES, KEYS = 2, 4, 200, 300
 
@@ -34,13 +35,16 @@ def near(actual: Any, wanted: Any) -> None:
         torch.testing.assert_close(one.double(), exact.double(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("block_size", [(64, 64), (128, 128), (256, 128), (128, 64), (64, 192)])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("batch", "heads", "full"), [(BATCH, HEADS, True), (1, HEADS, False), (BATCH, 1, True)])
-@pytest.mark.parametrize("sinks", [False, True])
+@sampled(
+    block_size=[(64, 64), (128, 128), (256, 128), (128, 64), (64, 192)],
+    form=[(BATCH, HEADS, True), (1, HEADS, False), (BATCH, 1, True)],
+    causal=[False, True],
+    sinks=[True, False],
+)
 def test_results_and_gradients(
-    block_size: tuple[int, int], causal: bool, batch: int, heads: int, full: bool, sinks: bool
+    block_size: tuple[int, int], form: tuple[int, int, bool], causal: bool, sinks: bool
 ) -> None:
+    batch, heads, full = form
     torch.manual_seed(sum(block_size) + heads)
     inputs = [torch.randn(BATCH, n, h, 16, requires_grad=True) for n, h in ((QUERIES, 4), (KEYS, 2), (KEYS, 2))]
     given, seen = call_of(block_size, batch, heads, full)

@@ -21,6 +21,7 @@ from attngen.runtime.device import driver as drivers
 from tests.runtime.latent_caches import latent_cache
 from tests.runtime.pages import cache
 from tests.runtime.support import FakeDriver
+from tests.sampling import few
 
 HEADS, DIM = 3, 24  # of the reference, which takes any
 DIM_V = 16
@@ -309,7 +310,7 @@ def two_caches(name: str, *, queries: int, sink: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LATENT_ROWS)
+@few("name", LATENT_ROWS)
 def test_compiled_calls_of_two_caches(name: str) -> None:
     given = two_caches(name, queries=2, sink=True)
     program = torch.compile(flash_mla_with_kvcache, fullgraph=True, backend="eager")

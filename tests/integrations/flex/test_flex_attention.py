@@ -44,7 +44,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask_mod: Any, score_mod: Any) -> tup
     return torch.softmax(s, -1).nan_to_num(0.0).to(v.dtype) @ v, lse
 
 
-@few("name", MODS, always=[*range(0, 90, 2), [*MODS].index("temperature_by_head")])
+@few("name", MODS, always=[*range(0, 90, 4), [*MODS].index("temperature_by_head")])
 def test_functions_mean_what_torch_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # the same without compiling each
     mask_mod, score_mod = MODS[name]("cpu")
@@ -424,9 +424,7 @@ SAMPLE = (
 )
 
 
-@pytest.mark.parametrize(
-    "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODS if name not in SAMPLE)]
-)
+@few("name", [*SAMPLE, *(name for name in MODS if name not in SAMPLE)], always=len(SAMPLE), often=range(0, 99, 4))
 def test_a_program_is_compiled_without_a_graph_break(name: str) -> None:
     mask_mod, score_mod = MODS[name]("cpu")
     q, k, v = qkv()

@@ -175,7 +175,14 @@ def _certain(function: Any, monkeypatch: pytest.MonkeyPatch, answer: bool) -> tu
     return certain, True
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "count",
+    [
+        60,
+        pytest.param(500, marks=pytest.mark.exhaustive),
+        pytest.param(3000, marks=[pytest.mark.exhaustive, pytest.mark.long]),
+    ],
+)
 def test_what_is_taken_for_certain_is_taken(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random_ = random.Random(count)
     tensors = [torch.arange(64, dtype=dtype) // 9 for dtype in (torch.int32, torch.int64, torch.uint8)]

@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as theirs
 from attngen.errors import CallError
 from attngen.integrations.flex import attention as ours
 from tests.integrations.flex.test_flex_attention import dense, qkv
+from tests.sampling import few
 
 _TABLE = torch.linspace(-1.0, 1.0, 32)
 _NAN = torch.tensor(torch.nan)
@@ -140,7 +141,7 @@ def score_mod(word: str) -> Any:
     return lambda s, b, h, q, kv: WORDS[word](s, q, kv)
 
 
-@pytest.mark.parametrize("word", WORDS)
+@few("word", WORDS, always=range(0, len(WORDS), 3))
 def test_words_are_those_of_torch(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     q, k, v = qkv()

@@ -156,6 +156,7 @@ def test_derivatives_of_gradients() -> None:
     torch.testing.assert_close(second(na2d(q, k, v, *of[1:])), second(dense(q, k, v, of)[0]))
 
 
+@pytest.mark.exhaustive
 def test_transforms_and_compiled_programs() -> None:
     of = CASES[5]
     q, k, v = (given.detach().float() for given in qkv(of))

@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 import torch
 
+from attngen.build.kernel_filter import KernelFilter
 from attngen.build.pipeline import Prepared, plans
 from attngen.integrations.natten.boxes import BOX
 from attngen.integrations.natten.functions import Axis, orders_of
-from attngen.render import render
 from attngen.resources import specs_dir
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.registry.binding import bind_call
@@ -34,9 +34,9 @@ AXES = {
 def prepared() -> dict[tuple[str, str], Prepared]:
     spec = load_spec(specs_dir() / "integrations/natten.yaml")
     return {
-        (plan.variant.name, plan.direction): Prepared(one, plan, render(plan))
-        for one, plan in plans(spec)
-        if plan.iteration == "tile_map" and (plan.dtype_name, plan.head_dim_qk) == ("bf16", 128)
+        (plan.variant.name, plan.direction): Prepared(one, plan)
+        for one, plan in plans(spec, KernelFilter(dtype=("bf16",), head_dim=("128",)))
+        if plan.iteration == "tile_map"
     }
 
 

@@ -185,7 +185,7 @@ def test_a_block_inside_of_a_patch_inside_of_a_block() -> None:
 
 def test_context_parallel_of_two_processes(tmp_path: Path) -> None:
     program = (
-        "import torch.multiprocessing\nfrom tests.integrations.torch_sdpa import context_parallel\n"
+        "import torch._dynamo, torch.multiprocessing\nfrom tests.integrations.torch_sdpa import context_parallel\n"
         f"arguments = (2, {str(tmp_path / 'meeting')!r})\n"
         "torch.multiprocessing.start_processes(context_parallel.run, arguments, nprocs=2, start_method='fork')\n"
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attngen.build.pipeline import Prepared, prepare
+from attngen.build.pipeline import Prepared, prepare_unrendered
 from attngen.errors import CallError
 from attngen.lab.bench.check import TOLERANCE
 from attngen.lab.bench.graphs import Replays
@@ -44,7 +44,7 @@ class ServingSuite(Suite[ServingCell, ServingReport]):
         self.options = options
         loaded = load_spec(spec)
         self.cases = by_parts(cells(), options.cells, "cell", lambda cell: cell.name)
-        self.kernels = _kernels(prepare(loaded), self.cases, options, capability)
+        self.kernels = _kernels(prepare_unrendered(loaded), self.cases, options, capability)
         self.calls = frozenset(_call_of(kernel) for kernel in self.kernels)
         peers = serving_peers()
         left_out = missing(peers)

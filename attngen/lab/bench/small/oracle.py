@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attngen.build.pipeline import Prepared, prepare
+from attngen.build.pipeline import Prepared, prepare_unrendered
 from attngen.errors import CallError
 from attngen.lab.bench.check import TOLERANCE
 from attngen.lab.bench.graphs import Replays
@@ -134,7 +134,7 @@ class OracleSuite(Suite[tuple[Shape, Sequence[Prepared]], OracleReport]):
 
     def __init__(self, spec: str | Path, options: BenchOptions, capability: int | None) -> None:
         self.options = options
-        self.cases = _candidates(prepare(load_spec(spec)), options.part, capability)
+        self.cases = _candidates(prepare_unrendered(load_spec(spec)), options.part, capability)
         self.report = OracleReport(spec=str(spec))
         self.kernels: Mapping[str, Kernel] = {}
         self._timed: list[Timed] = []

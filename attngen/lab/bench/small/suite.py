@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from attngen.build.pipeline import Prepared, prepare
+from attngen.build.pipeline import Prepared, prepare_unrendered
 from attngen.errors import CallError
 from attngen.lab.bench.cases import BenchCase
 from attngen.lab.bench.check import TOLERANCE
@@ -48,7 +48,7 @@ class SmallSuite(Suite[Shape, SmallReport]):
     def __init__(self, spec: str | Path, options: BenchOptions, capability: int | None) -> None:
         self.options = options
         loaded = load_spec(spec)
-        self.kernels = _kernels(prepare(loaded), options.part, capability)
+        self.kernels = _kernels(prepare_unrendered(loaded), options.part, capability)
         known = {(kernel.plan.variant.name, kernel.plan.head_dim_qk) for kernel in self.kernels}
         shapes = by_parts(small_shapes(), options.cells, "call", lambda shape: shape.name)
         self.cases = [shape for shape in shapes if (shape.variant, shape.head_dim) in known]

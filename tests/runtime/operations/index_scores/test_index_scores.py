@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.build.pipeline import prepare
+from attngen.build.pipeline import prepare_unrendered
 from attngen.errors import CallError, PlanError, SpecError
 from attngen.inspect.operations import explain_helpers
 from attngen.schema import load_spec_text
@@ -140,7 +140,7 @@ def test_compiled_programs_keep_it_whole() -> None:
 
 
 def test_an_entry_of_a_spec_brings_kernels_and_the_selection(tmp_path: Any) -> None:
-    plans = [one.plan for one in prepare(load_spec_text(SPEC))]
+    plans = [one.plan for one in prepare_unrendered(load_spec_text(SPEC))]
     assert [plan.direction for plan in plans] == ["index_scores"] * 8 + ["topk"]
     assert plans[1].name == "index_scores_sm90a_fp8_e4m3_d128_causal_paged"
     path = tmp_path / "index.yaml"
@@ -163,4 +163,4 @@ def test_an_entry_of_a_spec_brings_kernels_and_the_selection(tmp_path: Any) -> N
 def test_specs_that_no_kernel_serves(entry: str, message: str) -> None:
     text = f"schema: 1\npackage: index\narch: [sm90a]\nkernels:\n  - {{{entry}, passes: index_scores}}\n"
     with pytest.raises((PlanError, SpecError), match=re.escape(message)):
-        prepare(load_spec_text(text))
+        prepare_unrendered(load_spec_text(text))

@@ -12,7 +12,7 @@ from tests import forked
 
 def test_two_processes_compute_as_one(tmp_path: Path) -> None:
     program = (
-        "import torch.multiprocessing\nfrom tests.runtime.operations.shared import distributed\n"
+        "import torch._dynamo, torch.multiprocessing\nfrom tests.runtime.operations.shared import distributed\n"
         f"arguments = (2, {str(tmp_path / 'meeting')!r})\n"
         "torch.multiprocessing.start_processes(distributed.run, arguments, nprocs=2, start_method='fork')\n"
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import attngen
-from attngen.build.pipeline import prepare
+from attngen.build.pipeline import prepare_unrendered
 from attngen.lab.verify.interpreter import kernel_of
 from attngen.lab.verify.widened import try_widen
 from attngen.runtime.arguments import debug, torch_state
@@ -66,7 +66,7 @@ class FakeDriver(HostDriver):
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     registry.clear()
-    registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare(load_spec_text(SPEC))], "here"))
+    registry.add(package_of_kernels([kernel_of(one.plan) for one in prepare_unrendered(load_spec_text(SPEC))], "here"))
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     driver = FakeDriver()
     with drivers.use(driver):
@@ -158,12 +158,14 @@ class Card(HostDriver):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+@few("page_layout", ["NHD", "HND"])
 def test_calls_of_other_sizes(monkeypatch: pytest.MonkeyPatch, page_layout: str) -> None:
     """Once a call of about the same sizes was looked at, others are only launched, and the ordinary call reads the same
     keys."""
     registry.clear()
-    attention = [kernel_of(one.plan) for one in prepare(load_spec_text(SPEC)) if not one.plan.name.startswith("widen")]
+    attention = [
+        kernel_of(one.plan) for one in prepare_unrendered(load_spec_text(SPEC)) if not one.plan.name.startswith("widen")
+    ]
     registry.add(package_of_kernels([*attention, *widening_kernels()], "here"))
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
     monkeypatch.setattr(debug, "check_lengths", lambda call: None)
@@ -207,7 +209,7 @@ def test_calls_of_other_sizes(monkeypatch: pytest.MonkeyPatch, page_layout: str)
 
 
 def test_kernels_that_widen_come_with_both_kinds() -> None:
-    names = [one.plan.name for one in prepare(load_spec_text(SPEC))]
+    names = [one.plan.name for one in prepare_unrendered(load_spec_text(SPEC))]
     assert names.count("widen_sm90a_bf16") == 1
     alone = SPEC[: SPEC.index("  - {")] + SPEC[SPEC.index("  - variant") :]
-    assert not any(one.plan.name.startswith("widen") for one in prepare(load_spec_text(alone)))
+    assert not any(one.plan.name.startswith("widen") for one in prepare_unrendered(load_spec_text(alone)))
