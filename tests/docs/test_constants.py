@@ -24,8 +24,8 @@ MODULES = [
 
 #: Constants that follow from how kernels are built, from instructions, or from the limits of cards.
 STRUCTURAL = {
-    "_BACKWARD", "_BLOCK", "_CLUSTER", "_COLUMNS_OF_FEW_REGISTERS", "_CONSUMERS", "_FRAGMENT_KEYS", "_LEAST_KEYS", "_MOST_BLOCKS",
-    "_MULTIPROCESSORS", "_POINTERS", "_QUERY_VALUES", "_TILE", "_TILE_INFO_BYTES", "_TILE_ROWS",
+    "_BACKWARD", "_BLOCK", "_CLUSTER", "_COLUMNS_OF_FEW_REGISTERS", "_CONSUMERS", "_FRAGMENT_KEYS", "_LEAST_KEYS",
+    "_MOST_BLOCKS", "_MULTIPROCESSORS", "_POINTERS", "_QUERY_VALUES", "_TILE", "_TILE_INFO_BYTES", "_TILE_ROWS",
     "_TILE_SCALES_BYTES", "_TRANSPOSERS", "_VALUE_BYTES", "_WARPGROUP",
 }  # fmt: skip
 
