@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 
 from attngen.errors import CallError
+
+
+class GroupReference:
+    """A process group that plans refer to, and do not keep alive: its threads end where a program destroys it."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Any) -> None:
+        self._group = ref(group)
+
+    def __call__(self) -> Any:
+        """The group. Raises CallError if it is destroyed."""
+        group = self._group()
+        if group is None:
+            raise CallError("the process group of this plan was destroyed; allowed: a plan for another one")
+        return group
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GroupReference) and self._group == other._group
+
+    def __hash__(self) -> int:
+        return hash(self._group)
 
 
 def group_of(group: Any) -> tuple[Any, int, int | None]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attngen.lang.variant import Variant
 from attngen.parallel.exchange import Group, all_to_all
+from attngen.parallel.groups import GroupReference
 from attngen.parallel.routes import Route
 from attngen.parallel.stages import CallOptions, given_of, local_gradients
 from attngen.runtime.arguments.given import Given
@@ -42,7 +43,7 @@ class HeadParallelAttention:
     """The work of one rank in a call by heads: the call of one GPU, for all rows of its heads. ``offsets`` are those of
     packed documents; ``route`` brings all rows."""
 
-    group: Group
+    group: GroupReference
     route: Route
     source: Any
     offsets: tuple[int, ...] | None
@@ -60,14 +61,14 @@ class HeadParallelAttention:
         self, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: CallOptions, *, lse: bool, keep: bool
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Output, log-sum-exp and what the backward needs. q, k and v are (batch, rows, heads, head_dim)."""
-        whole = _to_rows(self.route, self.group, [x.transpose(0, 1) for x in (q, k, v)])
+        whole = _to_rows(self.route, self.group(), [x.transpose(0, 1) for x in (q, k, v)])
         result = run(self._given(whole, q, k, v, values, options)._replace(return_lse=lse or keep))
         computed, sums = result if lse or keep else (result, None)
-        (out,) = _to_heads(self.route, self.group, [self._rows_first(computed)])
+        (out,) = _to_heads(self.route, self.group(), [self._rows_first(computed)])
         lse_here = None
         if lse and sums is not None:
             of_rows = sums.movedim(2, 0) if self.offsets is None else sums.transpose(0, 1).unsqueeze(1)
-            lse_here = _to_heads(self.route, self.group, [of_rows])[0].movedim(0, 2)
+            lse_here = _to_heads(self.route, self.group(), [of_rows])[0].movedim(0, 2)
         return out.transpose(0, 1), lse_here, [whole, computed, sums] if keep and sums is not None else []
 
     def backward(
@@ -83,7 +84,7 @@ class HeadParallelAttention:
                 above.append(None)
                 continue
             rows = rows_first(x)
-            whole_above = _to_rows(self.route, self.group, [rows])
+            whole_above = _to_rows(self.route, self.group(), [rows])
             above += _side_by_side(whole_above, [(heads, *rows.shape[3:])], len(self.route.receive_counts))
         d_out = None if above[0] is None else self._as_called(above[0])
         d_lse = above[1]
@@ -93,7 +94,7 @@ class HeadParallelAttention:
         given = self._given(whole, q, k, v, values, options)._replace(return_lse=True)
         gradients = local_gradients(given, computed, sums, d_out, d_lse, asked)
         *parts, own = gradients
-        dq, dk, dv = _to_heads(self.route, self.group, [self._rows_first(x) for x in parts])
+        dq, dk, dv = _to_heads(self.route, self.group(), [self._rows_first(x) for x in parts])
         return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1), own
 
     def _given(

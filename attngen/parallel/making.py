@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from attngen.lang.variant import Variant
 from attngen.parallel.balance import Assignment, VariantLoad, assign, is_enough, overlapped, runs_of_a_rank
 from attngen.parallel.cost import Cost
 from attngen.parallel.document_tiles import DocumentTiles
-from attngen.parallel.groups import group_of
+from attngen.parallel.groups import GroupReference, group_of
 from attngen.parallel.heads import heads_are_alike
 from attngen.parallel.layers import PlanLayer
 from attngen.parallel.one_row import as_one_row, documents
@@ -53,7 +52,6 @@ _KEPT = 32
 _Counted = tuple[TileRuns, dict[str, Any] | None]
 
 _plans: OrderedDict[Any, tuple[Any, Plan]] = OrderedDict()
-atexit.register(_plans.clear)  # gloo's threads end with the group that a plan holds, and must do so before Python does
 _visits: OrderedDict[Any, tuple[Any, _Counted]] = OrderedDict()
 
 
@@ -94,7 +92,8 @@ def plan(
     stated = _stated(sources, values)
     tensors = [value for value in values.values() if isinstance(value, Tensor)]
     sizes = seqlen, offsets, tile, cost, _identities(values)
-    key = (tuple((each, layers) for _, each, layers in stated), sizes, ranks, rank, id(group), method, chunks, wanted)
+    reference = None if group is None else GroupReference(group)
+    key = (tuple((each, layers) for _, each, layers in stated), sizes, ranks, rank, reference, method, chunks, wanted)
     known = _plans.get(key)
     if known is not None:
         _plans.move_to_end(key)
@@ -116,14 +115,14 @@ def plan(
         assignment, sharding, counted = packed
         tile = sharding.tile
     made = Plan(
-        seqlen, ranks, rank, group, tile, assignment.chunks, cost,
+        seqlen, ranks, rank, reference, tile, assignment.chunks, cost,
         tuple(
             _layer(source, each, layers, counts, sharding, method, offsets, values, cost)
             for (source, each, layers), counts in zip(stated, counted, strict=True)
         ),
         sharding, offsets, also,
     )  # fmt: skip
-    _keep(_plans, key, ((tensors, group), made))
+    _keep(_plans, key, (tensors, made))
     return made
 
 
@@ -144,8 +143,8 @@ def also(made: Plan, variant: str | Variant, values: Mapping[str, Any]) -> Plan:
     counted = _counted(each, sizes, made.cost, values, tensors, documents)
     layer = _layer(source, each, layers, counted, made.sharding, "exchange", made.cu_seqlens, values, made.cost)
     other = Plan(
-        made.seqlen, made.ranks, made.rank, made.group, made.tile, made.chunks, made.cost, (layer,), made.sharding,
-        made.cu_seqlens, also,
+        made.seqlen, made.ranks, made.rank, made.group_reference, made.tile, made.chunks, made.cost, (layer,),
+        made.sharding, made.cu_seqlens, also,
     )  # fmt: skip
     _keep(_plans, key, ((tensors, made), other))
     return other

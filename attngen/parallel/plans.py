@@ -27,6 +27,7 @@ from attngen.parallel.calls import ParallelCall, attend, plans_by_number
 from attngen.parallel.cost import Cost
 from attngen.parallel.exchange import exchange
 from attngen.parallel.explanation import Explanation, VariantSummary
+from attngen.parallel.groups import GroupReference
 from attngen.parallel.heads import HeadParallelAttention, of_own_heads
 from attngen.parallel.layers import PlanLayer
 from attngen.parallel.local import Local, Positions, local_variant, own_values
@@ -60,7 +61,7 @@ class Plan:
     seqlen: int
     ranks: int
     rank: int | None
-    group: Any
+    group_reference: GroupReference | None
     tile: int
     chunks: int
     cost: Cost
@@ -273,7 +274,7 @@ class Plan:
             keeps = by_heads or int(layer.sent.received.max()) * self.ranks <= _KEPT * self.seqlen
             if layer.method == "heads":
                 layer.kept["rank_attention"] = HeadParallelAttention(
-                    self.group, self._route_of_all(rank), layer.source, self.cu_seqlens
+                    self._reference(), self._route_of_all(rank), layer.source, self.cu_seqlens
                 )
             elif layer.in_segments:
                 segments = self._segments(layer, rank)
@@ -281,14 +282,14 @@ class Plan:
                 if layer.overlap == "rows":
                     stages = cut(segments, layer.visits, self.sharding, positions=layer.positions)
                 layer.kept["rank_attention"] = by_segments(
-                    layer.sent, rank, self.group, layer.source, layer.stated, segments, stages,
+                    layer.sent, rank, self._reference(), layer.source, layer.stated, segments, stages,
                     positions=layer.positions, by_heads=by_heads,
                     forward_groups=layer.forward_groups, exchanges=exchanges, keeps=keeps,
                 )  # fmt: skip
             else:
                 layer.kept["rank_attention"] = by_positions(
-                    layer.sent, rank, self.group, self._called(layer), self._local(layer).variant, by_heads=by_heads,
-                    forward_groups=layer.forward_groups, exchanges=exchanges, keeps=keeps,
+                    layer.sent, rank, self._reference(), self._called(layer), self._local(layer).variant,
+                    by_heads=by_heads, forward_groups=layer.forward_groups, exchanges=exchanges, keeps=keeps,
                 )  # fmt: skip
         return layer.kept["rank_attention"]
 
@@ -302,6 +303,15 @@ class Plan:
         return RowSegments.of(runs, layer.visits.first, self.sharding, offsets, positions=layer.positions)
 
     # --- inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Any:
+        """The process group; None for a number of ranks. Raises CallError if it is destroyed."""
+        return None if self.group_reference is None else self.group_reference()
+
+    def _reference(self) -> GroupReference:
+        assert self.group_reference is not None, "the plan has a rank"
+        return self.group_reference
 
     @property
     def _wire(self) -> Any:

@@ -21,8 +21,8 @@ from torch import Tensor
 from attngen.lang.variant import Variant
 from attngen.parallel.assembly import Assembly
 from attngen.parallel.direct import MOST_RUNS, DirectTransfer
-from attngen.parallel.exchange import Group
 from attngen.parallel.gathers import Gather, Rows, copy, in_pieces, of_each, side_by_side, widths_of
+from attngen.parallel.groups import GroupReference
 from attngen.parallel.overlap import first_group
 from attngen.parallel.routes import Needs
 from attngen.parallel.segments import RowSegments
@@ -47,7 +47,7 @@ class RankAttention:
     may be None. ``by_heads``: keys travel in two groups of heads, and their gradients return in three.
     """
 
-    group: Group
+    group: GroupReference
     transfer: Transfer
     assembly: Assembly
     remote: Stage | None
@@ -160,7 +160,7 @@ class RankAttention:
                     head_group.add(self.remote.variant, own, d_own)
                 else:
                     dk, dv = torch.zeros_like(head_k), torch.zeros_like(head_v)
-                pending = self.transfer.start_back(self.assembly.back(dk, dv), self.group)
+                pending = self.transfer.start_back(self.assembly.back(dk, dv), self.group())
                 used.append((d_remote, dk, dv, pending))
                 put = None if last or dq is None or d_remote is None else (head_group.of(dq), d_remote)
                 follows = later is not _nothing or head_group is not head_groups[-1] or self.local is not None
@@ -278,7 +278,7 @@ class RankAttention:
             first, (width, _) = head_group.kv_heads[0], widths_of(k, v)
             columns = first * k.shape[3], width + first * v.shape[3]
             place = self.assembly.place(shared) if head_group.kv_heads[1] == k.shape[2] else None
-            pending = self.transfer.start(*of_group, self.group, place)
+            pending = self.transfer.start(*of_group, self.group(), place)
             put = None if place is not None else partial(self.assembly.put_received, shared, columns, widths)
             return _GatheredKeys(head_group, shared, columns, head_dims, pending, put)
         room = self.assembly.room(*of_group)
@@ -286,12 +286,12 @@ class RankAttention:
         columns = 0, widths[0]
         if self.direct is not None and len(k) * self.direct.most <= MOST_RUNS:
             put_own()
-            pending = self.direct.start(room, *of_group, self.group)
+            pending = self.direct.start(room, *of_group, self.group())
             return _GatheredKeys(
                 head_group, room, columns, head_dims, pending, partial(self.direct.put_received, room, widths)
             )
         place = self.assembly.place(room)
-        pending = self.transfer.start(*of_group, self.group, place)
+        pending = self.transfer.start(*of_group, self.group(), place)
         put = None if place is not None else partial(self.assembly.put_received, room, columns, widths)
         return _GatheredKeys(head_group, room, columns, head_dims, pending, put, put_own)
 
@@ -367,7 +367,7 @@ def _split(keys: Tensor, k: Tensor, v: Tensor, head_group: HeadGroup) -> tuple[T
 
 
 def by_segments(
-    needs: Needs, rank: int, group: Group, source: Any, variant: Variant, segments: RowSegments,
+    needs: Needs, rank: int, group: GroupReference, source: Any, variant: Variant, segments: RowSegments,
     stages: tuple[RowSegments, RowSegments] | None, *, positions: bool, by_heads: bool, forward_groups: int,
     exchanges: bool, keeps: bool,
 ) -> RankAttention:  # fmt: skip
@@ -446,8 +446,8 @@ def _forwards(
 
 
 def by_positions(
-    needs: Needs, rank: int, group: Group, source: Any, variant: Variant, *, by_heads: bool, forward_groups: int,
-    exchanges: bool, keeps: bool,
+    needs: Needs, rank: int, group: GroupReference, source: Any, variant: Variant, *, by_heads: bool,
+    forward_groups: int, exchanges: bool, keeps: bool,
 ) -> RankAttention:  # fmt: skip
     """The calls of a rank whose rows are one call of a variant that reads their positions."""
     transfer = Transfer.of(needs, rank)

@@ -56,7 +56,7 @@ struct GlobalCell : Cell { std::vector<Event> added; };
 enum class Access { kRead, kWrite, kAdd, kAtomic, kLoad };  // the last ones: what others may do at the same time, too
 
 constexpr size_t kBlock = 256 << 10, kBlocks = 64, kCell = 4, kPage = 4096;
-constexpr uintptr_t kGuard = 4096;  // bytes on both sides of memory that launches write
+constexpr uintptr_t kGuard = GUARD;  // bytes on both sides of memory that launches write
 char* const arena = static_cast<char*>(mmap(nullptr, kBlock * kBlocks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
 std::vector<std::vector<Cell>> cells(kBlocks);
 // Global memory that is looked at, its cells by page, and the words that pass on what is released.

@@ -336,20 +336,30 @@ def test_what_a_plan_without_a_group_cannot_do() -> None:
 
 
 _ENDS = """
-import atexit, pathlib, sys
+import pathlib, sys
+import torch
 import torch.distributed as dist
 import attngen
+import attngen.errors
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-attngen.parallel.plan("causal", 128)
+plan = attngen.parallel.plan("causal", 128)
+plan.attention(*(torch.randn(1, 128, 1, 16),) * 3)
 dist.destroy_process_group()
-atexit._run_exitfuncs()
 print([path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()])
+try:
+    plan.group
+except attngen.errors.CallError as error:
+    print(error)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}2", rank=0, world_size=1)
+print(attngen.parallel.plan("causal", 128) is plan)
+dist.destroy_process_group()
 """
 
 
-def test_kept_plans_let_a_group_end_before_python_does(tmp_path: Path) -> None:
+def test_a_group_ends_where_it_is_destroyed_although_plans_are_kept(tmp_path: Path) -> None:
     """A thread of gloo that still runs while the interpreter ends may abort the process."""
     command = [sys.executable, "-c", _ENDS, str(tmp_path / "meeting")]
     done = forked.preload().run(command, env={**os.environ, "PYTHONPATH": str(root())}, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+    destroyed = "the process group of this plan was destroyed; allowed: a plan for another one"
+    assert done.stdout.splitlines() == ["[]", destroyed, "False"]

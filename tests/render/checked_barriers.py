@@ -47,6 +47,10 @@ from tests.sampling import exhaustive
 #: Options by which each access to memory is a call of races.cpp.
 CHECKED = ("-fno-threadsafe-statics", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0")
 
+#: Bytes on both sides of all memory that launches write, of which they may touch none; a slot of partial results has
+#: fewer.
+GUARD = 1 << 20
+
 _WORD = "word = *reinterpret_cast<uint{}_t*>(place_of_address(from));"
 PTX = {
     **COMMON_PTX,
@@ -171,7 +175,7 @@ class Library:
 def runtime_object() -> Path:
     """The checker, compiled once."""
     made = Path(mkdtemp(prefix="attngen-races-")) / "races.o"
-    compile_host(HOST / "races.cpp", made, HOST, "-O2", ahead=False)
+    compile_host(HOST / "races.cpp", made, HOST, "-O2", define={"GUARD": GUARD}, ahead=False)
     return made
 
 
@@ -193,7 +197,7 @@ def compiled(plan: Plan, change: Callable[[str], str] = lambda text: text, harml
     ``harmless``: patterns of races with products whose results are not used, the last of a warpgroup.
     """
     for one in _KEPT:  # counters are 0 between launches, but for those of a kernel that was wrong
-        ctypes.memset(one, 0, ctypes.sizeof(one))
+        ctypes.memset(ctypes.addressof(one) + GUARD, 0, ctypes.sizeof(one) - 2 * GUARD)
     source = render(plan)
     text, mutants = mutated(on_host("kernel.inc", change(source.text)))
     included = re.findall(r'#include "(\w+\.cuh)"', text)
@@ -246,10 +250,6 @@ class BarrierError(Exception):
     """A launch has a race, waits forever, or may miss a phase."""
 
 
-#: Bytes on both sides of all memory that launches write, of which they may touch none: ``kGuard`` of races.cpp.
-GUARD = 4096
-
-
 class Made(TorchFunctionMode):
     """Tensors that are made to be written, each between guards; they live as long as the device, so that nothing else
     takes their place."""
@@ -268,7 +268,7 @@ class Made(TorchFunctionMode):
         if not held:
             return result
         item = result.element_size()
-        whole = torch.zeros((held + 2 * GUARD) // item, dtype=result.dtype, device="cpu")
+        whole = torch.empty((held + 2 * GUARD) // item, dtype=result.dtype, device="cpu")
         own = whole[GUARD // item :][: held // item]
         own.copy_(result.as_strided(own.shape, (1,), 0))
         self.kept.append(whole)

@@ -445,7 +445,7 @@ CHANGES = {
     "the last one does the rest": ("latent", "last && left >= kGaveUp", "false"),
     "a worker has two slots": (
         "latent-few", "return 2 * (first_worker + number) + (number == 0);",
-        "return 3 * (first_worker + number) + (number == 0);",
+        "return 8 * (first_worker + number) + (number == 0);",
     ),
     "a stage goes back before a wait for one behind hidden steps": (
         "backward-blocks", "release(used);\n          find_step();", "find_step();\n          release(used);",
