@@ -77,7 +77,7 @@ def sampled(*, always: int | None = None, **axes: Axis) -> pytest.MarkDecorator:
     for choice in choices:
         names, values = zip(*(axis[i] for axis, i in zip(named, choice, strict=True)), strict=True)
         cases += _case(values, always=choice in kept, name="-".join(names), marks=_marks(choice in often))
-    return pytest.mark.parametrize(tuple(axes), cases)
+    return _parametrized(tuple(axes), cases)
 
 
 def seeds(number: int, *, always: int) -> pytest.MarkDecorator:
@@ -106,12 +106,18 @@ def few(
         name = ids[place] if isinstance(ids, Sequence) else row.id
         marks = (*row.marks, *_marks(often is None or place in often or place in places))
         rows += _case(row.values, always=place in places, name=name, marks=marks)
-    return pytest.mark.parametrize(names, rows, ids=ids if callable(ids) else None)
+    return _parametrized(names, rows, ids=ids if callable(ids) else None)
 
 
 def some(values: Iterable[Any], always: Container[Any]) -> list[Any]:
     """Return the values of a parameter: those of ``always`` run always, all others with the rest."""
     return [case for value in values for case in _case((value,), always=value in always)]
+
+
+def _parametrized(names: Any, rows: list[Any], **options: Any) -> pytest.MarkDecorator:
+    """The parametrization by these rows; without any, a mark by which the run does not collect the function."""
+    none = pytest.mark.long if rest() else pytest.mark.exhaustive
+    return pytest.mark.parametrize(names, rows, **options) if rows else none
 
 
 def _tenth(cases: Sequence[_Value]) -> set[_Value]:

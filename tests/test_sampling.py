@@ -113,3 +113,9 @@ def test_named_rows_run_always() -> None:
         assert [case.values for case in cases] == [(1, "a"), (2, "b"), (3, "c")]
         assert cases[1].id == "second"
     assert [case.values for case in few("row", ["ab", "cd"]).args[1]] == [("ab",), ("cd",)]
+
+
+def test_a_function_without_cases_in_a_run_is_not_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in ({"rest": False, "long": True}, {"rest": True, "long": False}):
+        monkeypatch.setattr(sampling, "_ASKED", asked)
+        assert sampling.left_out([few("row", "abc", always=0, often=()).name])

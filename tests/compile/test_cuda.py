@@ -149,6 +149,11 @@ def test_choices_keep_their_speed(variant: str, fields: dict[str, object]) -> No
     assert resources["shared_memory"] == plan.structure.shared_bytes
 
 
+@pytest.mark.exhaustive
+def test_a_kernel_without_a_map_has_one_launch() -> None:
+    assert [row["name"] for row in compiled("causal", 128)[1].manifest["launches"]] == ["forward"]
+
+
 def test_an_artifact_holds_what_it_says() -> None:
     plan, artifact = compiled("allowed", 64)
     manifest = artifact.manifest
@@ -166,7 +171,6 @@ def test_an_artifact_holds_what_it_says() -> None:
     assert not artifact.others, "all launches of a CUDA kernel stand in one cubin"
     assert [row["name"] for row in manifest["launches"]] == ["classify", "forward"]
     assert all(row["resources"]["registers"] > 0 for row in manifest["launches"])
-    assert [row["name"] for row in compiled("causal", 128)[1].manifest["launches"]] == ["forward"]
     assert json.dumps(json.loads(json.dumps(manifest))) == json.dumps(manifest)
     assert pickle.loads(pickle.dumps(artifact)) == artifact
 

@@ -50,10 +50,11 @@ LONG = (
     "ship_a_package", "train_on_ranks", "port_flex_attention", "native_sparse_attention", "mixture_of_block_attention",
 )  # fmt: skip
 
-CASES = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.exhaustive] if path.stem in (*ELSEWHERE, *LONG) else [])
-    for path in EXAMPLES
-]
+MARKS = {
+    **dict.fromkeys(LONG, (pytest.mark.exhaustive,)),
+    **dict.fromkeys(ELSEWHERE, (pytest.mark.exhaustive, pytest.mark.long)),
+}
+CASES = [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in EXAMPLES]
 
 
 @pytest.mark.parametrize("path", CASES)

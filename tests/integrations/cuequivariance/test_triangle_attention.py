@@ -139,7 +139,7 @@ def test_copies_of_a_bias() -> None:
     torch.testing.assert_close(padded[..., :13], odd)
 
 
-@few("dynamic", [True, False])
+@few("dynamic", [True, False], always=0)
 def test_in_a_compiled_program(dynamic: bool) -> None:
     tensors = given(dtype=torch.float32)
     tensors["bias"].requires_grad_()
