@@ -48,7 +48,6 @@ from attngen.lab.bench.timing import Timing
 from attngen.lab.commands import bench_masks as command
 from attngen.store.jobs import JobResult
 from tests.lab.bench_support import FakeMonitor, StubCudnn, TickClock, bench_on_cpu, masked, of_lists, without_libraries
-from tests.sampling import few
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in mask_cases()}
@@ -92,7 +91,7 @@ def test_there_are_enough_cases_with_names_of_their_own() -> None:
     assert len({case.identifier for case in mask_cases()}) == len(CASES) == len(mask_cases())
 
 
-@few("name", CASES, always=range(0, len(CASES), 4))
+@pytest.mark.parametrize("name", CASES)
 def test_both_forms_are_one_function(name: str, plain_flex: None) -> None:
     """Outputs and gradients of all attngen rows are those of FlexAttention's form, in float64."""
     cell = small(CASES[name])
