@@ -14,10 +14,10 @@ from attngen.lang.emit import Binding
 from attngen.lang.ir import Type, Var
 from attngen.lang.statements import lines
 from attngen.plan import Plan, arguments, naming
-from attngen.plan.choices import refuse
 from attngen.plan.draft import drafted
 from attngen.plan.model import Argument, Columns, Launch, Structure
 from attngen.plan.schedule import Schedule
+from attngen.plan.served import ANY, only
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.expressions import CUDA, emit_for, scalar_bindings
 from attngen.render.header import summary
@@ -33,16 +33,22 @@ class OneRow(Structure):
     values: int  # columns of O of a lane
 
 
-# --- the plan: every number, every argument; refusals name the field and the reason
+# --- what it serves: the planner refuses all other values and fields, with the reason
+
+SERVES = {
+    **dict.fromkeys(("mask", "score", "fast_math"), ANY),
+    "dtype": only("bf16", "fp16", why="one_row reads bf16 and fp16"),
+    "softmax": only(None, "exact_max", why="one_row has the row max of each key"),
+    "softmax_scale": only(None, why="the scale is an argument of the call"),
+    "sink_in_lse": only(True, why="one_row has no sinks"),
+    "deterministic": only(False, True, why="the same inputs give the same bits"),
+}
+
+
+# --- the plan: every number, every argument
 
 
 def plan_one_row(spec: KernelSpec, arch: Arch) -> Plan:
-    if spec.layout != "dense":
-        raise refuse(spec, "layout", "one_row has dense sequences alone")
-    if spec.variant.sink is not None or spec.variant.dropout:
-        raise refuse(spec, "variant", "one_row has neither sinks nor dropout")
-    if spec.dtype not in ("bf16", "fp16"):
-        raise refuse(spec, "dtype", "one_row reads bf16 and fp16")
     planned = drafted(
         spec,
         label="onerow",
@@ -138,5 +144,7 @@ SCHEDULE = Schedule(
     view=f"{__name__}:view",
     supports=lambda arch: True,
     plan=plan_one_row,
+    layouts=("dense",),
+    serves=SERVES,
     templates=Path(__file__).parent,
 )
