@@ -17,8 +17,8 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.reference.eager import lengths, names_of
 
 VARIANTS = (
-    "ids", "ids_of_64_bits", "apart", "other_heads", "shifted", "nested", "windows", "images", "unlike",
-    "later", "not_earlier", "halves", "pairs", "pairs_and_ids", "flags", "drafts", "squares", "blocks",
+    "ids", "ids_of_64_bits", "apart", "other_heads", "shifted", "nested", "windows", "images", "images_of_text",
+    "unlike", "later", "not_earlier", "halves", "pairs", "pairs_and_ids", "flags", "drafts", "squares", "blocks",
     "causal_blocks", "small_blocks", "blocks_of_rows", "shifted_blocks",
 )  # fmt: skip
 
@@ -81,6 +81,8 @@ def _values(name: str, batch: int, heads: int, queries: int, keys: int, seed: in
             return {"width": in_runs([-(2**31), 2**31 - 1, 0, 1, 65, 300, 400], generator, torch.int32, n)}
         case "images" | "unlike":
             return {"image": in_runs([0, 1], generator, torch.bool, n)}
+        case "images_of_text":
+            return {"image": in_runs([0, 0, 0, 1, 2, 33, 65], generator, torch.int32, n)}
         case "later" | "not_earlier":
             times = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.0, 3.0e38]
             kept = times if seed % 2 else times[1:]

@@ -55,11 +55,13 @@ _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 @dataclass(frozen=True, slots=True)
 class StatisticView:
     """A statistic in the kernel: the name and the type of what is known of its values over a tile, and the value of one
-    position."""
+    position, which counts under the ``guard``; ``anything`` if none counts."""
 
     name: str
     type: str
     value: Code
+    guard: Code | None
+    anything: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,9 @@ class SideView:
     @property
     def reads(self) -> frozenset[str]:
         """Names that the values read."""
-        return reads([*self.hoisted, *self.lines, *(each.value for each in self.statistics)])
+        values = [each.value for each in self.statistics]
+        guards = [each.guard for each in self.statistics if each.guard is not None]
+        return reads([*self.hoisted, *self.lines, *values, *guards])
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,13 +336,16 @@ def _side(plan: Plan, statistics: list[Statistic], symbols: frozenset[str]) -> S
     sequence."""
     if not statistics:
         return SideView((), (), ())
-    code = emit_for(plan, CUDA, [each.value for each in statistics], element_bindings(plan, ragged=False))
+    exprs = [expr for each in statistics for expr in (each.value, each.guard)]
+    code = emit_for(plan, CUDA, exprs, element_bindings(plan, ragged=False))
+    values = zip(code.results[::2], code.results[1::2], strict=True)
     lines, hoisted = depending([*code.hoisted, *code.body], (*_QUERY_NAMES, "kv", "kv_packed"))
     views = []
-    for each, value in zip(statistics, code.results, strict=True):
+    for each, (value, guard) in zip(statistics, values, strict=True):
         kind = "float" if each.value.type is Type.FLOAT else "long long" if _is_wide(plan, each) else "int"
         known = "Values" if each.residues.name in symbols else "Range"
-        views.append(StatisticView(spelled(each.name.name), f"{known}<{kind}>", value))
+        counts = None if each.guard == TRUE else guard
+        views.append(StatisticView(spelled(each.name.name), f"{known}<{kind}>", value, counts, each.anything))
     return SideView(tuple(views), hoisted, (*_named(lines, *code.results), *lines))
 
 

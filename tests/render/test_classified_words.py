@@ -85,3 +85,13 @@ def test_bools_of_pairs_are_read_16_at_a_time_where_keys_follow_each_other(
     )
     text = render(planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map="always")).text
     assert ("reinterpret_cast<const uint4*>(keys)" in text, "has_row(" in text) == (scanned, in_order)
+
+
+def test_positions_that_a_mask_hides_do_not_widen_ranges() -> None:
+    declared = (
+        "variants:\n  own: {mask: 'q >= kv or id[q] > 0 and id[q] == id[kv]', "
+        "tensors: {id: {dtype: int32, shape: [n]}}}\n"
+    )
+    text = render(planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map="always")).text
+    assert "if (u_id_q_gt_0) of_queries_1.take(u_id_q);" in text
+    assert " of_keys_0.take(u_id_kv);" in text
