@@ -285,7 +285,7 @@ class Made(TorchFunctionMode):
         return offsets, end
 
 
-#: What drivers have allocated, which the runtime keeps for all of them.
+#: Counters that drivers have allocated, which the runtime keeps for all of them.
 _KEPT: list[Any] = []
 
 
@@ -345,6 +345,9 @@ class CheckedDriver(HostDriver):
             said = self.library.functions.run(*given).decode()
             if said:
                 raise BarrierError(f"{symbol}: {said}")
+        for counted in map(memoryview, _KEPT):
+            if counted[GUARD:-GUARD].tobytes().strip(b"\0"):
+                raise BarrierError(f"{kernels[-1][0][0]}: counters are not 0 after it, as the next launch needs them")
 
 
 def _apart(run: Callable[[], bytes]) -> str:
