@@ -395,6 +395,7 @@ def test_a_file_that_holds_no_records_is_named(text: str, tmp_path: Path) -> Non
     assert records.records(tmp_path / "none.json") == []
 
 
+@pytest.mark.exhaustive
 def test_an_installed_wheel_has_the_records_and_the_same_hashes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

@@ -183,6 +183,7 @@ def test_explain_names_what_the_call_would_have_compiled(asked: list[Any]) -> No
     assert explanation.call.variant.name == "causal"
 
 
+@pytest.mark.exhaustive
 def test_a_drop_in_misses_no_head_dim_and_no_mask(asked: list[Any]) -> None:
     """Eagerly, and in a compiled program."""
     from attngen.integrations.shared.choice import VariantCandidate, attend
@@ -217,6 +218,7 @@ def test_a_compiled_program_has_its_kernels_compiled(asked: list[Any]) -> None:
     assert [each.variant.name for each in asked] == ["causal", "custom"]
 
 
+@pytest.mark.exhaustive
 @few(("dynamic", "learns"), [(False, False), (True, True)], always=(1,))
 def test_kernels_are_compiled_while_a_program_is_traced(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch, *, dynamic: bool, learns: bool

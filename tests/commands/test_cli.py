@@ -109,6 +109,7 @@ def test_errors_are_told_without_a_traceback(runner, monkeypatch, error, code):
 
 
 @sampled(
+    always=1,
     arguments={"help": ["--help"], "list": ["list"], "check": ["check", "specs/ladder.yaml"]},
     output=["unread", "closed", "full"],
 )

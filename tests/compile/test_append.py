@@ -37,6 +37,7 @@ def test_a_split_kernel_waits_before_it_touches_memory() -> None:
     waits_before_memory(disassemble(compile_source(one, render(one)).cubin), one)
 
 
+@pytest.mark.exhaustive
 @sampled(
     always=1,
     arch=[name for name in ARCHES if name in ("sm80", "sm90a", "sm100a", "sm120a")],

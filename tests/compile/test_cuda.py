@@ -75,6 +75,7 @@ def test_kernels_that_share_tiles_spill_nothing_and_multiply_once(variant: str, 
     assert resources["shared_memory"] == plan.structure.shared_bytes
 
 
+@pytest.mark.exhaustive
 @few(
     ("variant", "head_dim", "pack_gqa"),
     KERNELS,

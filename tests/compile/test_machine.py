@@ -21,6 +21,7 @@ def cubin() -> bytes:
     return compile_source(DESCRIPTOR, Source(DESCRIPTOR.name)).cubin  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive
 def test_bytes_say_what_the_text_says() -> None:
     decoded, parsed = decode(cubin()), parse(disassemble(cubin()))
     assert len(decoded) == len(parsed) > 100

@@ -261,6 +261,7 @@ def test_pages_outside_the_cache_are_zeros(program: SimpleNamespace) -> None:
         assert set(elements) == {0}
 
 
+@pytest.mark.exhaustive
 @few(
     ("rule", "broken", "message"),
     [

@@ -208,6 +208,7 @@ def test_the_environment_is_put_back_after_a_compile() -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.exhaustive
 def test_a_spill_in_a_hopper_kernel_is_refused_unless_allowed() -> None:
     with pytest.raises(
         CompileError, match=r"(?s)spilling_kernel: \d+ B of spills at \d+ registers\n.*allow: \[spill\]"
@@ -223,6 +224,7 @@ def test_a_spill_elsewhere_is_allowed() -> None:
     assert elsewhere.manifest["resources"]["spills"] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_register_limit_that_costs_spills_is_dropped() -> None:
     free, kept, dropped = (compiled(replace(DESCRIPTOR, max_registers=limit)) for limit in (None, 128, 64))
     assert (kept.manifest["max_registers"], dropped.manifest["max_registers"]) == (128, None)
@@ -317,6 +319,7 @@ def test_machine_code_can_be_read() -> None:
         disassemble(b"no cubin")
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_imported_the_interpreter_says_so(tmp_path: Path) -> None:
     script = "import triton\n" + SCRIPT.format(plan="POINTER")
     done = subprocess.run(

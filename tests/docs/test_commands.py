@@ -30,7 +30,7 @@ from attngen.lab.bench.small import suite as small
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
-from tests.docs.blocks import DOCUMENTS, README, ROOT, blocks, code_spans
+from tests.docs.blocks import DOCUMENTS, README, ROOT, TOUR, blocks, code_spans
 from tests.sampling import some
 from tests.store import fakes
 
@@ -194,7 +194,9 @@ _HAVE_RUN: set[str] = set()
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if any(s.path == path for s in OURS)], ids=lambda p: p.name
+    "path",
+    some([path for path in DOCUMENTS if any(s.path == path for s in OURS)], [README, TOUR]),
+    ids=lambda p: p.name,
 )
 def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:
     """Run the commands of a document one after the other, as a reader does."""
@@ -232,6 +234,7 @@ def test_commands_in_prose_run(shown: Shown, folders: dict[str, Path]) -> None:
     assert result.exit_code == 0, (str(shown), result.output, result.exception)
 
 
+@pytest.mark.exhaustive
 def test_forms_of_show_of_a_cuda_kernel(folders: dict[str, Path]) -> None:
     """Each form of ``show``, of a kernel in CUDA: what there is, and a sentence for what there cannot be."""
     for line in ("attngen build specs/my_mask.yaml", "attngen show my_mask"):

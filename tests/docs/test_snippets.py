@@ -21,7 +21,7 @@ from tests.sampling import some
 YAML = [block for path in DOCUMENTS for block in blocks(path, "yaml")]
 PYTHON = [path for path in DOCUMENTS if blocks(path, "python")]
 #: Pages whose programs always run.
-ALWAYS = ("README.md", "tour.md", "integrations.md", "index_scores.md")
+ALWAYS = ("README.md", "tour.md")
 
 #: First word of a block's comment where the block is no program to run.
 NOT_RUN, EXCERPT = "not run:", "excerpt of the kernel of "

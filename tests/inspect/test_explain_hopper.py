@@ -22,6 +22,7 @@ from attngen.parts.floors import MEMORY_PER_CLOCK, RATES, floor
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
+from tests.sampling import few
 
 CUDA, TRITON = "fwd_sm90a_wgmma", "fwd_sm90a_tma"
 HEAD = "schema: 1\npackage: t\narch: [sm90a]\nkernels:\n"
@@ -223,7 +224,7 @@ BACKWARDS = [
 ]
 
 
-@pytest.mark.parametrize(("variant", "head_dim", "more"), CHOICES + BACKWARDS)
+@few(("variant", "head_dim", "more"), CHOICES + BACKWARDS, always=(0, 4, 8, len(CHOICES), len(CHOICES) + 1))
 def test_rings_and_barriers_are_those_of_the_kernel(tmp_path: Path, variant: str, head_dim: int, more: str) -> None:
     path = tmp_path / "t.yaml"
     path.write_text(spec_text(variant, head_dim, more, "{backend: cuda}" if "backward" in more else "cuda"))

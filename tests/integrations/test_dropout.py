@@ -84,6 +84,7 @@ def test_packed_forms_of_flash_attn_draw_the_same() -> None:
     near(results[0], oracles.flash_attention(q, k, v, causal=True, factors=factors(7, RATE, BATCH, HEADS, 9, 9))[0])
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_program_draws_as_an_eager_one() -> None:
     """Activation checkpointing in it drops the same again."""
     inputs = [t.requires_grad_() for t in qkv()]

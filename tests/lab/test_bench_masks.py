@@ -48,6 +48,7 @@ from attngen.lab.bench.timing import Timing
 from attngen.lab.commands import bench_masks as command
 from attngen.store.jobs import JobResult
 from tests.lab.bench_support import FakeMonitor, StubCudnn, TickClock, bench_on_cpu, masked, of_lists, without_libraries
+from tests.sampling import few
 
 CPU = torch.device("cpu")
 CASES = {case.name: case for case in mask_cases()}
@@ -91,7 +92,7 @@ def test_there_are_enough_cases_with_names_of_their_own() -> None:
     assert len({case.identifier for case in mask_cases()}) == len(CASES) == len(mask_cases())
 
 
-@pytest.mark.parametrize("name", CASES)
+@few("name", CASES, always=range(0, 99, 9))
 def test_both_forms_are_one_function(name: str, plain_flex: None) -> None:
     """Outputs and gradients of all attngen rows are those of FlexAttention's form, in float64."""
     cell = small(CASES[name])
@@ -184,7 +185,7 @@ def taken(name: str, side: int | None = None) -> dict[str, MaskResult]:
 
 
 @pytest.mark.usefixtures("plain_flex", "library")
-@pytest.mark.parametrize(
+@few(
     ("name", "side", "names"),
     [
         ("sliding window", None, {CUDNN_FLEX}),
@@ -195,6 +196,7 @@ def taken(name: str, side: int | None = None) -> dict[str, MaskResult]:
         ("triangle attention, learned", None, {CUEQUIVARIANCE}),
         ("ALiBi", None, set()),
     ],
+    always=(2, 6),
 )
 def test_libraries_compute_what_they_take(name: str, side: int | None, names: set[str]) -> None:
     """Outputs and all gradients are those of FlexAttention's form, in float64."""

@@ -159,6 +159,7 @@ def test_a_search_that_was_cut_goes_on(spec: Path, card: dict[str, Any], monkeyp
     monkeypatch.undo()
 
 
+@pytest.mark.exhaustive
 def test_a_journal_is_taken_up_and_guarded(spec: Path, card: dict[str, Any]) -> None:
     cut = searched(spec, directions=("forward",), seconds=1e-9)
     assert len(cut.rows) == 0

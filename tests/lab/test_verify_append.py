@@ -22,6 +22,7 @@ from tests.runtime.host_kernels import APPENDED, SPEC, HostDriver, kernels, plan
 from tests.sampling import few
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @few("dtype", APPENDED)
 def test_kernels_are_the_same_as_plain_torch_in_all_cases(dtype: str) -> None:

@@ -163,6 +163,7 @@ def test_a_row_that_is_not_written_is_found() -> None:
     assert all(result.deviation is not None and result.deviation.wrong for result in trial.results)
 
 
+@pytest.mark.exhaustive
 def test_cases_cover_both_kinds_of_queries() -> None:
     for small in (True, False):
         calls = [prepare_case(paged_kernel(), case, "cpu", 3)[1] for case in paged_cases(16, 16, small=small)]

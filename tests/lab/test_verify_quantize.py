@@ -52,6 +52,7 @@ class Once(HostDriver):
         super().launch(kernels[-1:], device)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @few("driver", [Idle, Once])
 def test_what_is_not_written_is_told(driver: type[HostDriver]) -> None:

@@ -138,6 +138,7 @@ def _value(expr: Expr, env: dict, world: World) -> float:
     return evaluate(wide, env, world.arrays)
 
 
+@pytest.mark.exhaustive
 def test_a_mask_of_many_comparisons_takes_no_more_steps_than_all_may(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = 0
     step = Proof._nonnegative

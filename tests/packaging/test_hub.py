@@ -63,6 +63,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> HubKernel:
 # --- the folder -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_compiler")
 def test_a_kernel_holds_what_the_wheel_of_its_spec_holds(kernel: HubKernel, tmp_path: Path) -> None:
     from tests.packaging.support import install

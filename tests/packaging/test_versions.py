@@ -116,6 +116,7 @@ def test_an_architecture_of_the_future_is_named(site: Path) -> None:
         assert package.kernels("full") == ()
 
 
+@pytest.mark.exhaustive
 def test_files_of_two_versions_in_one_package_are_refused(site: Path) -> None:
     change(site, attngen="0.0.1")
     wanted = "packaged by attngen 0.0.1, but the runtime beside them is of attngen"

@@ -37,6 +37,7 @@ def test_sums_are_in_float32() -> None:
     assert out.item() == 2.0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", [
     GatherForm(torch.bfloat16, 1, True, True, False, columns_of(1024), True),
     GatherForm(torch.float32, 3, False, False, True, columns_of(24), False),

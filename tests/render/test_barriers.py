@@ -198,7 +198,7 @@ ENTRIES = {
     "seqused_k": torch.tensor([150, 40, 0, 60, 33], dtype=torch.int32),
 }  # fmt: skip
 ROWS = (
-    Row("forward", {"backend": "cuda"}, (SHORT, LONG), spared=LAST_TURN, often=True),
+    Row("forward", {"backend": "cuda"}, (SHORT, LONG), spared=LAST_TURN),
     Row("forward-128", {"backend": "cuda", "head_dim": 128}, (SHORT, LONG), spared=LAST_TURN, alike=True),
     Row("forward-256", {"backend": "cuda", "head_dim": 256}, (SHORT, LONG), spared=LAST_TURN, alike=True),
     Row("forward-skips", {"backend": "cuda", "head_dim": 96}, (SHORT, LONG), spared=LAST_TURN | OF_SKIPS),

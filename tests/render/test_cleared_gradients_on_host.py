@@ -30,6 +30,7 @@ DECLARED = """variants:
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @few(
     ("mask", "head_dim", "lengths", "kv_heads", "dtype"),

@@ -33,7 +33,7 @@ MAX_LATENT_BYTES = 73_500
 #: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
 MAX_LINE = 320
 
-both = few("spec", SPECS, always=(4,))
+both = few("spec", SPECS, always=(1,))
 
 
 @both

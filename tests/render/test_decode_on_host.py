@@ -119,6 +119,7 @@ def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, cases
     run({"head_dim": head_dim, "layout": layout}, cases, tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.parametrize(
     "fields",

@@ -15,6 +15,7 @@ from tests.render.test_tensor_adder_on_host import bits_of, header_on_host
 from tests.sampling import few
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @few(
     ("keys", "queries", "warps", "dtype"),

@@ -49,6 +49,7 @@ int main(int count, char** given) {{
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @few(
     ("dtype", "tile"),

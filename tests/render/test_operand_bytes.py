@@ -22,6 +22,7 @@ from attngen.resources import root
 from tests.plan.one_byte import use_one_byte
 from tests.plan.specs import planned
 from tests.render.operand_bytes import asserted, constants, copies, evaluate, offset, places, product_loops
+from tests.sampling import some
 
 FORWARD, BACKWARD = {"backend": "cuda"}, {"passes": "backward", "backward": "{backend: cuda}"}
 KERNELS = {
@@ -50,7 +51,11 @@ DROPOUT = 'variants:\n  causal_dropout: {mask: "kv <= q_pos", dropout: true}\n'
 RENDERED: dict[tuple[str, int], tuple[Plan, str, dict[str, int]]] = {}
 
 
-@pytest.fixture(params=KERNELS)
+#: Kernels that always run; together they have all kinds of operands.
+ALWAYS = ("forward", "fp8", "two head dims", "packed heads", "gradients", "cluster of halves")
+
+
+@pytest.fixture(params=some(KERNELS, ALWAYS))
 def kernel(request: pytest.FixtureRequest) -> dict[str, object]:
     fields = KERNELS[request.param]
     return {**fields, "declared": DROPOUT} if fields.get("variant") == "causal_dropout" else dict(fields)

@@ -322,6 +322,7 @@ def of_jax() -> dict[str, str]:
     return checks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", jax_arrays.CHECKS)
 def test_jax(name: str) -> None:
     pytest.importorskip("jaxlib.version", reason="needs jax")

@@ -143,6 +143,10 @@ def put_manifest(folder: Path, data: bytes) -> None:
     (folder / "SHA256SUMS").write_text(f"{sha256(data).hexdigest()}  manifest.json\n")
 
 
+#: Mutations of each manifest or index.
+TRIES = 60
+
+
 @few("number", range(3), always=(1,))
 def test_a_mutated_manifest_loads_or_is_a_load_error(tmp_path: Path, number: int) -> None:
     rng = random.Random(number)
@@ -150,7 +154,7 @@ def test_a_mutated_manifest_loads_or_is_a_load_error(tmp_path: Path, number: int
     folder = write_kernel(tmp_path / "k", real)
     use(read_kernel(folder, sealed=True))
     messages: list[str] = []
-    for _ in range(200):
+    for _ in range(TRIES):
         put_manifest(folder, encoded(mutated(real, rng), rng))
         try:
             kernel = read_kernel(folder)
@@ -160,12 +164,13 @@ def test_a_mutated_manifest_loads_or_is_a_load_error(tmp_path: Path, number: int
             use(kernel)
         with suppress(AttngenError):
             attngen.load(folder)
-    assert 50 < len(messages) < 200
+    assert TRIES / 4 < len(messages) < TRIES
     for message in messages:
         assert str(folder) in message
         assert len(message) < 1000
 
 
+@pytest.mark.exhaustive
 def test_a_mutated_entry_of_a_build_is_passed_over() -> None:
     rng = random.Random(0)
     store = write_build("own", variant(), window_variant())
@@ -188,7 +193,7 @@ def index_of(root: Path) -> dict[str, Any]:
     return index
 
 
-@few("sealed", [False, True], always=(1,))
+@few("sealed", [True, False])
 def test_a_mutated_index_is_damage(sealed: bool) -> None:
     """Most are refused, with their path, also those with a digest that fits: it is no signature."""
     rng = random.Random(sealed)
@@ -196,7 +201,7 @@ def test_a_mutated_index_is_damage(sealed: bool) -> None:
     path = store.root / "builds" / "own.json"
     real = index_of(store.root)
     messages: list[str] = []
-    for _ in range(200):
+    for _ in range(TRIES):
         value = mutated(real, rng)
         if sealed and isinstance(value, dict):
             value.pop("digest", None)
@@ -214,7 +219,7 @@ def test_a_mutated_index_is_damage(sealed: bool) -> None:
             except AttngenError as error:
                 messages.append(str(error))
         registry.clear()
-    assert len(messages) > 150
+    assert len(messages) > 3 * TRIES / 4
     assert all(str(path) in message for message in messages)
 
 

@@ -116,6 +116,7 @@ def test_a_rate_of_zero_drops_nothing() -> None:
     assert torch.equal(attngen.attention(q, k, v, variant=preset("causal"), dropout_p=0.0), plain)
 
 
+@pytest.mark.exhaustive
 def test_dropout_changes_nothing_on_average() -> None:
     q, k, v = inputs()
     torch.manual_seed(5)
@@ -193,6 +194,7 @@ def test_a_compiled_program_draws_anew_and_differentiates() -> None:
     assert not torch.equal(first, second)
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, checkpointed=[False, True], budget=[1.0, 0.5, 0.01])
 def test_a_program_with_a_memory_budget_keeps_its_state(budget: float, *, checkpointed: bool) -> None:
     """The output is linear in v: <g, out> = <dv, v>, if both passes drop the same pairs."""

@@ -123,6 +123,7 @@ def test_gradients(given: dict[str, Any]) -> None:
     near(gradients, torch.autograd.grad((wanted, wanted_lse), inputs, tuple(w.double() for w in weights)))
 
 
+@pytest.mark.exhaustive
 @few("given", [{"causal": True}, {"window_size": (3, 2), "softcap": 1.5}, {"alibi": (HEADS,)}], ids=str, always=(1,))
 def test_lengths_and_batches_that_change_are_compiled_once(given: dict[str, Any]) -> None:
     options = options_of(given)

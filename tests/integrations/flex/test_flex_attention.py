@@ -424,7 +424,12 @@ SAMPLE = (
 )
 
 
-@few("name", [*SAMPLE, *(name for name in MODS if name not in SAMPLE)], always=len(SAMPLE), often=range(0, 99, 4))
+@few(
+    "name",
+    [*SAMPLE, *(name for name in MODS if name not in SAMPLE)],
+    always=2,
+    often=[*range(len(SAMPLE)), *range(len(SAMPLE), 99, 4)],
+)
 def test_a_program_is_compiled_without_a_graph_break(name: str) -> None:
     mask_mod, score_mod = MODS[name]("cpu")
     q, k, v = qkv()

@@ -320,7 +320,7 @@ def _softcap(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tens
     return 5.0 * torch.tanh(score / 5.0)
 
 
-@sampled(score_mod=[None, _softcap], grouped=[False, True])
+@sampled(always=1, score_mod=[None, _softcap], grouped=[False, True])
 def test_largest_logits(score_mod: Any, grouped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from attngen.runtime.reference import eager as reference
 
@@ -355,6 +355,7 @@ def test_requests_that_make_no_sense_are_refused() -> None:
 # --- in compiled programs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @few("case", ["lists", "indexed inside", "replaced inside", "largest logits"], always=(1,))
 def test_a_program_with_lists_breaks_its_graph_and_is_right(case: str) -> None:
     q, k, v = qkv(128, 256, 1, 1)

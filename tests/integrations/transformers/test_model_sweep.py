@@ -41,6 +41,7 @@ def registered() -> None:
     transformers.logging.set_verbosity_error()
 
 
+@pytest.mark.exhaustive
 @few("name", SAMPLE, always=(1, 8))
 def test_a_class_gives_what_eager_gives(name: str) -> None:
     result = check(name)

@@ -506,6 +506,7 @@ def test_autocast_reaches_the_kernel_in_one_dtype(monkeypatch: pytest.MonkeyPatc
     assert float((actual - wanted).abs().max()) <= 0.1 * float(wanted.abs().max())
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, family=["gpt_oss", "llama"], padding=["none", "left"])
 def test_compiles_without_a_graph_break(family: str, padding: str) -> None:
     given = batch(family, padding)

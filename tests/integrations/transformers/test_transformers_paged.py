@@ -33,6 +33,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.exhaustive
 @few("family", ["gpt_oss", "mistral", "gemma3", "llama", "gemma2", "qwen3"])
 def test_a_server_gives_the_tokens_of_eager(family: str, paged: list[int]) -> None:
     model = families.make(family, head_dim=8, implementation="attngen")

@@ -316,6 +316,7 @@ def test_errors_name_the_argument(changed: dict[str, Any], message: str) -> None
     assert (_CACHE == 0).all()
 
 
+@pytest.mark.exhaustive
 @few("backend", ["eager", "aot_eager"], always=(1,))
 def test_a_program_compiles_without_a_graph_break(backend: str) -> None:
     cos, sin = angles(8)
@@ -358,6 +359,7 @@ def test_debug_reads_what_a_gpu_would_not(gpu: FakeDriver, monkeypatch: pytest.M
     assert len(read) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_operator_is_as_it_says(in_place: bool) -> None:
     """Schema, fake kernel, and what it writes, as ``torch.library.opcheck`` tests them."""

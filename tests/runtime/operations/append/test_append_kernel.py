@@ -43,7 +43,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
         yield driver
 
 
-@sampled(always=2, page_layout=["NHD", "HND"], packed=[False, True], where=[*PLACES], dtype=[*DTYPES])
+@sampled(always=1, page_layout=["NHD", "HND"], packed=[False, True], where=[*PLACES], dtype=[*DTYPES])
 def test_every_place(host: HostDriver, dtype: torch.dtype, where: str, packed: bool, page_layout: str) -> None:
     """Tokens with a place are written, and those without write nothing."""
     chance = random.Random(f"{dtype}{where}{packed}{page_layout}")

@@ -125,6 +125,7 @@ def test_batches_of_the_same_sizes_in_the_same_memory(gpu: FakeDriver, called: l
         before = layer._alike.last
 
 
+@pytest.mark.exhaustive
 @few("beside", [False, True], always=(1,))
 def test_batches_of_other_sizes(gpu: FakeDriver, called: list[Any], beside: bool) -> None:
     """Their launches are made without a call, once a batch has run in the same way: as a whole, with sequences that

@@ -143,6 +143,7 @@ def test_gradients_flow_through_a_program() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.exhaustive
 def test_opcheck() -> None:
     install(graded_variant(), window_variant())
     inputs = [t.requires_grad_() for t in tensors()]
@@ -272,6 +273,7 @@ def test_no_kernel_for_a_compiled_program(gpu: FakeDriver) -> None:
         program(q, k, v)
 
 
+@pytest.mark.exhaustive
 def test_parts_of_a_batch_of_unbacked_size() -> None:
     """One program for all batches, of which nothing is known when it is compiled."""
 

@@ -135,6 +135,7 @@ def test_an_entry_is_named_where_it_is() -> None:
         attngen.block_mask(LISTS, torch.tensor([[[2, 1]], [[2, 2]]], dtype=torch.int32), key_blocks=5)
 
 
+@pytest.mark.exhaustive
 def test_compiled_programs_keep_it_whole() -> None:
     """One program serves all numbers of blocks."""
     indices, counts = random_lists(2, 1, 3, 4, key_blocks=3)

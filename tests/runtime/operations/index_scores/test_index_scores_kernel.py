@@ -65,11 +65,13 @@ def test_narrow_rows_and_used_lengths(host: HostDriver) -> None:
     both(host, "64", **given, seqused_k=torch.tensor([130, 70, 0], dtype=torch.int32))
 
 
+@pytest.mark.exhaustive
 @few("name, scalar", [("chunked", {"chunk": 33}), ("sliding_window", {"window": 70})])
 def test_windows_and_divisors(host: HostDriver, name: str, scalar: dict[str, int]) -> None:
     both(host, "64_few", **operands(3, 140, 40, batch=1, dtype=torch.float16), variant=name, **scalar)
 
 
+@pytest.mark.exhaustive
 @few("page_size", [1, 16, 96], always=(2,))
 def test_pages(host: HostDriver, page_size: int) -> None:
     given = operands(2, 192, 64)

@@ -179,6 +179,7 @@ def test_arithmetic_is_float32(dtype: torch.dtype) -> None:
 # --- programs, calls and errors ------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @few("backend", ["eager", "aot_eager"], always=(1,))
 def test_a_program_compiles(backend: str) -> None:
     registry.add(package_of_kernels([kernel(variant("merged", None), package="merging")], "memory"))

@@ -256,6 +256,7 @@ def test_nothing_to_quantize(granularity: str | int, shape: tuple[int, int]) -> 
     assert all((scale == 1).all() for scale in results[3:])
 
 
+@pytest.mark.exhaustive
 def test_quantize_is_one_operator_of_a_program() -> None:
     """One operator, of which nothing is known but the shapes of its results."""
     torch.manual_seed(0)

@@ -113,6 +113,7 @@ def test_sets_that_share_a_scale(host: HostDriver, dim: int, granularity: str) -
     both(host, call(heads=4, kv_heads=2, lengths=(330, 600), batch=1), "kept")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", DIMS)
 def test_keys_less_their_mean(host: HostDriver, dim: int) -> None:
     """In tiles that stay and in those that are read again; the last rows and heads of tiles have no key."""
@@ -156,6 +157,7 @@ def test_values_that_are_not_finite_and_rows_of_zeros(host: HostDriver, granular
     both(host, given, "kept")
 
 
+@pytest.mark.exhaustive
 @few("granularity", [64, 128, "head", "token"], always=(1,))
 @few("hadamard", [True, False])
 @pytest.mark.parametrize("dim", DIMS)

@@ -77,6 +77,7 @@ def test_long_rows_have_several_windows(host: HostDriver) -> None:
     both(host, torch.randn(1, 2**17 + 5), 300)
 
 
+@pytest.mark.exhaustive
 def test_large_selections_have_a_launch_of_their_own(host: HostDriver) -> None:
     both(host, torch.randn(1, 8 * CHUNK), 3073)
     assert host.launches[-1][0].endswith("_large")

@@ -157,6 +157,7 @@ class Card(HostDriver):
         return 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @few("page_layout", ["NHD", "HND"])
 def test_calls_of_other_sizes(monkeypatch: pytest.MonkeyPatch, page_layout: str) -> None:
