@@ -25,9 +25,8 @@ GENERAL = ["quantize_sm90a_bf16", "quantize_sm90a_fp16"]
 NAMES = [*GENERAL, *(f"{name}_d{dim}" for name in GENERAL for dim in (64, 128))]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize("number", [0, 1], ids=GENERAL)
+@few("number", [0, 1], always=0, often=(0,), ids=GENERAL)
 def test_kernels_give_the_numbers_of_plain_torch_in_all_cases(number: int) -> None:
     """The same bits, but for matrix products: these add up in another order, and sums of fp16 are seldom exact."""
     with drivers.use(HostDriver()):

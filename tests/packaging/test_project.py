@@ -114,6 +114,7 @@ def pip_wheel(source: Path, out: Path, environment: dict[str, str], code: int = 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long  # CI runs the commands of docs/packaging.md
 def test_a_project_compiles_its_specs_while_pip_builds_it(
     project: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -33,7 +33,7 @@ MAX_LATENT_BYTES = 73_500
 #: The bounds of ``dilated`` and ``neighbourhood_2d`` are formulas of one line.
 MAX_LINE = 320
 
-both = few("spec", SPECS, always=(1,))
+both = few("spec", SPECS, always=(1,), often=(0, 4))
 
 
 @both
@@ -246,18 +246,15 @@ def collisions(spec: KernelSpec, together: int = TOGETHER) -> set[str]:
     return colliding
 
 
-#: One of a tile map; the others by ``-m exhaustive``. Names of users begin with a prefix of their own
-#: in kernels, and tests/compile/test_names.py compiles every name that there is.
-_USUAL = {"allowed-0"}
-_FORMS = [
-    pytest.param(variant, fields, id=label, marks=() if label in _USUAL else pytest.mark.exhaustive)
-    for variant, fields in FORMS
-    for label in [f"{variant}-{len(fields)}"]
-]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("variant", "fields"), _FORMS)
+#: Names of users begin with a prefix of their own in kernels, and tests/compile/test_names.py compiles every name that
+#: there is.
+@few(
+    ("variant", "fields"),
+    FORMS,
+    always=0,
+    often=range(0, len(FORMS), 4),
+    ids=[f"{variant}-{len(fields)}" for variant, fields in FORMS],
+)
 def test_a_scalar_with_the_name_of_anything_in_the_source_does_not_collide(
     variant: str, fields: dict[str, object]
 ) -> None:

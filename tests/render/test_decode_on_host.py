@@ -20,6 +20,7 @@ from attngen.render import render
 from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.plan.specs import planned
 from tests.render.headers import headers
+from tests.sampling import few
 
 #: Headers that are compiled as they are, but for what they ask of the hardware.
 COMPILED = (
@@ -90,12 +91,6 @@ FEW_CASES = [
 ]
 
 
-def seldom(value: object) -> object:
-    """Mark fields each of which other kernels have, too, or cases: a kernel takes two seconds to compile, and longer to
-    run."""
-    return pytest.param(value, marks=pytest.mark.exhaustive)
-
-
 def on_host(name: str, text: str) -> str:
     for pattern, instead in PTX.items():
         text = re.sub(pattern, instead, text, flags=re.DOTALL)
@@ -104,14 +99,11 @@ def on_host(name: str, text: str) -> str:
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
+@few(
     ("head_dim", "layout", "cases"),
-    [
-        pytest.param(128, "paged", CASES, marks=pytest.mark.exhaustive),
-        pytest.param(128, "dense", CASES, marks=pytest.mark.exhaustive),
-        pytest.param(256, "paged", CASES, marks=pytest.mark.exhaustive),
-        pytest.param(80, "dense", CASES, marks=pytest.mark.exhaustive),
-    ],
+    [(128, "paged", CASES), (128, "dense", CASES), (256, "paged", CASES), (80, "dense", CASES)],
+    always=0,
+    often=(0, 3),
     ids=lambda value: "" if isinstance(value, list) else str(value),
 )
 def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, cases: list[str], tmp_path: Path) -> None:
@@ -119,18 +111,19 @@ def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, cases
     run({"head_dim": head_dim, "layout": layout}, cases, tmp_path)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
+@few(
     "fields",
     [
-        seldom({"head_dim": 128, "kv_dtype": "fp8_e4m3"}),
-        seldom({"head_dim": 64, "layout": "paged", "kv_dtype": "fp8_e4m3", "descale": "page"}),
-        seldom({"head_dim": 192, "layout": "paged", "dtype": "fp8_e4m3", "descale": "page"}),
-        seldom({"head_dim": 256, "kv_dtype": "fp8_e4m3"}),
-        seldom({"head_dim": 80, "layout": "paged", "dtype": "fp16", "kv_dtype": "fp8_e4m3"}),
         {"head_dim": 48, "dtype": "fp8_e4m3"},
+        {"head_dim": 64, "layout": "paged", "kv_dtype": "fp8_e4m3", "descale": "page"},
+        {"head_dim": 128, "kv_dtype": "fp8_e4m3"},
+        {"head_dim": 192, "layout": "paged", "dtype": "fp8_e4m3", "descale": "page"},
+        {"head_dim": 256, "kv_dtype": "fp8_e4m3"},
+        {"head_dim": 80, "layout": "paged", "dtype": "fp16", "kv_dtype": "fp8_e4m3"},
     ],
+    always=0,
+    often=(0, 1),
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
 def test_one_that_reads_8_bits_is_right(fields: dict[str, object], tmp_path: Path) -> None:
@@ -158,32 +151,28 @@ LATENT_FIELDS = {
 }
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
+@few(
     ("form", "cases"),
-    [
-        *(pytest.param(form, KEY_VALUE_CASES[:2], id=f"{form}-few") for form in LATENT_FIELDS),
-        *(pytest.param(form, KEY_VALUE_CASES[2:], id=f"{form}-rest") for form in ("paged", "8 bits")),
-        *(
-            pytest.param(form, KEY_VALUE_CASES[2:], id=f"{form}-rest", marks=pytest.mark.long)
-            for form in ("dense", "512 columns")
-        ),
-    ],
+    [(form, cases) for cases in (KEY_VALUE_CASES[:2], KEY_VALUE_CASES[2:]) for form in LATENT_FIELDS],
+    always=0,
+    often=(0, 1, 2, 5),
+    ids=[f"{form}-{part}" for part in ("few", "rest") for form in LATENT_FIELDS],
 )
 def test_one_whose_values_are_keys_is_right(form: str, cases: list[str], tmp_path: Path) -> None:
     run({"v": "key", **LATENT_FIELDS[form]}, cases, tmp_path)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
+@few(
     "fields",
     [
+        {"head_dim": 512, "layout": "paged", "dtype": "fp16"},
         {"head_dim": 320, "layout": "dense"},
-        seldom({"head_dim": 512, "layout": "paged", "dtype": "fp16"}),
-        seldom({"head_dim": 512, "layout": "dense"}),
+        {"head_dim": 512, "layout": "dense"},
     ],
+    always=0,
+    often=(0,),
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
 def test_one_beyond_head_dim_256_is_right(fields: dict[str, object], tmp_path: Path) -> None:
@@ -205,24 +194,18 @@ LISTED_CASES = [
 LISTED_BLOCKS_CASES = ["64,9,2,300,13,1,13,0,4,5,8,1,3", "128,3,4,512,16,8,16,1,12", "16,5,2,300,12,4,12,0,5,9"]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
+@few(
     ("keys", "fields", "cases"),
     [
         ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES[5:8]),
-        pytest.param("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES, marks=pytest.mark.exhaustive),
-        pytest.param("counted_index", {"head_dim": "512"}, LISTED_CASES, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "counted_blocks_of_16", {"head_dim": "{qk: 576, v: 512}"}, LISTED_BLOCKS_CASES, marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            "counted_index",
-            {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"},
-            LISTED_CASES,
-            marks=pytest.mark.exhaustive,
-        ),
+        ("counted_blocks_of_16", {"head_dim": "{qk: 576, v: 512}"}, LISTED_BLOCKS_CASES),
+        ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES),
+        ("counted_index", {"head_dim": "512"}, LISTED_CASES),
+        ("counted_index", {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"}, LISTED_CASES),
     ],
+    always=0,
+    often=(0, 1),
     ids=lambda value: "" if isinstance(value, list) else "-".join(value.values()) if isinstance(value, dict) else value,
 )
 def test_one_whose_calls_list_keys_is_right(
@@ -244,11 +227,11 @@ TWO_CACHES_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@pytest.mark.parametrize(
-    "cases", [TWO_CACHES_CASES[3:4], seldom(TWO_CACHES_CASES[:3] + TWO_CACHES_CASES[4:])], ids=["few", "rest"]
-)
+@few(
+    "cases", [TWO_CACHES_CASES[3:4], TWO_CACHES_CASES[:3] + TWO_CACHES_CASES[4:]],
+    always=0, often=(0,), ids=["few", "rest"],
+)  # fmt: skip
 def test_one_with_two_caches_is_right(cases: list[str], tmp_path: Path) -> None:
     declared = "variants:\n  listed: {keys: counted_index_of_two_caches}\n"
     plan = planned(

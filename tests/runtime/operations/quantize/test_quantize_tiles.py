@@ -26,7 +26,7 @@ from tests.host_compiler import COMPILER
 from tests.runtime.host_kernels import HostDriver, on_host, quantizing_kernels
 from tests.runtime.operations.quantize import quantized_by_sample as sample
 from tests.runtime.operations.quantize.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean
-from tests.sampling import few, some
+from tests.sampling import few, sampled
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
@@ -125,8 +125,7 @@ def test_keys_less_their_mean(host: HostDriver, dim: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("centered", some([True, False], always=[True]))
-@pytest.mark.parametrize("dim", DIMS)
+@sampled(dim=DIMS, centered=[True, False])
 def test_scales_from_a_sample(host: HostDriver, dim: int, centered: bool) -> None:
     """Numbers are what exact scales would give, but for coarser steps, and are found again if one is too large."""
     given = a_call(torch.bfloat16, dims=(dim, dim), batch=2, heads=6, kv_heads=2, lengths=(70, 330))
@@ -233,7 +232,7 @@ def _checked(given: dict[str, Any]) -> tuple[Quantize, QuantizeSizes]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", range(2 * len(DTYPES)))
+@few("number", range(2 * len(DTYPES)), always=0, often=(1,))
 def test_verification_finds_nothing(number: int) -> None:
     with drivers.use(HostDriver()):
         trial = try_pinned(quantizing_kernels(tiles=True)[number], "cpu", 5, small=True)  # type: ignore[arg-type]
