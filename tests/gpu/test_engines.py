@@ -3,9 +3,11 @@ against float64; a captured graph that serves another batch; rows whose bits do 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,31 +162,60 @@ def test_layers_of_many_steps(cases: Any, fp8: bool) -> None:
     assert fp8 or {how[0] for how in renewals} == {False, True}
 
 
-def test_bits_of_a_row_do_not_depend_on_its_batch(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cases.vllm_backend.envs, "VLLM_BATCH_INVARIANT", True)
-    queries, lengths = (1, 300, 1, 1), (9000, 1200, 12000, 50)
-    made = cases.engine_batches.batch(queries, lengths, heads=8, dim=128, dtype=torch.bfloat16, device="cuda")
-    with current(config()):
-        impl = cases.vllm_backend.AttngenImpl(8, 128, 128**-0.5, 2)
-    impl.do_kv_cache_update(None, made.k, made.v, made.cache, made.slots)
-    builder = cases.vllm_backend.AttngenMetadataBuilder(SimpleNamespace(), [], config(), torch.device("cuda"))
+class Invariant:
+    """Requests whose outputs must not depend on the batch, by vLLM's backend over one cache in pages."""
 
-    def rows(first: int, last: int) -> torch.Tensor:
-        """Outputs of some of the requests, as a batch of their own."""
-        starts = made.starts[first : last + 1]
-        here = slice(int(starts[0]), int(starts[-1]))
-        starts = starts - starts[0]
+    def __init__(
+        self, cases: Any, monkeypatch: pytest.MonkeyPatch, queries: tuple[int, ...], lengths: tuple[int, ...],
+        heads: int, kv_heads: int, dim: int,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(cases.vllm_backend.envs, "VLLM_BATCH_INVARIANT", True)
+        self.made = cases.engine_batches.batch(
+            queries, lengths, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16, device="cuda"
+        )
+        with current(config()):
+            self.layer = cases.vllm_backend.AttngenImpl(heads, dim, dim**-0.5, kv_heads)
+        self.layer.do_kv_cache_update(None, self.made.k, self.made.v, self.made.cache, self.made.slots)
+        device = torch.device("cuda")
+        self.builder = cases.vllm_backend.AttngenMetadataBuilder(SimpleNamespace(), [], config(), device)
+
+    def outputs(self, requests: Sequence[int]) -> list[torch.Tensor]:
+        """Outputs of some of the requests, as a batch of their own in this order."""
+        made, first = self.made, self.made.starts.tolist()
+        counts = [made.queries[request] for request in requests]
+        rows = torch.cat([torch.arange(first[request], first[request + 1]) for request in requests]).cuda()
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
         common = vllm_stub.CommonAttentionMetadata(
-            starts.cuda(), starts, made.used[first:last].cuda(), last - first, here.stop - here.start,
-            max(queries[first:last]), max(lengths[first:last]), made.table[first:last], made.slots[here],
+            starts.cuda(), starts, made.used[list(requests)].cuda(), len(requests), len(rows), max(counts),
+            max(made.lengths[request] for request in requests), made.table[list(requests)], made.slots[rows],
         )  # fmt: skip
-        output = torch.empty_like(made.q[here])
-        return impl.forward(None, made.q[here], None, None, made.cache, builder.build(0, common), output)
+        q = made.q[rows]
+        output = torch.full_like(q, torch.nan)
+        self.layer.forward(None, q, None, None, made.cache, self.builder.build(0, common), output)
+        return list(output.split(counts))
 
-    whole = rows(0, 4)
-    for b in range(4):
-        start, end = made.starts[b : b + 2].tolist()
-        assert torch.equal(rows(b, b + 1), whole[start:end]), f"request {b}"
+
+def test_bits_of_a_row_do_not_depend_on_its_batch(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 200 random batches, with decoding and prompts in any order."""
+    chance = random.Random(2)
+    queries = (1, 300, 1, 1, 7, 1, 64, 1, 1, 129)
+    lengths = (9000, 1200, 12000, 50, 4100, 1, 64, 4096, 4097, 8200)
+    requests = Invariant(cases, monkeypatch, queries, lengths, heads=8, kv_heads=2, dim=128)
+    alone = [requests.outputs([request])[0] for request in range(len(queries))]
+    assert not any(one.isnan().any() for one in alone)
+    for _ in range(200):
+        chosen = chance.sample(range(len(queries)), chance.randrange(2, len(queries) + 1))
+        for request, one in zip(chosen, requests.outputs(chosen), strict=True):
+            assert torch.equal(one, alone[request]), f"request {request} of {chosen}"
+
+
+def test_bits_do_not_depend_on_the_queries_of_another_request(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """14 heads share 2 KV heads of 64 columns: one query beside nine others, and beside ten."""
+    requests = Invariant(cases, monkeypatch, (1, 9, 10), (19802,) * 3, heads=14, kv_heads=2, dim=64)
+    first, _ = requests.outputs([0, 1])
+    assert not first.isnan().any()
+    assert torch.equal(requests.outputs([0, 2])[0], first)
+    assert torch.equal(requests.outputs([0])[0], first)
 
 
 class Pool(sglang_stub.Pool):
