@@ -115,6 +115,8 @@ def _mask_of_tree(tree: TreeMask, config: type, function: Callable[..., Any] | N
 @cache
 def against_trees(config: type) -> str | None:
     """The reason why a config's model cannot run a prefix tree, or None if none is known."""
+    if with_attention_of_its_own(config) is not None:
+        return "the model computes its attention itself"
     models = _models_of(config)
     if ".models.blt." in config.__module__:
         return "the model groups the bytes of the row in patches"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import create_masks_for_generate
 
 import attngen.integrations.transformers as attngen_transformers
 from attngen import trees
@@ -109,6 +110,22 @@ def test_checkpointed_layers_recompute_the_same_tree() -> None:
     assert all(torch.equal(own[name], one) for name, one in wanted.items())
 
 
+@pytest.mark.exhaustive
+def test_a_compiled_model_takes_masks_that_were_made_before() -> None:
+    """Without ``fullgraph`` the masks are made between two graphs."""
+    model = model_of("llama")
+    packed = trees.pack_answers(PROMPTS, ANSWERS)
+    inputs = packed.inputs()
+    wanted = model(**inputs).logits
+    embedded = model.get_input_embeddings()(packed.ids)
+    masks = create_masks_for_generate(
+        config=model.config, inputs_embeds=embedded, attention_mask=inputs["attention_mask"],
+        position_ids=packed.positions, **{cache_name(create_masks_for_generate): None},
+    )  # fmt: skip
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**{**inputs, "attention_mask": masks}).logits, wanted)
+
+
 # --- refusals -----------------------------------------------------------------------------------------------
 
 
@@ -130,6 +147,7 @@ def test_another_implementation_is_refused(implementation_name: str) -> None:
         ("Llama4ForCausalLM", "attention_mask of a pack"),
         ("DeepseekV32ForCausalLM", "selects the keys"),
         ("BltForCausalLM", "in patches"),
+        ("XGLMForCausalLM", "computes its attention itself"),
     ],
     always=2,
 )
