@@ -194,3 +194,42 @@ def test_a_mask_moves_and_has_a_form_but_no_values() -> None:
     for use in (lambda: mask.sum(), lambda: mask[:, :2], lambda: mask.view(3), lambda: mask & mask):
         with pytest.raises(CallError, match="which has no values"):
             use()
+
+
+# --- all classes --------------------------------------------------------------------------------------------
+
+#: Classes that compute no attention by a mask, so that they never ask for one, and nothing can refuse.
+IGNORED = {"CpmAntForCausalLM", "RwkvForCausalLM", "xLSTMForCausalLM"}
+
+
+def causal_classes() -> list[str]:
+    """Names of all classes of causal language models."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return sorted({name for each in names for name in ([each] if isinstance(each, str) else each)})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.long
+@pytest.mark.parametrize("name", causal_classes())
+def test_every_causal_class_is_right_or_refused(name: str) -> None:
+    attngen_transformers.register()
+    try:
+        config = tiny(getattr(transformers, name).config_class)
+        config._attn_implementation = "attngen"
+        if hasattr(config, "is_decoder"):
+            config.is_decoder = True
+        torch.manual_seed(0)
+        model = getattr(transformers, name)(config).eval()
+    except Exception as error:  # whatever a class lacks where no tiny configuration of it is known
+        pytest.skip(f"not made: {error}")
+    packed = trees.pack_answers(PROMPTS, ANSWERS)
+    with torch.no_grad():
+        try:
+            log_probs = packed.log_probs(model(**packed.inputs()).logits)
+        except (AttngenError, KeyError, TypeError, ValueError) as error:
+            assert name not in IGNORED
+            pytest.skip(f"refused: {error}")
+        errors = [float((a - b).abs().max()) for a, b in zip(log_probs, one_by_one(model), strict=True) if len(a)]
+    assert (max(errors) < 1e-4) == (name not in IGNORED)
