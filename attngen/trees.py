@@ -296,4 +296,8 @@ def _last_place(run: _Run | None) -> int:
 
 def _int64(values: array[int]) -> Tensor:
     """Integers as a tensor, which holds a copy."""
-    return torch.frombuffer(values, dtype=torch.int64).clone() if values else torch.empty(0, dtype=torch.int64)
+    return (
+        torch.frombuffer(values, dtype=torch.int64).clone()
+        if values
+        else torch.empty(0, dtype=torch.int64, device="cpu")
+    )

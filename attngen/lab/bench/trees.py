@@ -244,5 +244,5 @@ class TreeInputs:
 
     def _added(self, rows: Tensor) -> Tensor:
         """Rows of all sequences, added up by their place in the pack, in float32."""
-        added = torch.zeros(self.cell.tokens[TREE], *rows.shape[1:], device=rows.device)
+        added = torch.zeros(self.cell.tokens[TREE], *rows.shape[1:], dtype=torch.float32, device=rows.device)
         return added.index_add_(0, self.places, rows.float())
