@@ -38,13 +38,17 @@ class PackedTrees:
     ``ids`` (1, n) int64 are the tokens, ``positions`` (1, n) int64 the position of each in its own sequences, and
     ``subtree_end`` (1, n) int32 the mask. ``parents`` (n,) int64 is the place of the token before each one, −1 at the
     first token of a sequence. ``places[i]`` (length,) int64 is where the tokens of sequence i are, so that
-    ``ids[0, places[i]]`` are those that were given; ``log_probs`` begins with that of number ``first[i]``.
+    ``ids[0, places[i]]`` are those that were given; ``log_probs`` begins with that of number ``first[i]``. ``targets``
+    (t,) int64 are the places of all tokens that it scores, and ``rows`` (m,) int64 of those whose logits it needs, for
+    ``logits_to_keep``; both are sorted.
     """
 
     ids: Tensor
     positions: Tensor
     subtree_end: Tensor
     parents: Tensor
+    targets: Tensor
+    rows: Tensor
     places: tuple[Tensor, ...]
     first: tuple[int, ...]
 
@@ -64,11 +68,6 @@ class PackedTrees:
         mask = TreeMask.of(self.subtree_end, self.positions.to(torch.int32))
         return {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": mask, "use_cache": False}
 
-    @property
-    def rows(self) -> Tensor:
-        """Places of the tokens whose logits ``log_probs`` needs, (m,) int64, sorted: for ``logits_to_keep``."""
-        return self.parents[self._scored()].unique()
-
     def log_probs(self, logits: Tensor) -> list[Tensor]:
         """Log-probability of each token of each sequence given those before it: (length − first,), float32 or float64.
 
@@ -76,31 +75,27 @@ class PackedTrees:
         of its children. A token that sequences share has one log-probability, whose gradient is the sum of theirs.
         Raises CallError for logits of another shape.
         """
-        scored, rows = self._scored(), self.rows
-        count, kept = self.ids.shape[1], len(rows)
+        count, kept = self.ids.shape[1], len(self.rows)
         if logits.ndim != 3 or logits.shape[0] != 1 or logits.shape[1] not in (count, kept):
             raise CallError(
                 f"logits must be (1, {count}, vocabulary), or (1, {kept}, vocabulary) with logits_to_keep=pack.rows, "
                 f"got {tuple(logits.shape)}"
             )
         values = logits[0] if logits.dtype == torch.float64 else logits[0].float()
-        targets, of_target = scored.unique(return_inverse=True)  # a shared token is scored once
-        row = self.parents[targets]
+        row = self.parents[self.targets]
         if values.shape[0] != count:
-            row = torch.searchsorted(rows, row)
+            row = torch.searchsorted(self.rows, row)
         of_row = values.logsumexp(-1)
-        log_probs = values[row, self.ids[0, targets]] - of_row[row]
-        lengths = [len(places) - first for places, first in zip(self.places, self.first, strict=True)]
-        return list(log_probs[of_target].split(lengths))
+        log_probs = values[row, self.ids[0, self.targets]] - of_row[row]
+        scored = [places[first:] for places, first in zip(self.places, self.first, strict=True)]
+        own = log_probs[torch.searchsorted(self.targets, torch.cat(scored))]
+        return list(own.split([len(places) for places in scored]))
 
     def to(self, device: torch.device | str) -> PackedTrees:
         """Move all tensors to a device."""
-        moved = {one.name: getattr(self, one.name).to(device) for one in fields(self)[:4]}
+        tensors = {one.name: getattr(self, one.name) for one in fields(self)}
+        moved = {name: tensor.to(device) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
         return replace(self, places=tuple(places.to(device) for places in self.places), **moved)
-
-    def _scored(self) -> Tensor:
-        """Places of the tokens that ``log_probs`` has, of all sequences one after the other."""
-        return torch.cat([places[first:] for places, first in zip(self.places, self.first, strict=True)])
 
 
 def pack(sequences: Iterable[Any], *, device: torch.device | str | None = None) -> PackedTrees:
@@ -108,9 +103,9 @@ def pack(sequences: Iterable[Any], *, device: torch.device | str | None = None) 
 
     Each of ``sequences`` is a list of integers or a tensor (length,) of an integer dtype. Sequences may be equal, or
     the beginning of others, or empty. ``log_probs`` of the result has all tokens but the first of each sequence. The
-    result is on ``device``; by default on that of the tensors, or the CPU. Takes time in proportion to the tokens
-    given. Raises CallError for anything else than tokens, for no token at all, and for tensors on several devices
-    without ``device``.
+    result is on ``device``; by default on that of the tensors, or the CPU. The time is in proportion to the tokens of
+    all sequences. Raises CallError for anything else than tokens, for no token at all, and for tensors on several
+    devices without ``device``.
     """
     read = _TokenReader(device)
     given = [read(one, f"sequences[{i}]") for i, one in enumerate(sequences)]
@@ -255,11 +250,23 @@ def _packed(given: Sequence[tuple[array[int], int]], device: torch.device) -> Pa
     for end in ends:
         for run in end.path():
             places += line[run.place : run.place + run.stop - run.start]
+    of_sequences = _int64(places).split([len(tokens) for tokens, _ in given])
+    first = tuple(first for _, first in given)
+    targets = _each_once([one[start:] for one, start in zip(of_sequences, first, strict=True)], count)
+    parent = _int64(parents)
     packed = PackedTrees(
-        _int64(ids)[None], _int64(positions)[None], _int64(subtree_ends)[None].to(torch.int32), _int64(parents),
-        _int64(places).split([len(tokens) for tokens, _ in given]), tuple(first for _, first in given),
+        ids=_int64(ids)[None], positions=_int64(positions)[None],
+        subtree_end=_int64(subtree_ends)[None].to(torch.int32), parents=parent, targets=targets,
+        rows=_each_once([parent[targets]], count), places=of_sequences, first=first,
     )  # fmt: skip
     return packed.to(device)
+
+
+def _each_once(places: Sequence[Tensor], count: int) -> Tensor:
+    """Places of ``count``, each once and sorted."""
+    marks = torch.zeros(count, dtype=torch.bool, device="cpu")
+    marks[torch.cat(tuple(places))] = True
+    return marks.nonzero()[:, 0]
 
 
 def _laid_out(root: _Run) -> list[_Run]:
