@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attngen import errors as errors
     from attngen import integrations as integrations
     from attngen import parallel as parallel
+    from attngen import trees as trees
     from attngen.build.first_call import jit as jit
     from attngen.inspect.debug import debug as debug
     from attngen.runtime.operations.append.call import append_kv as append_kv
@@ -45,6 +46,7 @@ _HOMES: dict[str, str | None] = {
     "jit": "attngen.build.first_call",
     "load": "attngen.runtime.registry.lookup",
     "parallel": None,
+    "trees": None,
     "variant": "attngen.variants",
 }
 

@@ -38,7 +38,7 @@ LAYERS = (
     {"build"},
     {"inspect"},
     {"integrations"},
-    {"variants"},
+    {"variants", "trees"},
     {"parallel"},
     {"packaging"},
     {"commands", "cli"},

@@ -15,7 +15,7 @@ from attngen.cli import group
 #: Module → names that programs import from it. Rows are added; one goes only with a word in the changelog.
 PUBLIC = {
     "attngen": "append_kv attention attention_paged attention_varlen block_mask debug define_operators errors explain "
-    "index_scores integrations jit load merge parallel quantize tile_map topk variant",
+    "index_scores integrations jit load merge parallel quantize tile_map topk trees variant",
     "attngen.integrations": "sdpa",  # beside its modules below
     "attngen.integrations.bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input "
     "unpad_input_for_concatenated_sequences",
@@ -45,6 +45,7 @@ PUBLIC = {
     "attngen.integrations.vllm": "register",
     "attngen.integrations.vllm_flash_attn": "fa_version_unsupported_reason flash_attn_varlen_func "
     "get_scheduler_metadata is_fa_version_supported",
+    "attngen.trees": "PackedTrees pack pack_answers",
     # what schedules from outside, and scripts around the pipeline, are written with
     "attngen.compile": "compile_source",
     "attngen.plan": "Plan plan",

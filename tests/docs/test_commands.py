@@ -150,7 +150,7 @@ def _parsed(line: str) -> tuple[click.Command, str, list[str]]:
     command = cli.group.get_command(click.Context(cli.group), word)
     assert command is not None, line
     takes_specs = any(p.name in ("spec", "specs") and isinstance(p, click.Argument) for p in command.params)
-    without = {"--schema", "masks", "parallel"}.intersection(arguments)  # these read no spec
+    without = {"--schema", "masks", "trees", "parallel"}.intersection(arguments)  # these read no spec
     if takes_specs and not without and not any(one.endswith(".yaml") for one in arguments):
         arguments.append(f"specs/{MINE}")  # prose names an option alone
     return command, word, arguments

@@ -27,6 +27,7 @@ ARGUMENTS = {
     "port_flex_attention": ["--steps", "2"],
     "train_gpt": ["--tiny", "--steps", "2"],
     "train_on_ranks": ["--steps", "2"],
+    "train_on_answers": ["--steps", "2"],
     "serve_llama": TINY,
 }
 
@@ -43,7 +44,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 #: Those that tests/integrations/test_examples.py runs in its own process, which holds what they import already.
-ELSEWHERE = ("route_sdpa", "serve_llama", "transformers_model", "use_flash_attn")
+ELSEWHERE = ("route_sdpa", "serve_llama", "train_on_answers", "transformers_model", "use_flash_attn")
 
 #: Those that take seconds: a package that is built, ranks that are started, kernels that are compiled.
 LONG = (

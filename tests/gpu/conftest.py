@@ -39,7 +39,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "test_a_server_gives": ("packages.flash_attn_kvcache", "packages.transformers"),
     "static_cache": ("packages.transformers",),
     "test_package.py": (), "test_model_spec.py": (), "test_models_first_call.py": (), "test_first_call.py": (),
-    "test_flash_grids.py": (), "test_flash_attn_4.py": (),
+    "test_flash_grids.py": (), "test_flash_attn_4.py": (), "test_trees.py": (),
     "test_memory.py": ("family",), "test_accuracy.py": ("family",), "test_hidden.py": ("family",),
     "test_stress.py": ("family",), "test_decode.py": ("test_decode",), "test_decode_stress.py": ("test_decode",),
     "test_cards.py": ("test_cards",), "test_divisions.py": ("test_divisions",),

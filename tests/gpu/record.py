@@ -76,7 +76,7 @@ FAMILIES = {
     "integrations": (
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
         "engines", "flash_attn_4", "flash_grids", "flex_attention", "flex_looks", "model_spec",
-        "models_first_call", "natten", "triangle", "block_sparse",
+        "models_first_call", "natten", "triangle", "trees", "block_sparse",
     ),
     "generated specs": ("fuzzed", "generated", "random_masks"),
     "commands, packages and examples": ("bench", "examples", "first_call", "package"),

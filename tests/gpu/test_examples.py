@@ -16,11 +16,12 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "route_sdpa": "sdpa", "ship_a_package": None, "train_gpt": None, "transformers_model": "transformers",
     "port_flex_attention": None, "use_flash_attn": "flash_attn", "serve_llama": "flash_attn_kvcache",
-    "add_a_schedule": None,
+    "add_a_schedule": None, "train_on_answers": None,
 }  # fmt: skip
 ARGUMENTS = {
     "port_flex_attention": ["--steps", "60"],
     "train_gpt": ["--tiny", "--steps", "3"],
+    "train_on_answers": ["--steps", "2"],
     "serve_llama": ["--layers", "2", "--heads", "8", "--requests", "8", "--prompt", "200", "--new-tokens", "8"],
 }
 

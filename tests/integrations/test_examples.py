@@ -16,13 +16,15 @@ PRINTED = {
     "port_flex_attention.py": "1 forward passes, since torch's FlexAttention has no backward on a CPU; layers 1",
     "route_sdpa.py": "3 calls on attngen: bias_bf16_dropout 2, bias_bf16 1\n1 calls on torch:",
     "serve_llama.py": "attngen: ",
+    "train_on_answers.py": "step 0: reward 0.",
     "transformers_model.py": "tokens (2, 56)",
     "use_flash_attn.py": "out (2, 256, 8, 64) lse (2, 8, 256)\nstep (2, 1, 8, 64)",
 }
 
 TINY = ["--tiny", "--layers", "2", "--heads", "4", "--requests", "4", "--prompt", "70", "--new-tokens", "6"]
 ARGUMENTS = {
-    "serve_llama.py": [*TINY, "--implementations", "attngen"], "port_flex_attention.py": ["--steps", "1"]
+    "serve_llama.py": [*TINY, "--implementations", "attngen"], "port_flex_attention.py": ["--steps", "1"],
+    "train_on_answers.py": ["--steps", "1"],
 }  # fmt: skip
 
 

@@ -554,7 +554,7 @@ def test_a_dry_run_lists_cells(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--suite", "grid"), "Missing argument 'SPEC'; only --suite masks takes none"),
+        (("--suite", "grid"), "Missing argument 'SPEC'; only --suite masks and trees take none"),
         (("specs/hopper.yaml", "--suite", "masks"), "SPEC is not for masks"),
         (("--suite", "masks", "--ladder"), "--ladder is not for masks"),
         (("specs/hopper.yaml", "--limit", 9), "--limit is for masks"),

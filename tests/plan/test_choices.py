@@ -14,7 +14,12 @@ from attngen.resources import templates_dir
 from attngen.schema import expand, load_spec_text, preset_names
 from tests.plan.specs import planned
 
-ITERATIONS = {"dilated": "classified", "neighbourhood_2d": "classified", "allowed": "tile_map"}
+ITERATIONS = {
+    "dilated": "classified",
+    "neighbourhood_2d": "classified",
+    "allowed": "tile_map",
+    "prefix_tree": "tile_map",
+}
 
 
 @pytest.mark.parametrize("name", preset_names())

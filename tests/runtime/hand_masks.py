@@ -65,6 +65,9 @@ def arguments(name: str, batch: int, heads: int, seqlen_q: int, seqlen_k: int, s
             return {"doc": ids(3)}
         case "prefix_lm":
             return {"prefix": torch.randint(0, seqlen_k + 1, (batch,), generator=random).int()}
+        case "prefix_tree":
+            ends = torch.arange(1, seqlen_k + 1) + torch.randint(0, 12, (batch, seqlen_k), generator=random)
+            return {"subtree_end": ends.clamp(max=seqlen_k).int()}
         case "relative_bias":
             return {"radius": 4, "table": torch.randn(heads, 11, generator=random)}
         case "sink_window":
@@ -127,6 +130,8 @@ def hand(name: str, given: dict[str, Any], b: int, heads: int, seqlen_q: int, se
         case "packed_documents":
             doc = given["doc"][b]
             visible = causal & (doc[pos.clamp(0, doc.numel() - 1)] == doc[kv])
+        case "prefix_tree":
+            visible = causal & (pos < given["subtree_end"][b, :seqlen_k])
         case "prefix_lm":
             visible = (kv < given["prefix"][b]) | causal
         case "relative_bias":

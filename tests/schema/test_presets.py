@@ -50,6 +50,10 @@ MASKS: dict[str, tuple[Visible, dict[str, Any]]] = {
     "softcap_window": (lambda b, i, p, j: p - 3 < j <= p, {"cap": 2.0, "window": 3}),
     "packed_documents": (lambda b, i, p, j: j <= p and same_document(b, p, j), {"doc": documents}),
     "packed_bidirectional": (lambda b, i, p, j: p >= 0 and same_document(b, p, j), {"doc": documents}),
+    "prefix_tree": (
+        lambda b, i, p, j: j <= p < (8, 12)[b] - j % 4,
+        {"subtree_end": lambda n: torch.tensor([[8 - j % 4 for j in range(n)], [12 - j % 4 for j in range(n)]])},
+    ),
     "causal_packed": (lambda b, i, p, j: j <= p and same_document(b, p, j), {"doc_start": starts}),
     "relative_bias": (
         lambda b, i, p, j: True,

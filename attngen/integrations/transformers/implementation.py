@@ -148,6 +148,11 @@ def asked(
     given = attention_mask
     _covers(module, given, q, k, kwargs, causal=is_causal)
     if indices is not None and indices.shape[-1] < k.shape[1]:  # else each query selects all keys
+        if isinstance(given, StructuredMask) and given.structure.subtree_end is not None:
+            raise NoKernelError(
+                f"{type(module).__name__} selects the keys of each query, among equal scores by their order, which is "
+                "another one in a prefix tree; run the sequences of the pack one by one"
+            )
         given = _selected(indices, given, k.shape[1], causal=is_causal and q.shape[1] > 1)
     packing = _packing(q, given, kwargs)
     structure: MaskStructure | None = None
@@ -285,6 +290,12 @@ def _structured(
     suffix = "" if softcap is None else "_softcap"
     if structure.chunk is not None:
         return [] if softcap is not None or bias is not None else _chunked(structure, q, k)
+    if structure.subtree_end is not None:
+        if bias is not None:
+            raise NoKernelError("a position bias counts along the row, and not along the branches of a prefix tree")
+        tree = {"subtree_end": structure.subtree_end}
+        general = VariantCandidate(f"span_tree{suffix}", {"left": left, **cap, **tree, "position": structure.position})
+        return [general] if left >= 0 or cap else [VariantCandidate("prefix_tree", tree), general]
     if structure.doc is not None:
         general = VariantCandidate(f"span_documents{suffix}", {**sides, **cap, "doc": structure.doc})
         preset = {(NO_LIMIT, 0): "packed_documents", (NO_LIMIT, NO_LIMIT): "packed_bidirectional"}.get((left, right))
@@ -319,7 +330,7 @@ def _structured_with_sinks(
     structure: MaskStructure, q: Tensor, k: Tensor, packing: Packing | None, sinks: Tensor
 ) -> list[VariantCandidate]:
     """Return the variants with sinks that compute a mask of this structure; empty if none does."""
-    if structure.chunk is not None or structure.doc is not None:
+    if structure.chunk is not None or structure.doc is not None or structure.subtree_end is not None:
         return []
     left, right = structure.left, structure.right
     given = {"sinks": sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32)}

@@ -33,7 +33,8 @@ class MaskStructure:
     (batch,) int32: the range of keys that are not padding; None if none is padding. ``chunk`` and ``origin`` (batch,):
     queries see their own chunk of that many keys, counted from the origin. ``doc`` (batch, keys) int32: the number of
     each token's document, or of its chunk of a document with ``chunks_in_doc``. ``used`` (batch,) int32: how many keys
-    count, if a cache has room for more.
+    count, if a cache has room for more. ``subtree_end`` and ``position`` (batch, keys) int32: a prefix tree, as in the
+    variant ``span_tree``; ``left`` is then a number of positions.
     """
 
     left: int = NO_LIMIT
@@ -45,6 +46,8 @@ class MaskStructure:
     doc: Tensor | None = None
     used: Tensor | None = None
     chunks_in_doc: bool = False
+    subtree_end: Tensor | None = None
+    position: Tensor | None = None
 
     @property
     def positional(self) -> bool:
@@ -89,7 +92,7 @@ class StructuredMask(torch.Tensor):
         """Answer for shape, dtype and the like; build the tensor for everything else."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _ABOUT_FORM:
+            if func in ABOUT_FORM:
                 return func(*args, **kwargs)
             if func is torch.Tensor.contiguous and len(args) == 1 and not kwargs:
                 return args[0]._contiguous()
@@ -98,7 +101,7 @@ class StructuredMask(torch.Tensor):
 
 
 #: Attributes that need no values: shape, dtype and the like, and a trace's notes about its inputs.
-_ABOUT_FORM = {
+ABOUT_FORM = {
     getattr(torch.Tensor, name).__get__
     for name in (
         "shape", "dtype", "device", "ndim", "is_cuda", "requires_grad", "layout", "is_nested", "is_meta", "is_leaf",
@@ -166,6 +169,14 @@ def structure_of(
         if start is not None or kv_offset:
             origin = (left_padding - kv_offset).to(torch.int32).expand(batch).contiguous()
     return MaskStructure(left, right, chunk, origin, start, stop, used=used)
+
+
+def tree_structure(mask_function: Callable[..., Any], subtree_end: Tensor, position: Tensor) -> MaskStructure | None:
+    """The structure of a causal mask of a prefix tree; None for a mask of another kind, or one that is not known."""
+    sides = _sides(mask_function)
+    if sides is None or sides.right != 0 or sides.chunk is not None or sides.doc is not None:
+        return None
+    return MaskStructure(sides.left, 0, subtree_end=subtree_end, position=position)
 
 
 def _chunks_of_documents(doc: Tensor, chunk: Tensor) -> Tensor:

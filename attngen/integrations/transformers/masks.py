@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from attngen.errors import CallError
-from attngen.integrations.transformers.mask_structure import StructuredMask, structure_of
+from attngen.errors import CallError, NoKernelError
+from attngen.integrations.transformers.mask_structure import StructuredMask, structure_of, tree_structure
+from attngen.integrations.transformers.tree_mask import TreeMask
 
 #: The attribute of a causal mask made in a trace that holds how many keys of a static cache count, (batch,) int32.
 USED = "_attngen_used"
@@ -37,7 +38,8 @@ def mask(
     step against a static cache, without ``attention_mask``, has its structure as an attribute. A step that ``generate``
     compiles takes a mask that was made outside of it, as a structure. A model that knows no masks but eager's gets
     these, numbers that are added. Raises CallError for a model that computes its attention itself: it would add the
-    bools to its scores.
+    bools to its scores. For an ``attention_mask`` of a pack of prefix trees raises CallError beside a cache, and
+    NoKernelError for a model that cannot take a tree.
     """
     from transformers.masking_utils import causal_mask_function, eager_mask, prepare_padding_mask, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -54,6 +56,9 @@ def mask(
         return tensor
 
     config: type = type(kwargs.get("config"))
+    if isinstance(attention_mask, TreeMask):
+        whole = (batch_size, q_length, q_offset, kv_offset) == (1, kv_length, 0, 0)
+        return _mask_of_tree(attention_mask, config, None if use_vmap else function, whole=whole)
     if takes_masks_of_eager(config):
         options = {"use_vmap": use_vmap, "device": device, **({"dtype": kwargs["dtype"]} if "dtype" in kwargs else {})}
         numbers: Tensor = eager_mask(
@@ -85,6 +90,49 @@ def mask(
     if structure is None:
         return build()
     return StructuredMask.of(structure, (batch_size, 1, q_length, kv_length), device, build)
+
+
+def _mask_of_tree(tree: TreeMask, config: type, function: Callable[..., Any] | None, *, whole: bool) -> StructuredMask:
+    """The mask of a pack of prefix trees in a kind of layers, by the mask function of that kind, if it is known.
+
+    ``whole``: whether queries and keys are the tokens of one pack.
+    """
+    if not whole:
+        raise CallError("a pack of prefix trees is one forward pass without a cache, and the whole batch")
+    reason = against_trees(config)
+    if reason is not None:
+        raise NoKernelError(f"{config.__name__}: {reason}; run the sequences of the pack one by one")
+    structure = None if function is None else tree_structure(function, tree.subtree_end, tree.position)
+    if structure is None or takes_masks_of_eager(config):
+        raise NoKernelError(
+            f"{config.__name__}: a prefix tree is served in layers that are causal, with a sliding window or without; "
+            "this model has a layer with another mask; run the sequences of the pack one by one"
+        )
+    count = tree.shape[1]
+    return StructuredMask.of(structure, (1, 1, count, count), tree.device, lambda: tree.dense(structure.left))
+
+
+@cache
+def against_trees(config: type) -> str | None:
+    """The reason why a config's model cannot run a prefix tree, or None if none is known."""
+    if with_attention_of_its_own(config) is not None:
+        return "the model computes its attention itself"
+    models = _models_of(config)
+    if ".models.blt." in config.__module__:
+        return "the model groups the bytes of the row in patches"
+    if any(getattr(model, "_is_stateful", False) for model in models):
+        return "the model has layers that carry a state from token to token, which branches would share"
+    if any("position_ids" not in inspect.signature(model.forward).parameters for model in models):
+        return "the model counts positions along the row, since it takes no position_ids"
+    if any(map(_positions_of_roberta, models)):
+        return "the model counts positions from its padding token, and not from 0"
+    return None
+
+
+def _positions_of_roberta(model: Any) -> bool:
+    """Whether a part of a model makes positions from the tokens that are not padding, which begin after its number."""
+    known = vars(sys.modules[model.__module__]).values()
+    return any(hasattr(each, "create_position_ids_from_input_ids") for each in known if isinstance(each, type))
 
 
 @torch.compiler.assume_constant_result  # dynamo cannot trace the look into transformers' mapping

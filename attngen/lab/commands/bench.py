@@ -47,6 +47,10 @@ _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "masks": ("masks and scores of models", "--suite masks", (
         "spec", "part", "variants", "passes", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained",
     )),
+    "trees": ("prefix trees", "--suite trees", (
+        "spec", "part", "variants", "passes", "seqlens", "tokens", "peer_parts", "taken", "plot_path", "ladder",
+        "limit", "jobs", "record_path",
+    )),
     "serving": ("the serving suite", "--suite serving", (
         "passes", "seqlens", "tokens", "peer_parts", "taken", "plot_path", "ladder", "sustained", "record_path",
     )),
@@ -66,15 +70,16 @@ _REFUSED: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 @click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant; may be repeated.")
 @click.option("--pass", "passes", type=click.Choice(("forward", "backward", "both")),
               help="Direction; default: both, as far as the spec builds them.")  # fmt: skip
-@click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving", "masks", "parallel")),
+@click.option("--suite", type=click.Choice(("grid", "variants", "small", "serving", "masks", "trees", "parallel")),
               help="Only the grid of full and causal masks; only the other variants; or, instead of both, calls of "
-                   "little work; decoding, appending and prefill over caches; or masks and scores of models, or one "
-                   "sequence on the ranks of torchrun, which take no SPEC.")  # fmt: skip
+                   "little work; decoding, appending and prefill over caches; or masks and scores of models, prefix "
+                   "trees beside their sequences apart, or one sequence on the ranks of torchrun, which take no "
+                   "SPEC.")  # fmt: skip
 @click.option("--cell", "cells", multiple=True, metavar="PART",
-              help="For suites small, serving, masks and parallel: only cells whose name contains this; may be "
+              help="For suites small, serving, masks, trees and parallel: only cells whose name contains this; may be "
                    "repeated.")  # fmt: skip
 @click.option("--head-dim", "head_dims", type=click.IntRange(8, 256), multiple=True, metavar="N",
-              help="For suite masks: head dimensions; may be repeated.  [default: 128]")  # fmt: skip
+              help="For suites masks and trees: head dimensions; may be repeated.  [default: 128]")  # fmt: skip
 @click.option("--limit", type=click.FloatRange(min=1), metavar="SECONDS",
               help="For suite masks: leave out cells for which there is no time.")  # fmt: skip
 @click.option("--seqlen", "seqlens", type=click.IntRange(1, 2**20), multiple=True, metavar="N",
@@ -144,8 +149,8 @@ def command(
     medians of interleaved rounds; for backward passes also the memory that they take. With --suite serving, dense and
     paged kernels decode, append and prefill in replays of CUDA graphs, and microseconds and TB/s are printed. With
     --suite masks, functions of models and papers are called through FlexAttention and through attngen, and no spec is
-    read. With --suite parallel, under torchrun, one sequence is spread over the ranks; with --dry-run 8 to 64 ranks
-    are simulated.
+    read. With --suite trees, attention over packs of prefix trees is timed beside that over their sequences apart. With
+    --suite parallel, under torchrun, one sequence is spread over the ranks; with --dry-run 8 to 64 ranks are simulated.
     Exits 1 if a kernel of attngen fails, or if none could be measured.
     """
     spec, json_path, as_json = _json_target(spec, json_path)
@@ -159,7 +164,8 @@ def command(
         _refuse_beside(context, *_REFUSED[chosen])
     elif cells:
         raise click.UsageError(
-            "--cell names cells of the serving suite, of small calls, and of masks; add --suite serving, small or masks"
+            "--cell names cells of the serving suite, of small calls, of masks and of trees; add --suite serving, "
+            "small, masks or trees"
         )
     if report_path is not None and (dry_run or chosen == "parallel"):
         raise click.UsageError("--report holds figures of one GPU; leave it out, or --dry-run and --suite parallel")
@@ -172,7 +178,7 @@ def command(
         ):  # fmt: skip
             context.exit(cli.EXIT_FAILURE)
         return
-    if chosen != "masks" and (head_dims or limit is not None):
+    if chosen not in ("masks", "trees") and (head_dims or limit is not None):
         raise click.UsageError(f"{'--head-dim' if head_dims else '--limit'} is for masks of models; add --suite masks")
     if ladder and plot_path is not None:
         raise click.UsageError("--plot draws attngen beside peers; leave it out, or --ladder")
@@ -273,8 +279,13 @@ def _suite(
         from attngen.lab.commands import bench_masks
 
         return MaskSuite(options), bench_masks.print_masks, bench_masks.print_plan
+    if chosen == "trees":
+        from attngen.lab.bench.trees import TreeSuite
+        from attngen.lab.commands import bench_trees
+
+        return TreeSuite(options), bench_trees.print_trees, bench_trees.print_plan
     if spec is None:
-        raise click.UsageError("Missing argument 'SPEC'; only --suite masks takes none")
+        raise click.UsageError("Missing argument 'SPEC'; only --suite masks and trees take none")
     if chosen == "serving":
         from attngen.lab.bench.serving.suite import ServingSuite
         from attngen.lab.commands import bench_serving
