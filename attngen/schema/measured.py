@@ -78,7 +78,9 @@ class RowModel(MeasuredModel):
     without: Many[str] = ()
     columns: Annotated[int, Field(ge=16, le=512)]
     beyond: Annotated[int, Field(ge=0, le=512)] = 0
-    speedup: Annotated[float | None, Field(gt=0, description="over the next best choice that was measured")] = None
+    speedup: Annotated[
+        float | None, Field(gt=0, description="over the next best choice that was measured, or the one before")
+    ] = None
 
     @model_validator(mode="after")
     def _all_or_none(self) -> RowModel:
@@ -98,7 +100,7 @@ class RowModel(MeasuredModel):
         """Origin of the choice, in words."""
         if self.gpu is None:
             return "by registers and shared memory, not measured"
-        faster = f", {self.speedup:g} times as fast as the next best" if self.speedup else ""
+        faster = f", {self.speedup:g} times as fast as the next choice" if self.speedup else ""
         return f"measured on {self.gpu}, {self.date}{faster} ({self.method})"
 
 
