@@ -250,7 +250,7 @@ def test_a_row_that_would_slow_another_kernel_is_left_out() -> None:
     searched = [Searched("a", "full", full, replace(full, tile_n=96), 1.1), Searched("b", "causal", causal, causal)]
     tables = tables_of(searched, gpu="a stand-in", method="by hand")
     assert tables.texts == tables.rows == {}
-    assert tables.left_out == {"a": "it would be for causal, too, for which another choice is faster"}
+    assert tables.left_out == {"a": "it would be for causal, too, whose fastest choice differs"}
     alike = replace(causal, tile_n=96)
     tables = tables_of([searched[0], replace(searched[1], fastest=alike)], gpu="a stand-in", method="by hand")
     assert tables.rows == dict.fromkeys("ab", "hopper_forward.yaml")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import date
@@ -46,39 +46,33 @@ def tables_of(searched: Sequence[Searched], *, gpu: str, method: str) -> TablesW
     """
     tables = TablesWithRows()
     measurement = {"gpu": gpu, "date": date.today().isoformat(), "method": method}
+    planned = _plans(searched)
+    best = {one.name: planned[one.name] if one.fastest is one.spec else plan(one.fastest) for one in searched}
     with ExitStack() as held:
         for one in searched:
-            fastest, before = plan(one.fastest), _plans(searched)
+            fastest = best[one.name]
             schedule = named(fastest.schedule)
             if one.fastest is one.spec or schedule.measured_row is None:
                 continue
             new = schedule.measured_row(as_scheduled(one.spec, fastest), fastest)
             file = new.table.path
-            if before[one.name] != fastest:  # else the row of another kernel is for this one, too
+            if planned[one.name] != fastest:  # else the row of another kernel is for this one, too
                 row = new.row.model_copy(update={**measurement, "speedup": one.speedup})
                 text = new.table.with_row(tables.texts.get(file.name) or file.read_text("utf-8"), row, new.chosen)
                 with new.table.holding(text):
                     after = _plans(searched)
-                if refused := _reason_against(one, searched, before, after):
-                    tables.left_out[one.name] = refused
+                if after[one.name] != fastest:
+                    tables.left_out[one.name] = f"the planner would make {after[one.name].name} of it"
+                    continue
+                others = (each for each in searched if after[each.name] not in (planned[each.name], best[each.name]))
+                if slower := next(others, None):
+                    tables.left_out[one.name] = f"it would be for {slower.label}, too, whose fastest choice differs"
                     continue
                 held.enter_context(new.table.holding(text))
-                tables.texts[file.name] = text
+                tables.texts[file.name], planned = text, after
             tables.rows[one.name] = file.name
     return tables
 
 
-def _plans(searched: Sequence[Searched]) -> Mapping[str, Plan]:
+def _plans(searched: Sequence[Searched]) -> dict[str, Plan]:
     return {each.name: plan(each.spec) for each in searched}
-
-
-def _reason_against(
-    one: Searched, searched: Sequence[Searched], before: Mapping[str, Plan], after: Mapping[str, Plan]
-) -> str:
-    """Reason against the row of a kernel, by the plans before and after it was added; the empty string if none."""
-    for each in (one, *searched):
-        if each is one and after[one.name] != plan(one.fastest):
-            return f"the planner would make {after[one.name].name} of it"
-        if after[each.name] not in (before[each.name], plan(each.fastest)):
-            return f"it would be for {each.label}, too, for which another choice is faster"
-    return ""
