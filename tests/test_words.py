@@ -102,3 +102,11 @@ def test_classes_of_attngen_have_names_of_their_own() -> None:
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert {name: places for name, places in modules.items() if len(places) > 1 and name not in _SHARED} == {}
+
+
+@pytest.mark.parametrize("folder", ["launch", "geometry"])
+def test_what_each_call_goes_through_names_its_types(folder: str) -> None:
+    texts = {path.name: path.read_text("utf-8") for path in (ROOT / "attngen/runtime" / folder).glob("*.py")}
+    assert [
+        name for name, text in texts.items() if re.search(r"^from typing import .*\bAny\b", text, re.MULTILINE)
+    ] == []

@@ -15,7 +15,8 @@ from attngen.plan.symbols import cleared_name, gradient_pointer, stored_name
 #: The same where the first tiles of each KV head are split: the number of these, or the most where a tile map has it.
 CUT_FIRST_SIZES = ("cut_rows", "parts", "sum_tiles")
 
-#: Query rows of a block of ``preprocess``, at least, and its warps.
+#: Query rows of a block of ``preprocess``, at least, and its warps (docs/notebook/hopper_backward.md, "Rounding dQ, and
+#: the small kernels").
 _ROWS, _ROWS_WARPS = 16, 4
 
 

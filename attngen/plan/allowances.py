@@ -141,7 +141,8 @@ SPLIT_SPILLS = Spills(
     Evidence("docs/notebook/triton_forward.md", "1,284 B of spills"),
 )
 
-#: Beyond this head dim a backward in CUDA has too few registers to multiply all columns of dQ of a block at once.
+#: Beyond this head dim a backward in CUDA has too few registers to multiply all columns of dQ of a block at once. Not
+#: measured: follows from registers.
 ALL_OF_DQ = 192
 _WIDE = f"head dims beyond {ALL_OF_DQ} leave no registers in cuda for"
 _VARYING = "whose derivative differs from pair to pair, or from head to head,"

@@ -22,8 +22,7 @@ def candidates(spec: KernelSpec) -> Iterator[tuple[KernelSpec, Plan]]:
     first = plan(spec)
     yield spec, first
     seen = {first.name}
-    of_backend = replace(spec, variant=fold_conditions(spec.variant), backend=first.backend)
-    for other in named(first.schedule).tunable(of_backend, first):
+    for other in named(first.schedule).tunable(as_scheduled(spec, first), first):
         try:
             planned = plan(other)
         except PlanError:
@@ -31,3 +30,8 @@ def candidates(spec: KernelSpec) -> Iterator[tuple[KernelSpec, Plan]]:
         if planned.schedule == first.schedule and planned.name not in seen:
             seen.add(planned.name)
             yield replace(other, variant=spec.variant, backend=spec.backend), planned
+
+
+def as_scheduled(spec: KernelSpec, planned: Plan) -> KernelSpec:
+    """The spec of a plan as its schedule was asked for it."""
+    return replace(spec, variant=fold_conditions(spec.variant), backend=planned.backend)

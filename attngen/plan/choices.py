@@ -14,6 +14,7 @@ from attngen.plan.operands import operands_of
 from attngen.plan.traits import bands_of, has_short_bounds_of, reads_data, reads_data_per_key, reads_data_per_query
 from attngen.schema.kernel_spec import KernelSpec
 
+#: Rows or keys of a tile, warps and stages that a spec may name. Not measured.
 TILE_SIZES = (16, 32, 64, 128, 256)
 WARPS = (1, 2, 4, 8, 16)
 STAGES = tuple(range(1, 9))

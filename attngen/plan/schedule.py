@@ -12,6 +12,7 @@ from attngen.plan.model import Plan
 from attngen.plan.pipes import Pipes
 from attngen.plan.served import UNDECLARED, ServedValues
 from attngen.schema.kernel_spec import KernelSpec
+from attngen.schema.measured import MeasuredRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,14 @@ class Schedule:
     for this structure at all: one that does not suit is skipped without a message. ``alternatives`` yields plans with
     other choices, which are compiled one after the other if ptxas refuses the first plan (it spills, or serializes
     MMAs). ``tunable`` yields specs with the choices among which ``attngen tune`` looks for the fastest, legal or not.
-    ``keep_promises`` raises PlanError where results are less exact than another backend's; a spec must name the backend
-    to accept that. ``layouts`` are those that it has kernels for; ``v_of_key``: v is the first columns of k, so that it
-    serves only specs that say so; ``listed_keys``: calls list the keys of each query, so that it serves only variants
-    with ``keys``; ``split_kv``: blocks split the keys of a sequence, so that it serves only specs that ask for this;
-    ``split_tiles``: blocks can also split the keys of a tile of queries. ``serves`` lists the other fields of specs
-    and variants that it serves, with the values of each; the planner refuses what it does not list.
+    ``measured_row``, of a schedule with a table of choices, is the row by which a spec that leaves choices open has
+    those of a plan that was measured to be the fastest. ``keep_promises`` raises PlanError where results are less exact
+    than another backend's; a spec must name the backend to accept that. ``layouts`` are those that it has kernels for;
+    ``v_of_key``: v is the first columns of k, so that it serves only specs that say so; ``listed_keys``: calls list the
+    keys of each query, so that it serves only variants with ``keys``; ``split_kv``: blocks split the keys of a
+    sequence, so that it serves only specs that ask for this; ``split_tiles``: blocks can also split the keys of a tile
+    of queries. ``serves`` lists the other fields of specs and variants that it serves, with the values of each; the
+    planner refuses what it does not list.
 
     ``template`` is a file below ``templates``, or below ``templates/`` of attngen; ``view`` is the function, as
     ``module:name``, that turns a plan into what the template is filled with. ``pipes`` returns the pipes
@@ -45,6 +48,7 @@ class Schedule:
     alternatives: Callable[[KernelSpec, Arch, Plan], Iterator[Plan]] = lambda spec, arch, first: iter(())
     suits: Callable[[KernelSpec], bool] = lambda spec: True
     tunable: Callable[[KernelSpec, Plan], Iterator[KernelSpec]] = lambda spec, first: iter(())
+    measured_row: Callable[[KernelSpec, Plan], MeasuredRow] | None = None
     keep_promises: Callable[[KernelSpec], None] = lambda spec: None
     templates: Path | None = None
     pipes: Callable[[Plan], Pipes] | None = None

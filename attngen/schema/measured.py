@@ -6,10 +6,13 @@ They have the form of the files that ``attngen tune`` writes (``tuned``), whose 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
+import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from attngen import resources
@@ -22,6 +25,9 @@ from attngen.schema.quoting import show
 
 #: Version of the form of these files.
 FORMAT = 1
+
+#: Columns of a line of a table.
+_LINE = 138
 
 
 def _check_date(text: str) -> str:
@@ -72,7 +78,9 @@ class RowModel(MeasuredModel):
     without: Many[str] = ()
     columns: Annotated[int, Field(ge=16, le=512)]
     beyond: Annotated[int, Field(ge=0, le=512)] = 0
-    speedup: Annotated[float | None, Field(gt=0, description="over the next best choice that was measured")] = None
+    speedup: Annotated[
+        float | None, Field(gt=0, description="over the next best choice that was measured, or the one before")
+    ] = None
 
     @model_validator(mode="after")
     def _all_or_none(self) -> RowModel:
@@ -83,11 +91,16 @@ class RowModel(MeasuredModel):
         return self
 
     @property
+    def kernels(self) -> tuple[frozenset[str], frozenset[str], int, int]:
+        """The kernels that it is for: rows that name the same are for the same ones."""
+        return frozenset(self.work), frozenset(self.without), self.beyond, self.columns
+
+    @property
     def origin(self) -> str:
         """Origin of the choice, in words."""
         if self.gpu is None:
             return "by registers and shared memory, not measured"
-        faster = f", {self.speedup:g} times as fast as the next best" if self.speedup else ""
+        faster = f", {self.speedup:g} times as fast as the next choice" if self.speedup else ""
         return f"measured on {self.gpu}, {self.date}{faster} ({self.method})"
 
 
@@ -125,7 +138,9 @@ class ChoiceTable(Generic[Row]):
 
         Raises SpecError, with file, line and field, for anything that is wrong with the file.
         """
-        _, node = read_choices(self.path)
+        return self._checked(read_choices(self.path)[1])
+
+    def _checked(self, node: tree.Node) -> tuple[Row, ...]:
         model: Any = checked(self._model, node)
         if model.schedule != self._schedule:
             raise SpecError(
@@ -169,6 +184,56 @@ class ChoiceTable(Generic[Row]):
         self._rows = ()
         self._by_columns.clear()
 
+    @contextmanager
+    def holding(self, text: str) -> Iterator[None]:
+        """Have the rows of ``text`` for a while, instead of those of the file. Raises SpecError if they are wrong."""
+        rows, by_columns = self._rows, self._by_columns
+        self._rows, self._by_columns = self._checked(_parsed(text.encode(), self.path)), {}
+        try:
+            yield
+        finally:
+            self._rows, self._by_columns = rows, by_columns
+
+    def with_row(self, text: str, row: Row, chosen: Row) -> str:
+        """Text of the table with one more row: right above the ``chosen`` one of its rows, which had the same kernels
+        before and keeps its others; in its place if there are no others."""
+        place = self._checked(_parsed(text.encode(), self.path)).index(chosen)
+        lines = text.splitlines(keepends=True)
+        start, end = _lines_of_row(text, place)
+        lines[start : end if row.kernels == chosen.kernels else start] = [_text_of(row)]
+        return "".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRow:
+    """A measured choice as a ``row`` of a table, and the row that the table chose for the same kernel before."""
+
+    table: ChoiceTable[Any]
+    row: RowModel
+    chosen: RowModel
+
+
+def _lines_of_row(text: str, place: int) -> tuple[int, int]:
+    """First line of a row of a table, and the line behind it."""
+    (choices,) = (value for key, value in yaml.compose(text).value if key.value == "choices")
+    node = choices.value[place]
+    return node.start_mark.line, node.end_mark.line + (node.end_mark.column > 0)
+
+
+def _text_of(row: RowModel) -> str:
+    """Lines of a row in a table: the kernels that it is for, the choice, and the measurement."""
+    fields = row.model_dump(mode="json", exclude_defaults=True)
+    first, last = ("work", "without", "beyond", "columns"), ("gpu", "date", "method", "speedup")
+    names = [*first, *(name for name in fields if name not in (*first, *last)), *last]
+    lines, line = [], "- {"
+    for name in (name for name in names if name in fields):
+        said = yaml.safe_dump({name: fields[name]}, default_flow_style=True, width=1_000).strip()[1:-1]
+        if len(line) + len(said) > _LINE:
+            lines.append(line.rstrip())
+            line = "   "
+        line += f"{said}, "
+    return "\n".join([*lines, line.removesuffix(", ")]) + "}\n"
+
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -179,12 +244,17 @@ def read_choices(path: Path) -> tuple[bytes, tree.Node]:
         content = path.read_bytes()
     except (OSError, ValueError) as error:
         raise SpecError(f"cannot read {str(path)!r}: {error}", location=Location(str(path))) from error
+    return content, _parsed(content, path)
+
+
+def _parsed(content: bytes, path: Path) -> tree.Node:
+    """Tree of the content of a file of choices. Raises SpecError if it is none."""
     node = tree.parse(content, str(path))
     if not isinstance(node.value, dict) or "tuned" not in node.value:
         raise SpecError(
             f"no file of choices, which is a mapping that starts with 'tuned: {FORMAT}'", location=node.location
         )
-    return content, node
+    return node
 
 
 def checked(model: type[_M], node: tree.Node) -> _M:

@@ -15,28 +15,41 @@ ROOT = Path(__file__).parents[2]
 MODULES = [
     path.relative_to(ROOT / "attngen")
     for pattern in (
-        "families/hopper_*/*.py", "plan/choices.py", "plan/times.py", "plan/traits.py", "plan/allowances.py",
-        "runtime/geometry/*.py", "runtime/launch/tile_map.py", "runtime/registry/order.py",
-        "runtime/operations/attention/beside.py", "runtime/operations/attention/mixed.py", "parallel/*.py",
+        "families/*/*.py", "plan/*.py", "parts/*.py", "parallel/*.py", "runtime/device/*.py", "runtime/geometry/*.py",
+        "runtime/kernels/*.py", "runtime/launch/*.py", "runtime/registry/*.py", "runtime/operations/[!a]*/*.py",
+        "runtime/operations/append/*.py", "runtime/operations/attention/beside.py",
+        "runtime/operations/attention/mixed.py",
     )
     for path in sorted((ROOT / "attngen").glob(pattern))
 ]  # fmt: skip
 
-#: Constants that follow from how kernels are built, from instructions, or from the limits of cards.
+#: Constants that follow from how kernels are built, from instructions, or from the limits of cards and of numbers.
 STRUCTURAL = {
-    "_BACKWARD", "_BLOCK", "_CLUSTER", "_COLUMNS_OF_FEW_REGISTERS", "_CONSUMERS", "_FRAGMENT_KEYS", "_LEAST_KEYS",
-    "_MOST_BLOCKS", "_MULTIPROCESSORS", "_POINTERS", "_QUERY_VALUES", "_TILE", "_TILE_INFO_BYTES", "_TILE_ROWS",
-    "_TILE_SCALES_BYTES", "_TRANSPOSERS", "_VALUE_BYTES", "_WARPGROUP",
+    "_ALIGNMENT", "_BACKWARD", "BARRIER_BYTES", "_BLOCK", "_BLOCK_ALIGNMENT", "BOX_COLUMNS", "_BYTES_OF_PARTS",
+    "_CLEARED_AT_ONCE", "_CLUSTER", "_COLUMNS_OF_FEW_REGISTERS", "COLUMNS_OF_WORD", "_CONSUMERS",
+    "_CONSUMER_BLACKWELL", "_COUNTERS", "_COUNTER_BYTES", "COUNT_BYTES", "DQ_BLOCK_BYTES", "DS_STEP_BYTES",
+    "_ENTRY_BYTES", "_FILE", "_FLOAT", "_FLOAT32", "_FRAGMENT_KEYS", "GRANULARITIES", "HEADS", "_HEADS",
+    "HEAD_DIMS", "_LARGE", "LEAST_SCALE", "LOOKUP_BYTES", "_MAX_HEAD_DIM", "MAX_ROWS", "MOST",
+    "_MOST_BLOCKS", "MOST_LISTED", "_PAGE_DIGITS", "PART_BYTES", "PLAIN", "_POINTERS",
+    "_PRODUCTS", "_PRODUCTS_IN_CUDA", "_P_TILES", "_QUERY_VALUES", "_RESERVED", "ROW_PADDING", "_SAMPLE_ADDRESSES",
+    "_SAMPLE_EXTENTS", "_SCALE_BYTES", "_SCHEDULERS", "_SELDOM_BYTES", "SLOTS_OF_WORD", "SOURCES", "STEP_BYTES",
+    "SUMS", "SUM_BYTES", "SWIZZLES", "_TILE", "_TILE_INFO_BYTES", "_TILE_ROWS", "_TILE_SCALES_BYTES",
+    "_TRANSPOSERS", "UNFINISHED_BYTES", "_VALUE_BYTES", "_VALUE_SLOTS", "WALK_BYTES", "_WARPGROUP", "WARPGROUP",
+    "_WARPGROUP_ROWS_PER_THREAD", "_WIDENED_BYTES", "_WORD", "_WORD_BITS", "WORK_BYTES", "_WRITERS",
 }  # fmt: skip
 
 _PLACE = re.compile(r'(docs/[\w/]+\.md), "([^"]+)"')
 
+#: Documents of a limit, and numbers of an instruction.
+_LIMIT = re.compile(r'(PTX ISA|CUDA C\+\+ Programming Guide|\(CUDA driver API), "|\b[MNK] of (wgmma|mma)')
+
 
 def constants(text: str) -> Iterator[tuple[int, str, str]]:
-    """Line, first name and comment of each private number, or group of numbers, of a module."""
+    """Line, first name and comment of each number, group of numbers or table of tiles of a module: what stands above
+    it, or behind it."""
     lines, comment, end = text.splitlines(), "", 0
     for statement in ast.parse(text).body:
-        if not isinstance(statement, ast.Assign):
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
             continue
         first = statement.lineno - 1
         while lines[first - 1].startswith("#:"):
@@ -44,19 +57,21 @@ def constants(text: str) -> Iterator[tuple[int, str, str]]:
         if first < statement.lineno - 1 or end < first:  # else it shares the comment of the one above
             comment = " ".join(line.removeprefix("#:").strip() for line in lines[first : statement.lineno - 1])
         end = statement.end_lineno or 0
-        names = [node.id for node in ast.walk(statement.targets[0]) if isinstance(node, ast.Name)]
-        if all(re.fullmatch(r"_[A-Z0-9_]+", name) for name in names) and _is_numeric(statement.value):
-            yield statement.lineno, names[0], comment
+        target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+        names = [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+        if all(re.fullmatch(r"_?[A-Z][A-Z0-9_]*", name) for name in names) and _is_numeric(statement.value):
+            yield statement.lineno, names[0], f"{comment} {lines[end - 1].partition('  # ')[2]}".strip()
 
 
 def _is_numeric(value: ast.expr) -> bool:
-    """Whether an expression is made of numbers alone."""
+    """Whether an expression is made of numbers, named or in tiles."""
     parts = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
-    return all(isinstance(node, ast.Constant | ast.BinOp | ast.UnaryOp | ast.Tuple) for node in parts) and all(
-        isinstance(node.value, int | float) and not isinstance(node.value, bool)
+    tiles = {node.func for node in parts if isinstance(node, ast.Call)}
+    plain = ast.Constant | ast.BinOp | ast.UnaryOp | ast.Tuple | ast.Dict | ast.Call
+    return all(
+        isinstance(node, plain) or (node in tiles and isinstance(node, ast.Name) and node.id.endswith("Tile"))
         for node in parts
-        if isinstance(node, ast.Constant)
-    )
+    ) and any(type(node.value) in (int, float) for node in parts if isinstance(node, ast.Constant))
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
@@ -70,11 +85,22 @@ def test_constants_say_where_they_were_measured(module: Path) -> None:
 
 
 def _says_where(comment: str) -> bool:
-    return bool(_PLACE.search(comment) or re.search(r"\b([Nn]ot|was|were) (not )?measured|Measured on", comment))
+    measured = r"\b([Nn]ot|was|were) (not )?measured|Measured on"
+    return any(re.search(pattern, comment) for pattern in (_PLACE, _LIMIT, measured))
+
+
+def test_each_structural_constant_is_one() -> None:
+    texts = [(ROOT / "attngen" / module).read_text() for module in MODULES]
+    unsaid = {name for text in texts for _, name, comment in constants(text) if not _says_where(comment)}
+    assert unsaid == STRUCTURAL
 
 
 def test_a_constant_without_a_place_is_noticed() -> None:
-    text = "#: Waves, at most.\n_A = 6\n#: Not measured.\n_B, _C = 1, 2.5\n_D = -3\n\n_E = (1, 2)\n_F = f(1)\nG = 1\n"
+    text = (
+        "#: Waves, at most.\n_A = 6\n#: Not measured.\n_B, _C = 1, 2.5\n_D = -3\n\n_E = (1, 2)\n_F = f(1)\ng = 1\n\n"
+        "_H = 64  # rows: M of wgmma\n\n#: Tiles.\n_TABLE: Rows = ((64, _SomeTile(64, 2)),)\nKEYS = {'a': 1}\n"
+        "NAMES = ('a',)\n"
+    )
     assert [(name, _says_where(comment)) for _, name, comment in constants(text)] == [
-        ("_A", False), ("_B", True), ("_D", True), ("_E", False),
+        ("_A", False), ("_B", True), ("_D", True), ("_E", False), ("_H", True), ("_TABLE", False), ("KEYS", False),
     ]  # fmt: skip

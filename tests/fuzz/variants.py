@@ -23,9 +23,6 @@ from tests.lang import bruteforce, randoms
 
 Declared = dict[str, Any]
 
-#: The banded masks read the extent of a tensor by its name, which a spec declares.
-_BANDED_SCALARS = (*bruteforce.SCALARS, Scalar("n", "int32", min=1, max=1000))
-
 #: Data sets that an expression is tried on, and the least share of pairs that must be visible in most of them.
 _TRIALS, _VISIBLE = 6, 0.03
 
@@ -50,11 +47,11 @@ def banded(chance: random.Random) -> Declared:
     while True:
         mask = bruteforce.Masks(chance).boolean(chance.choice([1, 2, 2, 3]))
         variant: Declared = {"mask": canonical(mask)}
-        checked = _compiled(variant, _BANDED_SCALARS, bruteforce.TENSORS)
+        checked = _compiled(variant, bruteforce.DECLARED_SCALARS, bruteforce.TENSORS)
         if checked is None or any(node.type is Type.FLOAT for node in walk(checked.mask)):
             continue
         if _shows_pairs(checked.mask, chance):
-            return variant | _declarations(_BANDED_SCALARS, bruteforce.TENSORS)
+            return variant | _declarations(bruteforce.DECLARED_SCALARS, bruteforce.TENSORS)
 
 
 def _typed_mask(chance: random.Random) -> str | bool:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 
-from attngen import cli
+from attngen import cli, resources
 from attngen.build.pipeline import BuiltKernel, Failure, Prepared
 from attngen.errors import CallError, CompileError, LoadError
+from attngen.families.hopper_forward.choices import FACTS, TABLES
 from attngen.lab.bench.cases import BenchCase
 from attngen.lab.bench.grid import GridResult, GridRow
 from attngen.lab.bench.kernels import Team
@@ -22,9 +27,10 @@ from attngen.lab.bench.timing import Timing
 from attngen.lab.tune import run as tool
 from attngen.lab.tune import search
 from attngen.lab.tune.run import TuneOptions, TuneReport, tune
+from attngen.lab.tune.tables import Searched, tables_of
 from attngen.lab.verify.gpu import Gpu
-from attngen.plan import plan
-from attngen.schema import expand, load_spec
+from attngen.plan import Plan, plan
+from attngen.schema import KernelSpec, expand, load_spec, load_spec_text
 from attngen.schema.tuned import load_tuned
 from tests.lab.bench_support import FakeMonitor
 
@@ -184,15 +190,87 @@ def test_a_journal_is_taken_up_and_guarded(spec: Path, card: dict[str, Any]) -> 
 def test_the_command(spec: Path, card: dict[str, Any]) -> None:
     card["speed"] = narrow_is_faster
     out = spec.with_name("mine.tuned.yaml")
-    command = ["tune", str(spec), "--variant", "full", "--out", str(out)]
+    command = ["tune", str(spec), "--variant", "full", "--out", str(out), "--tables", str(spec.parent)]
     result = CliRunner().invoke(cli.group, command)
     assert result.exit_code == 0, result.output
     assert f"{out}: 1 choice for a stand-in, of 1 kernel searched" in result.output
     assert "tile n 96" in result.output
+    own = plan(expand(load_spec(spec))[0]).name
+    assert f"{spec.parent / 'hopper_forward.yaml'}: rows for {own}\n" in result.output
     planned = CliRunner().invoke(cli.group, ["tune", str(spec), "--dry-run"])
     assert planned.exit_code == 0, planned.output
     assert "causal backward, dense, bf16, head_dim 64, triton, sm90a" in planned.output
     assert CliRunner().invoke(cli.group, ["build", str(spec), "--render-only", "--tuned", str(out)]).exit_code == 2
+
+
+def rows_written(spec: Path) -> dict[str, list[str]]:
+    """Rows of each table that a search wrote beyond those of the planner's, and rows that it took away."""
+    return {
+        path.name: [
+            line for line in unified_diff(
+                (resources.tuned_dir() / path.name).read_text().splitlines(), path.read_text().splitlines(), n=0
+            ) if line[0] in "+-@"
+        ][2:]
+        for path in sorted(spec.parent.glob("hopper_*.yaml"))
+    }  # fmt: skip
+
+
+def plan_with(folder: Path, monkeypatch: pytest.MonkeyPatch, kernel: KernelSpec) -> Plan:
+    """The plan of a kernel where the tables of a folder are the planner's."""
+    with monkeypatch.context() as patch:
+        patch.setattr(resources, "tuned_dir", lambda: folder)
+        TABLES["hopper_forward"].forget()
+        planned = plan(kernel)
+    TABLES["hopper_forward"].forget()
+    return planned
+
+
+def test_a_choice_is_a_row_of_the_table(spec: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the row that the table chose, with the work of its kernel; the planner then makes what was measured."""
+    card["speed"] = narrow_is_faster
+    report = searched(spec, variants=("full",), tables=spec.parent)
+    assert list(report.tables.rows.values()) == ["hopper_forward.yaml"]
+    where, *lines = rows_written(spec)["hopper_forward.yaml"]
+    row = yaml.safe_load("\n".join(line[1:] for line in lines))[0]
+    assert row["work"] == ["ranges", "dense", "one_head", "bounds", "few_intervals"]
+    assert {*row["work"], *row["without"]} == {*FACTS}
+    assert (row["beyond"], row["columns"], row["tile"]) == (96, 128, {"n": 96})
+    assert (row["gpu"], row["date"]) == ("a stand-in", date.today().isoformat())
+    assert row["method"] == "attngen tune, medians of 5 rounds, 16384 tokens"
+    assert row["speedup"] == report.rows[0]["speedup"]
+    old = (resources.tuned_dir() / "hopper_forward.yaml").read_text().splitlines()
+    replaced = old[int(re.findall(r"-(\d+)", where)[0])]
+    assert replaced.startswith("- {columns: 128, tile: {n: 128}, warps: {consumer: 2, schedule: pingpong},")
+    kernel, tuned = expand(load_spec(spec))[0], load_tuned(spec.with_name("card.yaml"))
+    assert plan_with(spec.parent, monkeypatch, kernel) == plan(tuned.applied(kernel) or kernel) != plan(kernel)
+
+
+def test_a_row_that_would_slow_another_kernel_is_left_out() -> None:
+    """Kernels without a mask and causal ones have the same work, and here not the same fastest choice."""
+    full, _, causal, *_ = expand(load_spec_text(SPEC, "mine.yaml"))
+    searched = [Searched("a", "full", full, replace(full, tile_n=96), 1.1), Searched("b", "causal", causal, causal)]
+    tables = tables_of(searched, gpu="a stand-in", method="by hand")
+    assert tables.texts == tables.rows == {}
+    assert tables.left_out == {"a": "it would be for causal, too, whose fastest choice differs"}
+    alike = replace(causal, tile_n=96)
+    tables = tables_of([searched[0], replace(searched[1], fastest=alike)], gpu="a stand-in", method="by hand")
+    assert tables.rows == dict.fromkeys("ab", "hopper_forward.yaml")
+
+
+def test_a_later_search_replaces_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, table = expand(load_spec_text(SPEC, "mine.yaml"))[0], TABLES["hopper_forward"]
+    numbers = []
+    for tile_n in (None, 96, 112):
+        if tile_n:
+            one = Searched("own", "label", kernel, replace(kernel, tile_n=tile_n), 1.1)
+            text = tables_of([one], gpu="a stand-in", method="by hand").texts[table.path.name]
+            (tmp_path / table.path.name).write_text(text)
+            monkeypatch.setattr(resources, "tuned_dir", lambda: tmp_path)
+        table.forget()
+        numbers.append((len(table.load()), plan(kernel).tile_n))
+    monkeypatch.undo()
+    table.forget()
+    assert numbers[1:] == [(numbers[0][0] + 1, 96), (numbers[0][0] + 1, 112)]
 
 
 def test_without_a_gpu_it_is_said(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from attngen.errors import SpecError
 from attngen.lang.bands import Bands, bands, classify
+from attngen.lang.check import compile_variant
 from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.ir import OPERATORS, Const, Expr, Load, Op, Search, Type, Var, walk
+from attngen.lang.printing import canonical
 from attngen.lang.segments import Segments, segments
 from attngen.lang.simplify import FOLD, result_type
 from attngen.lang.statistics import Statistic, separated
@@ -155,6 +158,10 @@ TENSORS = (
     Tensor("bias", "fp32", ("seqlen_k",)),
 )
 FACTS = Facts.declared(SCALARS, TENSORS)
+
+#: Scalars of a spec with random masks: these read the extent of a tensor by its name, which a spec declares.
+DECLARED_SCALARS = (*SCALARS, Scalar("n", "int32", min=1, max=1000))
+
 _TYPES = {"int32": Type.INT, "int64": Type.INT, "bool": Type.BOOL, "fp32": Type.FLOAT}
 _DECLARED = {d.name: _TYPES[d.dtype] for d in (*SCALARS, *TENSORS)}
 
@@ -182,6 +189,18 @@ class Masks:
 
     random: random.Random
     _names: tuple[str, ...] = ("q", "kv", "q_pos", "q_pos", "kv", "kv")
+
+    def mask(self, depth: int) -> Expr:
+        """A mask that a spec may have: no integer of it can leave int64."""
+        while True:
+            mask = self.boolean(depth)
+            try:
+                compile_variant("random", canonical(mask), None, DECLARED_SCALARS, TENSORS)
+            except SpecError as error:
+                if "beyond int64" not in error.message:
+                    raise
+                continue
+            return mask
 
     def boolean(self, depth: int) -> Expr:
         r = self.random

@@ -284,7 +284,7 @@ def swapped(expr: Expr | None) -> Expr | None:
 def test_bands_over_queries_are_the_transpose(seed: int) -> None:
     """``q_pos`` apart, queries and keys are alike: exchanging them in the mask exchanges them in the bands."""
     masks = Masks(random.Random(seed), ("q", "kv", "q", "kv"))
-    mask = masks.boolean(2)
+    mask = masks.mask(2)
     if {"q_pos", "q_global", "kv_global"} & {n.name for n in walk(mask) if isinstance(n, Var)} or any(
         not isinstance(n, Op | Var) and hasattr(n, "tensor") for n in walk(mask)
     ):
@@ -324,7 +324,7 @@ def test_usual_masks_by_brute_force(name: str) -> None:
 @seeds(100, always=12)
 def test_no_position_is_lost_and_no_full_position_is_wrong(seed: int) -> None:
     source = random.Random(seed)
-    mask, world = Masks(source).boolean(seed % 4), World.random(source)
+    mask, world = Masks(source).mask(seed % 4), World.random(source)
     try:
         check_bands(mask, world, source)
     except UnguardedError:

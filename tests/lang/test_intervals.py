@@ -174,7 +174,7 @@ def _exact(expr: Expr, env: bruteforce.Env, world: World) -> float:
 @seeds(120, always=14)
 def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
     source = random.Random(seed)
-    mask = Masks(source).boolean(seed % 4)
+    mask = Masks(source).mask(seed % 4)
     for _ in range(2):
         try:
             check_classify(mask, World.random(source), source)

@@ -64,7 +64,7 @@ def check_rows(mask: Expr, world: World) -> None:
 @seeds(150, always=16)
 def test_intervals_and_rest_are_the_mask(seed: int) -> None:
     source = random.Random(seed)
-    mask, world = Masks(source).boolean(seed % 4), World.random(source)
+    mask, world = Masks(source).mask(seed % 4), World.random(source)
     try:
         check_rows(mask, world)
     except UnguardedError:
@@ -74,5 +74,5 @@ def test_intervals_and_rest_are_the_mask(seed: int) -> None:
 @pytest.mark.exhaustive
 def test_random_masks_have_intervals() -> None:
     """The test above says something only if it meets some."""
-    results = [own_intervals(Masks(random.Random(seed)).boolean(seed % 4), FACTS) for seed in range(150)]
+    results = [own_intervals(Masks(random.Random(seed)).mask(seed % 4), FACTS) for seed in range(150)]
     assert sum(any(i.lo is not None or i.hi is not None for i in intervals) for intervals, _ in results) > 30

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from attngen.errors import SpecError
 from attngen.lang.bands import classify
 from attngen.lang.check import compile_variant
 from attngen.lang.facts import Facts
@@ -13,6 +14,7 @@ from attngen.lang.ir import spelled
 from attngen.lang.printing import canonical
 from attngen.lang.statistics import separated
 from attngen.lang.variant import Scalar, Tensor
+from tests.lang import bruteforce
 from tests.lang.bruteforce import Masks, UnguardedError, World, check_statistics, evaluate
 from tests.sampling import few
 
@@ -55,12 +57,21 @@ def test_an_expression_of_one_side_is_one_statistic(mask: str, rest: str | None,
 @few("seed", range(1000), always=(*range(24), 54), often=range(0, 1000, 10))
 def test_no_wrong_empty_and_no_wrong_full(seed: int) -> None:
     source = random.Random(seed)
-    mask = Masks(source).boolean(seed % 4)
+    mask = Masks(source).mask(seed % 4)
     for _ in range(2):
         try:
             check_statistics(mask, World.random(source), source)
         except UnguardedError:
             continue
+
+
+def test_a_mask_that_could_leave_int64_is_drawn_again() -> None:
+    """Of this one a tile was wrongly full: its numbers wrapped around, and specs refuse it."""
+    seed = 1334
+    drawn = Masks(random.Random(seed)).boolean(seed % 4)
+    with pytest.raises(SpecError, match="beyond int64"):
+        compile_variant("drawn", canonical(drawn), None, bruteforce.DECLARED_SCALARS, bruteforce.TENSORS)
+    assert Masks(random.Random(seed)).mask(seed % 4) != drawn
 
 
 @pytest.mark.parametrize(

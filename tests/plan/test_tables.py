@@ -164,7 +164,7 @@ def test_explain_says_where_a_tile_comes_from(tables: Path, schedule: str) -> No
     put(tables / f"{schedule}.yaml", measured)
     forget()
     planned = plan(spec)
-    assert planned.tile_reason == "measured on NVIDIA H20, 2027-01-02, 1.5 times as fast as the next best (by hand)"
+    assert planned.tile_reason == "measured on NVIDIA H20, 2027-01-02, 1.5 times as fast as the next choice (by hand)"
     assert "tile_reason" not in planned.to_dict()
 
 

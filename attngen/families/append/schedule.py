@@ -22,6 +22,7 @@ from attngen.schema.kernel_spec import KernelSpec
 #: A block copies vectors of 16 bytes, one per thread.
 GRID = "vectors"
 
+#: Warps of a block. Not measured: eight such blocks are all threads of a multiprocessor.
 _WARPS = 8
 
 #: Tensors by address: of the kernel's dtype, of 32-bit integers, and of a type that another argument names.

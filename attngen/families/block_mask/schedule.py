@@ -22,7 +22,8 @@ from attngen.schema.kernel_spec import KernelSpec
 #: A warp has a row of the mask.
 GRID = "rows"
 
-#: Warps of a block, and so its rows; bytes of a row that shared memory holds.
+#: Warps of a block, and so its rows; bytes of a row that shared memory holds. Not measured: eight such blocks are all
+#: threads of a multiprocessor, in 128 KB.
 WARPS, BYTES = 8, 2**11
 
 _SIZES = ("rows", "capacity", "key_blocks")

@@ -16,7 +16,7 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec
 
-#: First compute capability whose cvt converts e4m3 to fp16.
+#: First compute capability whose cvt converts e4m3 to fp16. PTX ISA, "cvt": .f16x2.e4m3x2 needs sm_89.
 _CONVERTS = 89
 
 

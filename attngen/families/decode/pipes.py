@@ -16,7 +16,8 @@ _SCALE_BYTES = 16  # of a page: the scale of K, and logarithm and reciprocal of 
 _WIDENED_BYTES = 2  # of an operand of the products
 _FILE = 64 * 1024  # 32-bit registers of a multiprocessor
 
-#: Warps that copy: one takes about 500 cycles for a step, in which a block can read four from memory.
+#: Warps that copy: one takes about 500 cycles for a step, in which a block can read four from memory
+#: (docs/notebook/hopper_decode.md, "The schedule, second form").
 LOADERS = 4
 
 

@@ -25,19 +25,26 @@ from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec
 
 _DTYPES = (*BESIDE_CACHES, *CACHE_DTYPES)
-_ROWS = 16  # query rows of a warp: M of mma.m16n8k16
-#: Keys of a step by the bytes of an element: K of the second product, or twice that, so that a step has as many bytes.
+#: Query rows of a warp: M of mma.m16n8k16.
+_ROWS = 16
+#: Keys of a step by the bytes of an element: K of mma.m16n8k16 in the second product, or twice that, so that a step has
+#: as many bytes.
 _KEYS = {2: 16, 1: 32}
-_WHOLE_BYTES = 8 * 2**20  # see docs/notebook/hopper_decode.md
+#: Bytes of K and V of a block up to which equal work items stay whole (docs/notebook/hopper_decode.md, "Whole units").
+_WHOLE_BYTES = 8 * 2**20
 _CLUSTER = 8  # the most blocks of a cluster that every Hopper card takes
 
+#: Warps of a block, the first number that shared memory has room for: eight (docs/notebook/hopper_decode.md, "A scratch
+#: kernel"), or half as many. Not measured one against the other.
 _WARPS = (8, 4)
-#: Steps in shared memory for each warp: with fewer, fewer warps are taken; more do not help.
+#: Steps in shared memory for each warp, at least and at most: with fewer, fewer warps are taken; two are enough for
+#: eight warps (docs/notebook/hopper_decode.md, "A scratch kernel"). Four were not measured.
 _LEAST_STEPS, _MOST_STEPS = 2, 4
-#: Most registers of Q and O of a thread; beyond, Q stays in shared memory.
+#: Most registers of Q and O of a thread; beyond, Q stays in shared memory. Not measured: a thread has 168
+#: (docs/notebook/hopper_decode.md, "The schedule, second form").
 _MOST_REGISTERS = 128
 #: Both for cards without wgmma, whose loaders copy lane by lane: less shared memory means fewer warps, and more
-#: registers for each.
+#: registers for each. Not measured one against the other; docs/notebook/mma.md, "Split-KV", has their speed.
 _MOST_REGISTERS_BY_LANES = 192
 _WARPS_BY_LANES = (*_WARPS, 2)
 

@@ -8,7 +8,7 @@ from attngen.plan.operands import Operands
 from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 
 STEP_BYTES, WORK_BYTES = 8, 32  # barriers follow, which need 8-byte alignment
-#: Rows of a step, and of a consumer.
+#: Rows of a step, and of a consumer: M of wgmma.
 ROWS = 64
 
 _ORDER = ("q", "dout", "k", "v", "lse", "delta", "work", "step", "barriers")

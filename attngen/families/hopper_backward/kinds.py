@@ -24,7 +24,8 @@ from attngen.schema.kernel_spec import KernelSpec
 #: Largest head dim that leaves registers beside dK and dV. Not measured: follows from registers.
 NARROW = 96
 
-#: Largest head dim of a single block, whose consumers have registers for dK and dV; beyond, clusters have both.
+#: Largest head dim of a single block, whose consumers have registers for dK and dV; beyond, clusters have both. Not
+#: measured: follows from registers.
 BLOCK_HEAD_DIM = 128
 
 #: Most values of each query that the loader stores beside a tile of Q: no more fit in shared memory at head dim 128.

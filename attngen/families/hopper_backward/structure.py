@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from attngen.plan.model import Columns, Structure
 
-#: Keys of a consumer of a backward by single blocks.
+#: Keys of a consumer of a backward by single blocks: M of wgmma.
 KEYS_OF_CONSUMER = 64
 
 

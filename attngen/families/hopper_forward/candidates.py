@@ -61,7 +61,9 @@ class Candidate:
     """A tile that a kernel may have, and what its loader stores so that consumers do not load or compute it per
     pair."""
 
-    choice: ForwardChoice
+    work: ForwardWork
+    row: ForwardChoice  # of the table
+    choice: ForwardChoice  # the row, or one with fewer consumers
     tile_n: int  # of the choice, or fewer
     entries: int  # of the batch, in a work tile
     bias_bytes: int  # of tiles of biases, for each pair
@@ -86,7 +88,7 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
         work = ForwardWork(spec, replace(spec, variant=per_pair), iteration, tiled, by_distance, exponents)
         choice = _choice(work, form, max(qk, v))
         for row in _rows_of_entries(work, form, max(qk, v)) if tiled else ():
-            yield Candidate(row, row.tile.n, row.entries, tiled, by_distance, table_bytes)
+            yield Candidate(work, row, row, row.tile.n, row.entries, tiled, by_distance, table_bytes)
         step = key_step(operands_of(spec), form.transposes, spec.transposed_v and not spec.grouped_v)
         step = max(step, bias_keys(spec, tiled) if tiled else 0)
         usual = choice.tile.n // step * step
@@ -95,7 +97,7 @@ def candidates(spec: KernelSpec, iteration: str, form: Form) -> Iterator[Candida
         usual = min(usual, spec.scale_block) if spec.scale_block > 1 else usual
         choices = (choice, choice.resized(_FEW_CONSUMERS, choice.tile.n)) if tiled else (choice,)
         for tile_n, one in product((spec.tile_n or usual, *fewer), choices):
-            yield Candidate(one, tile_n, 1, tiled, by_distance, table_bytes)
+            yield Candidate(work, choice, one, tile_n, 1, tiled, by_distance, table_bytes)
 
 
 def _brought(spec: KernelSpec) -> Iterator[tuple[int, int, int, Variant]]:

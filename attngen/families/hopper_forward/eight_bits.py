@@ -7,10 +7,13 @@ groups of 16, which costs nothing where V has the same one (FlashAttention-3, ar
 
 from __future__ import annotations
 
+from functools import partial
+
 from attngen.arch import Arch
 from attngen.dtypes import QUANTIZED_DTYPES
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
 from attngen.families.hopper_forward.candidates import Form
+from attngen.families.hopper_forward.measured import measured_row
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.schedule import plan_forward, serves
 from attngen.parts.probabilities import Probabilities
@@ -63,6 +66,7 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(alternatives, _plan),
     tunable=tunable,
+    measured_row=partial(measured_row, form=FORM),
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
     layouts=("dense", "varlen", "paged"),

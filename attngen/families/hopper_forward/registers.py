@@ -16,7 +16,8 @@ FEWER_KEYS = (64, 32, 16)
 #: keeps as many in a backward (docs/notebook/hopper_backward.md, "Fences, and turns at head dim 128").
 _OTHER_REGISTERS = 24
 
-#: Registers per thread of (producer, consumer) by number of consumers; together they are what the launch reserves.
+#: Registers per thread of (producer, consumer) by number of consumers; together they are what the launch reserves. Not
+#: measured one against the other.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160)}
 
 #: The same where the scheduler searches for bounds, or divides by groups of heads, for which 32 registers are few, if

@@ -11,6 +11,7 @@ from attngen.errors import PlanError
 from attngen.families.hopper_forward.alternatives import alternatives, tunable
 from attngen.families.hopper_forward.candidates import ROWS, Form
 from attngen.families.hopper_forward.kinds import SOFTMAXES, WEIGHTS, SoftmaxKind, kind_of_structure
+from attngen.families.hopper_forward.measured import measured_row
 from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.families.hopper_forward.tiles import hopper_tile
@@ -244,6 +245,7 @@ SCHEDULE = Schedule(
     plan=_plan,
     alternatives=plans_of(alternatives, _plan),
     tunable=tunable,
+    measured_row=partial(measured_row, form=FORM),
     keep_promises=keep_promises,
     pipes=forward_pipes_of,
     explanation="attngen.families.hopper_forward.explain:explain",

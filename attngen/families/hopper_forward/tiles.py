@@ -102,6 +102,7 @@ class HopperTile:
     tile_n: int
     stages: int
     roles: HopperForward
+    candidate: Candidate
     reason: str  # where the tile comes from
 
 
@@ -209,7 +210,7 @@ def _tile(spec: KernelSpec, arch: Arch, iteration: str, form: Form, candidate: C
         )  # fmt: skip
         with_most = _with_most(draft, len(values), memory, arch)
         if fits(with_most, arch):
-            return HopperTile(tile_m, tile_n, stages, with_most, _reason(spec, candidate, consumers))
+            return HopperTile(tile_m, tile_n, stages, with_most, candidate, _reason(spec, candidate, consumers))
     return memory_refusal(spec, arch, with_most, stages)
 
 

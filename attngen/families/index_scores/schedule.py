@@ -34,13 +34,15 @@ from attngen.schema.kernel_spec import KernelSpec
 #: A block has some queries of a sequence and a chunk of its keys.
 GRID = "query_chunks"
 
-#: Keys of a tile; columns of a product with many queries, and its warpgroups; columns with few queries, at least.
+#: Keys of a tile; columns of a product with many queries, and its warpgroups; columns with few queries, at least
+#: (docs/notebook/index_scores.md, "Index scores and selection").
 KEYS, COLUMNS, GROUPS, FEW_COLUMNS = 64, 256, 2, 64
 
 #: Heads of the launches.
 HEADS = (32, 64, 128)
 
-#: Most tiles of keys in flight. Blocks with few queries have neighbours, whose tiles are in flight, too.
+#: Most tiles of keys in flight. Blocks with few queries have neighbours, whose tiles are in flight, too
+#: (docs/notebook/index_scores.md, "Index scores and selection").
 _STAGES, _FEW_STAGES = 8, 4
 
 DTYPES = ("bf16", "fp16", "fp8_e4m3")

@@ -28,14 +28,18 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.served import ANY
 from attngen.schema.kernel_spec import KernelSpec
 
-_REGISTERS = 56, 224  # of a thread of the loaders, and of a consumer
+#: Registers of a thread of the loaders, and of a consumer. Not measured one against the other.
+_REGISTERS = 56, 224
 #: The same where loaders convert rows of two caches, for which the follower packs partial results of the launch that
-#: merges: of loaders, of the scorer, of the follower. With 160 for the follower it is 1 to 3 % slower.
+#: merges: of loaders, of the scorer, of the follower. With 160 for the follower it is 1 to 3 % slower
+#: (docs/notebook/hopper_indexed.md, "A second cache").
 _PACKING_REGISTERS = 136, 200, 168
-#: The same where loaders convert rows from 8 bits, and hold half of a tile meanwhile.
+#: The same where loaders convert rows from 8 bits, and hold half of a tile meanwhile (docs/notebook/hopper_indexed.md,
+#: "Rows of 656 bytes").
 _WIDENING_REGISTERS = 88, 208
 
-#: Heads of a work item up to which products are transposed: with 64 rows, more than half of them would be zeros.
+#: Heads of a work item up to which products are transposed: with 64 rows, more than half of them would be zeros
+#: (docs/notebook/hopper_indexed.md, "Few heads").
 _FEW_HEADS = 16, 32
 
 

@@ -8,9 +8,11 @@ from attngen.dtypes import LatentRow
 from attngen.parts.ranges import COUNT_BYTES, WALK_BYTES
 from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 
-#: Consumers, each of which holds half of the columns of O, and takes every other tile: two tiles in flight.
+#: Consumers, each of which holds half of the columns of O, and takes every other tile: two tiles in flight
+#: (docs/notebook/hopper_mla.md, "A scorer with most of Q in registers, and three tiles in flight: not faster").
 CONSUMERS = TILES = 2
 
+#: Rows of a work item: M of wgmma; keys of a tile.
 ROWS = KEYS = 64
 #: Columns of a box, and boxes of a consumer's half of the values.
 BOX_COLUMNS, HALF_BOXES = 64, 4

@@ -41,16 +41,22 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.served import ANY, only
 from attngen.schema.kernel_spec import KernelSpec
 
-_REGISTERS = 56, 224  # of a thread of the producer, and of a consumer
+#: Registers of a thread of the producer, and of a consumer. Not measured one against the other.
+_REGISTERS = 56, 224
 #: The same where loaders convert rows from 8 bits, and hold the next ones meanwhile: of loaders, of the scorer, of the
-#: follower.
+#: follower (docs/notebook/hopper_indexed.md, "Rows of 656 bytes").
 WIDENING_REGISTERS = 136, 208, 160
 #: Rows of a work item up to which products are transposed: with 64, most of them would be zeros. With 17 to 32 rows,
-#: transposed products are 3 % slower.
+#: transposed products are 3 % slower (docs/notebook/hopper_mla.md, "Few rows transposed, pairs without clusters,
+#: merging in the launch").
 _FEW_ROWS = (16,)
-_WHOLE_TILES = 512  # 66 pairs of blocks and 128 items: 3 % of the time, and merging costs 30 us
-_PAIR = 2  # most blocks that have the rows of one work item
-_FOUR = 4  # the same where blocks copy keys for themselves, from L2 if they are neighbours
+#: Tiles of a block up to which equal work items stay whole: of 66 pairs of blocks and 128 items that is 3 % of the
+#: time, and merging costs 30 us (docs/notebook/hopper_mla.md, "Few rows transposed, pairs without clusters, merging in
+#: the launch").
+_WHOLE_TILES = 512
+#: Most blocks that have the rows of one work item, and the same where blocks copy keys for themselves, from L2 if they
+#: are neighbours (docs/notebook/hopper_mla.md, "Partial results in 16 bits, and shares copied to be merged").
+_PAIR, _FOUR = 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

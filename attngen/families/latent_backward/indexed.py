@@ -30,10 +30,16 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.served import ServedValues, only
 from attngen.schema.kernel_spec import Backward, KernelSpec
 
-_ROWS = _KEYS = 64  # heads of a block, keys of a step
-_WARPGROUPS = 3  # each with a third of the columns of dQ and dK
-_ROUNDED_ROWS, _ROUND_WARPS = 16, 8  # rows of dK of a block that rounds them, and its warps
-_ENTRIES = 2  # tiles whose keys are in shared memory
+#: Heads of a block: M of wgmma; keys of a step.
+_ROWS = _KEYS = 64
+#: Warpgroups, each with a third of the columns of dQ and dK (docs/notebook/hopper_indexed.md, "Backward of latent
+#: attention").
+_WARPGROUPS = 3
+#: Rows of dK of a block that rounds them, and its warps. Not measured: eight such blocks are all threads of a
+#: multiprocessor.
+_ROUNDED_ROWS, _ROUND_WARPS = 16, 8
+#: Tiles whose keys are in shared memory. Not measured: this one, and the next one.
+_ENTRIES = 2
 _WORD = 4
 
 

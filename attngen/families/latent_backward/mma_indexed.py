@@ -29,13 +29,17 @@ from attngen.plan.operands import operands_of
 from attngen.plan.schedule import Schedule
 from attngen.schema.kernel_spec import KernelSpec
 
-_ROWS = _KEYS = 16  # heads of a block, keys of a step
-_WARPS = 4
-_STAGES = (3, 2)  # tiles of a warp in shared memory; the first number that fits is taken
+#: Heads of a block: M of mma.m16n8k16; keys of a step.
+_ROWS = _KEYS = 16
+#: Warps of a block, and tiles of each in shared memory, the first number that fits; docs/notebook/hopper_indexed.md,
+#: "Backward of ordinary head dims", has two stages and three, and as many warps of a multiprocessor, or twice as many.
+_WARPS, _STAGES = 4, (3, 2)
 _COLUMNS = 64  # head dims are multiples of them, over which rows are swizzled
-_MOST_COLUMNS = 512  # of K and V together: dQ stays in registers
+#: Most columns of K and V together. Not measured: dQ stays in registers.
+_MOST_COLUMNS = 512
 _WORD = 4
-_HALF = 2  # blocks of a multiprocessor, if their shared memory allows
+#: Blocks of a multiprocessor, if their shared memory allows. Not measured one against the other.
+_HALF = 2
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:

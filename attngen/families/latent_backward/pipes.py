@@ -6,17 +6,18 @@ from attngen.dtypes import CHUNK_COLUMNS, CHUNK_KEY_TILES, CHUNK_ROW_TILES, CHUN
 from attngen.families.latent.pipes import BOX_COLUMNS, GATHERED
 from attngen.plan.pipes import WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 
-#: Warpgroups that multiply, of either launch.
+#: Warpgroups that multiply, of either launch (docs/notebook/hopper_mla.md, "Backward").
 CONSUMERS = 2
-#: Stages of dkv, each with half of the rows of a tile.
+#: Stages of dkv, each with half of the rows of a tile. Not measured one against the other.
 STAGES = 4
 HALF_ROWS = CHUNK_TILE // 2
 _THREADS = 32 * WARPGROUP
 _WORD = 4
 
 #: Registers of the threads of dq, whose first two warpgroups hold dQ. The block has 168 for each of its threads.
+#: Not measured one against the other.
 _REGISTERS = {"p": 200, "ds": 232, "loader": 72}
-#: The same of dkv, whose consumers hold dK.
+#: The same of dkv, whose consumers hold dK. Not measured: the most that there are.
 _DKV_REGISTERS = 240, 24
 
 

@@ -39,8 +39,11 @@ from attngen.plan.schedule import Schedule
 from attngen.schema.kernel_spec import KernelSpec
 
 _ROWS = _KEYS = CHUNK_TILE  # of a tile of P
-_QUARTERS = 4  # of the columns of dQ, each of which is a product
-_ROUNDED_ROWS, _ROUND_WARPS = 16, 8  # rows of dK of a block that rounds them, and its warps
+#: Parts of the columns of dQ, each of which is a product (docs/notebook/hopper_mla.md, "Backward").
+_QUARTERS = 4
+#: Rows of dK of a block that rounds them, and its warps. Not measured: eight such blocks are all threads of a
+#: multiprocessor.
+_ROUNDED_ROWS, _ROUND_WARPS = 16, 8
 _WORD = 4
 _SPAN_WORDS = 16  # ends of the ranges of tiles that some, or all, of a tile of rows see: four of each kind at most
 

@@ -36,23 +36,24 @@ from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
 
 _DTYPES = ("bf16", "fp16")
 
-#: Keys of S and dP of a warp, and query rows of dQ.
+#: Keys of S and dP of a warp, and query rows of dQ. Not measured: multiples of M and N of mma.m16n8k16.
 _ROWS = 32
 
-#: Query rows and columns of a product.
+#: Query rows and columns of a product: M of mma.m16n8k16, and twice its N.
 _DQ_ROWS = 16
 
-#: Fewest queries of a step whose dQ is added during the next step (docs/notebook/mma.md), and how many columns
-#: wait for it where a warp has 64, since more take too many registers.
+#: Fewest queries of a step whose dQ is added during the next step, and how many columns wait for it where a warp has
+#: 64, since more take too many registers (docs/notebook/mma.md, "Addresses, and what stands alone").
 _LATE_QUERIES, _LATE_COLUMNS = 64, 32
 
-#: Fewest query rows of S and dP of a warp.
+#: Fewest query rows of S and dP of a warp. Not measured: a multiple of M and N of mma.m16n8k16.
 _QUERIES = 16
 
-#: Most columns of dK and dV with which kernels are faster if each partial step loads the values of keys again.
+#: Most columns of dK and dV with which kernels are faster if each partial step loads the values of keys again
+#: (docs/notebook/mma.md, "Values of queries, and parts of tiles left out").
 _NARROW_COLUMNS = 128
 
-#: Fewest queries of a step whose values are loaded ahead.
+#: Fewest queries of a step whose values are loaded ahead. Not measured: kernels with fewer spill.
 _VALUED_QUERIES = 64
 
 #: Steps whose values of queries are in shared memory: this one and the next.
@@ -64,14 +65,16 @@ _RESERVED = 1024
 #: Bytes of shared memory from which a card has room for the tiles of "large".
 _LARGE = 163 * 1024
 
-#: Q, dO and the dQ accumulator of the heads that run side by side.
+#: Bytes of Q, dO and the dQ accumulator of the heads that run side by side. Not measured one against the other: half of
+#: the L2 of a Hopper card; docs/notebook/mma.md, "Heads side by side, and narrow masks", has more heads.
 _L2_BYTES = 24 * 2**20
 
 #: Least number of KV heads that run side by side, up to so many columns of dK and dV: if heads ran one after the other,
-#: the long tiles of the last ones would end alone. Measured on an H200 (docs/notebook/mma.md).
+#: the long tiles of the last ones would end alone. Measured on an H200
+#: (docs/notebook/mma.md, "Heads side by side, and narrow masks").
 _LEAST_HEADS_IN_L2 = ((256, 8), (512, 1))
 
-#: Warps of a block of ``postprocess``.
+#: Warps of a block of ``postprocess``. Not measured.
 _ROUND_WARPS = 4
 
 
@@ -93,7 +96,8 @@ class _BackwardTile:
 
 #: (family, largest sum of the columns of dK and dV) -> tile, first match wins. The families are those of the forward,
 #: "narrow": masks that show few queries to a key, so that they hide more of a larger tile; and "large window": of these
-#: on large cards, those that read no tensor, so that a thread has registers for dK and dV of 64 keys.
+#: on large cards, those that read no tensor, so that a thread has registers for dK and dV of 64 keys. Measured
+#: (docs/notebook/mma.md, "Backward", and "Heads side by side, and narrow masks"), but for "gather".
 _TABLE: tuple[tuple[str, int, _BackwardTile], ...] = (
     ("gather", 128, _BackwardTile(64, 128, 2, 8, 1)),
     ("gather", 192, _BackwardTile(32, 128, 2, 8, 1)),

@@ -14,20 +14,22 @@ from attngen.families.mma_forward.structure import MmaForward
 from attngen.parts.explained.base import ScheduleExplanation
 from attngen.plan.model import Plan
 
-#: How far the units overlap: 1 is not at all, infinity is entirely. Fitted to ten kernels on an H100.
+#: How far the units overlap: 1 is not at all, infinity is entirely. Fitted to ten kernels on an H100
+#: (docs/notebook/mma.md, "Expected on cards that were not at hand").
 _OVERLAP = 1.6
 
 #: Schedulers of a multiprocessor, lanes of a warp, and bytes that a lane copies at once.
 _SCHEDULERS, _LANES, _COPY = 4, 32, 16
 
 #: Cycles that a scheduler's share of a unit takes: for 512 bytes of shared memory of all four warps, and for one
-#: exponential of each lane.
+#: exponential of each lane (docs/notebook/mma.md, "Expected on cards that were not at hand").
 _CYCLES_OF_512_BYTES, _CYCLES_OF_EXPONENTIAL = 16, 8
 
-#: Instructions of a step beside products, loads, copies: these, and for each logit of a lane. Counted in cubins.
+#: Instructions of a step beside products, loads, copies: these, and for each logit of a lane. Counted in cubins
+#: (docs/notebook/mma.md, "Expected on cards that were not at hand").
 _OTHERS, _OTHERS_OF_LOGIT = 200, 3.75
 
-#: Instructions that separate the columns of 512 bytes of V in 8 bits.
+#: Instructions that separate the columns of 512 bytes of V in 8 bits. Counted in the source, not measured.
 _PERMUTATIONS = 4
 
 

@@ -40,13 +40,14 @@ _SOFTMAXES = ("lazy", "exact_max", "bounded")
 #: and V.
 _ROWS, _MOST_BLOCKS = 16, 2
 
-#: Bytes of a row of Q or K that one product sums over.
+#: Bytes of a row of Q or K that one product sums over: K of mma.m16n8k16, or of m16n8k32.
 _PRODUCT_BYTES = 32
 
 #: Rows of a tile are a multiple of these, so that the heads of a group fill them.
 _TILE_ROWS = 64
 
-#: Keys of a tile, and stages of the ring in which tiles of K and V alternate.
+#: Keys of a tile, stages of the ring in which tiles of K and V alternate, and warps, that a spec may name. Not
+#: measured.
 _KEYS, _STAGES, _WARPS = (16, 32, 64, 128), (2, 3, 4, 5, 6), (4, 8)
 
 #: Operands of 8 bits, which come with scales, and the capability of the first cards that multiply them.
@@ -56,25 +57,29 @@ _8_BITS, _MULTIPLIES_8_BITS = "fp8_e4m3", 89
 _RESERVED = 1024
 
 #: Fewest columns of O that pairs of warps divide: each warp multiplies P of both by its half of V, so it loads half as
-#: much of V. Columns are divided in blocks of 32, two to a box of 128 bytes.
+#: much of V. Columns are divided in blocks of 32, two to a box of 128 bytes (docs/notebook/mma.md, "Columns of
+#: O for two warps").
 _PAIRED_COLUMNS, _DIVIDED = 192, 64
 
-#: Bytes of a value of a key, and the most columns up to which these come once for a tile: with more, not faster.
+#: Bytes of a value of a key, and the most columns up to which these come once for a tile: with more, not faster
+#: (docs/notebook/mma.md, "Values of keys").
 _VALUE_BYTES, _VALUED_COLUMNS = 4, 128
 
 #: Most columns up to which masked kernels copy all boxes of a row by one address: others were faster with one for each
-#: (docs/notebook/mma.md).
+#: (docs/notebook/mma.md, "Columns of O for two warps").
 _ONE_ADDRESS_COLUMNS = 128
 
 #: Shares of a tile's products among which its copies stand, the first ones: of most kernels, and of those without a
-#: mask whose rows are one box, where smaller parts would be single copies.
+#: mask whose rows are one box, where smaller parts would be single copies (docs/notebook/mma.md, "Copies among
+#: products" and "Copies in pairs, and branches at head dim 256").
 _SHARE, _SHARE_OF_ONE_BOX = 4, 8
 
 #: Most columns of O that leave a thread registers for exponentials among the products with V; and columns of Q in
-#: shared memory where a kernel without a mask spills less with a branch before S than with one before these products.
+#: shared memory where a kernel without a mask spills less with a branch before S than with one before these products
+#: (docs/notebook/mma.md, "Copies in pairs, and branches at head dim 256").
 _MIXED_COLUMNS, _SPILLING_COLUMNS = 192, 64
 
-#: Warps of a multiprocessor that have registers for products.
+#: Warps of a multiprocessor that have registers for products. Not measured: 128 for each thread.
 _MOST_WARPS = 16
 
 #: Capability of the first cards of "sm120".
@@ -106,7 +111,8 @@ class _ForwardTile:
 
 #: (family, largest head_dim) -> tile, first match wins. "gather" loads a value for each pair of query and key;
 #: "unmasked" attends to all keys; "large" cards have 163 KB of shared memory, others 99 KB; for "sm120" kernels spill
-#: less with other tiles. Measured on Hopper cards, with their shared memory (docs/notebook/mma.md).
+#: less with other tiles. Measured on Hopper cards, with their shared memory (docs/notebook/mma.md, "Blocks on a
+#: multiprocessor", "Tiles of 99 KB" and "Columns of O for two warps").
 _TABLE: tuple[tuple[str, int, _ForwardTile], ...] = (
     ("gather", 64, _ForwardTile(64, 64, 3, 4, 2)),
     ("gather", 128, _ForwardTile(64, 32, 3, 4, 2)),

@@ -25,6 +25,7 @@ from attngen.schema.kernel_spec import KernelSpec
 GRID = "row_tiles"
 
 #: The most warps of a block; a call chooses how many. Each thread has 128 registers, half of them for its numbers.
+#: Not measured: all threads that a multiprocessor has with so many registers.
 _WARPS = 16
 
 #: The least device that rounds to 8 bits. PTX ISA, "cvt": .e4m3x2 needs sm_89.

@@ -36,10 +36,12 @@ SAMPLE, SAMPLED = "sample", "sampled"
 
 #: The largest number of 8 bits, in root mean squares of the sample. Numbers beyond it cost a launch of ``KEPT``; those
 #: below 1/448 of the root mean square are subnormal in e4m3, whose largest number is 28,672 times its least normal one.
+#: Not measured.
 SPAN = 64
 
 #: Groups of four warps in a block, of which a multiprocessor has one: 128 registers a thread. Tiles in shared memory
-#: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box.
+#: for each of them, fewer where angles lie beside them; tokens of a tile, boxes of a tile, bytes of a row of a box
+#: (docs/notebook/hopper_fp8.md, "Rows and products of a quantizing kernel").
 GROUPS, STAGES, ROTATED_STAGES, ROWS, BOXES, BOX_BYTES = 4, 3, 2, 64, 2, 128
 
 #: Bytes through which threads exchange values, more than they need.

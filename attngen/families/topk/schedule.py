@@ -20,7 +20,8 @@ from attngen.schema.kernel_spec import KernelSpec
 #: A block has one row of scores; ``tile_m`` of a launch is the most scores that it selects.
 GRID = "rows"
 
-#: Warps of a block; vectors of four scores that a thread loads at once; bins of a histogram.
+#: Warps of a block; vectors of four scores that a thread loads at once; bins of a histogram
+#: (docs/notebook/index_scores.md, "Index scores and selection").
 WARPS, VECTORS, BINS = 16, 2, 2048
 
 #: Scores that a block loads at once.

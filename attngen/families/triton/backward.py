@@ -31,7 +31,8 @@ from attngen.plan.symbols import gradient_pointer
 from attngen.plan.traits import gathers, is_light
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
 
-#: The same for the two kernels of a backward: (family, largest head_dim) → tile of "dkdv", tile of "dq".
+#: The same for the two kernels of a backward: (family, largest head_dim) → tile of "dkdv", tile of "dq"
+#: (docs/notebook/triton_backward.md, "Tiles"; those of "plain" alone were measured).
 _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     # plain masks of dense sequences at the head dims themselves: benchmarked (docs/performance.md); the others avoid
     # spills
@@ -87,7 +88,7 @@ _GRADIENTS: tuple[tuple[str, int, Tile, Tile], ...] = (
     ("any", 512, Tile(32, 64, 1, 8), Tile(64, 32, 1, 8)),
 )
 
-#: The same for the two kernels of a backward: tile of "dkdv", tile of "dq".
+#: The same for the two kernels of a backward: tile of "dkdv", tile of "dq". Not measured: each has fewer registers.
 _SMALLER_GRADIENTS = (
     (Tile(32, 64, 2, 4), Tile(64, 32, 2, 4)),
     (Tile(64, 128, 2, 8), Tile(128, 64, 2, 8)),
@@ -100,10 +101,10 @@ _SMALLER_GRADIENTS = (
     (Tile(32, 16, 1, 8), Tile(32, 32, 1, 8)),
 )
 
-#: Query rows of a block of ``preprocess``, and its warps for each byte of an element.
+#: Query rows of a block of ``preprocess``, and its warps for each byte of an element. Not measured.
 _ROWS, _WARPS_PER_BYTE = 64, 2
 
-#: Head dims of the tiles that were benchmarked.
+#: Head dims of the tiles that were measured (docs/notebook/triton_backward.md, "Tiles").
 _RACED = (64, 128)
 
 

@@ -21,7 +21,8 @@ from attngen.plan.traits import gathers
 from attngen.schema.kernel_spec import KernelSpec
 
 #: (family, largest head_dim) → tile, first match wins. The rows of "wgmma" were measured on an H200
-#: (docs/performance.md); the others follow from registers and shared memory, and were not benchmarked.
+#: (docs/notebook/triton_forward.md, "Tile, stages and warps"); the others follow from registers and shared memory, and
+#: were not measured.
 _TABLE: tuple[tuple[str, int, Tile], ...] = (
     ("wgmma", 64, Tile(64, 64, 3, 4, 128)),
     ("wgmma", 128, Tile(64, 64, 3, 4)),
@@ -54,7 +55,7 @@ _TABLE: tuple[tuple[str, int, Tile], ...] = (
 )
 
 #: Fallbacks where the table's tile takes too many registers after all: tiles with fewer keys, more warps, and at
-#: last such small ones that products are not of warpgroups, which ptxas neither serializes nor splits.
+#: last such small ones that products are not of warpgroups, which ptxas neither serializes nor splits. Not measured.
 _SMALLER = (
     Tile(64, 64, 2, 4), Tile(64, 32, 2, 4), Tile(64, 64, 2, 8), Tile(64, 16, 2, 4), Tile(64, 32, 1, 8),
     Tile(32, 32, 2, 4), Tile(16, 16, 1, 4),

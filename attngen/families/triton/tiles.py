@@ -11,7 +11,8 @@ from attngen.plan.model import Columns
 from attngen.plan.operands import dot_precision
 from attngen.schema.kernel_spec import Gradient, KernelSpec
 
-#: Columns of a block whose elements mma.sync multiplies in parts: 16 keys take 64 registers a thread.
+#: Columns of a block whose elements mma.sync multiplies in parts: 16 keys take 64 registers a thread
+#: (docs/notebook/triton_forward.md, "Float32").
 _SPLIT_COLUMNS = 64
 
 

@@ -7,6 +7,7 @@ from attngen.parts.ranges import COUNT_BYTES, WALK_BYTES
 from attngen.plan.pipes import BARRIER_BYTES, WARPGROUP, NamedBarrier, Pipes, Ring, Role, Signal
 
 #: Halves of the columns of a tile of K in flight, and quarters of the columns of a tile of V, of each consumer.
+#: Not measured one against the other.
 _KEY_HALVES, _VALUE_PARTS = 2, 3
 #: Tiles of P: one is written while another is multiplied.
 _P_TILES = 2

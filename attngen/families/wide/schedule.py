@@ -27,9 +27,11 @@ from attngen.plan.schedule import Schedule
 from attngen.plan.served import only
 from attngen.schema.kernel_spec import KernelSpec
 
-_REGISTERS = 160, 144, 48  # of a thread of the consumers, of the scorer, and of the loaders
+#: Registers of a thread of the consumers, of the scorer, and of the loaders (docs/notebook/hopper_wide.md, "What the
+#: scorer waits for").
+_REGISTERS = 160, 144, 48
 #: Boxes of columns of Q that registers hold at most; one at least is in shared memory. With more of them the scorer has
-#: spills in its loop, which cost a fifth of the speed.
+#: spills in its loop, which cost a fifth of the speed (docs/notebook/hopper_wide.md, "What the scorer waits for").
 _REGISTER_BOXES = 3
 
 

@@ -21,6 +21,7 @@ from attngen.schema.kernel_spec import KernelSpec
 #: A block widens K or V of some tokens of a sequence.
 GRID = "tokens"
 
+#: Warps of a block, and its tokens. Not measured: eight such blocks are all threads of a multiprocessor.
 _WARPS, _TOKENS = 8, 32
 
 #: The least device that reads numbers of 8 bits. PTX ISA, "cvt": .f16x2.e4m3x2 needs sm_89.

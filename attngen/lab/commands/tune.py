@@ -32,6 +32,8 @@ if TYPE_CHECKING:
               help="No kernel is started after this; the same command then resumes.")  # fmt: skip
 @click.option("--out", "-o", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="The file of choices; default: NAME.tuned.yaml here.")  # fmt: skip
+@click.option("--tables", type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True), metavar="DIR",
+              help="Also add rows to the planner's tables, and write these to DIR.")  # fmt: skip
 @click.option("--restart", is_flag=True, help="Discard what an earlier search for the same file found.")
 @click.option("--dry-run", is_flag=True, help="List kernels and how many candidates they have, and measure nothing.")
 @click.option("--jobs", "-j", type=click.IntRange(min=1), help="Compiles at once; default: as cores and memory allow.")
@@ -48,6 +50,7 @@ def command(
     rounds: int,
     seconds: float,
     out: Path | None,
+    tables: Path | None,
     restart: bool,
     dry_run: bool,
     jobs: int | None,
@@ -56,14 +59,14 @@ def command(
     """Find the fastest tile, stages and warps for the dense kernels of a spec on this GPU.
 
     All candidates of a kernel are compiled, checked against float64 and timed on the longest case; the best of them are
-    then timed on every case against the plan's own choice. `attngen build SPEC --tuned FILE` applies the choices. A
-    journal beside the file keeps what is done, so that an interrupted search can resume. Exits 1 if a kernel could not
-    be searched.
+    then timed on every case against the plan's own choice. `attngen build SPEC --tuned FILE` applies the choices, each
+    to its kernel; rows of `--tables` are for all kernels of the same work. A journal beside the file keeps what is
+    done, so that an interrupted search can resume. Exits 1 if a kernel could not be searched.
     """
     from attngen.lab.tune import run
 
     directions = run.DIRECTIONS if passes == "both" else (passes,)
-    options = run.TuneOptions(part, variants, directions, tokens, seqlens, rounds, seconds, jobs, restart)
+    options = run.TuneOptions(part, variants, directions, tokens, seqlens, rounds, seconds, jobs, restart, tables)
     if dry_run:
         rows = run.dry_run(spec, options)
         if as_json:
@@ -85,6 +88,11 @@ def command(
         print_json(report.to_dict())
     else:
         _print(report, target)
+        for file in report.tables.texts:
+            kernels = [name for name, of in report.tables.rows.items() if of == file]
+            click.echo(f"{tables and tables / file}: rows for {', '.join(kernels)}")
+        for name, reason in report.tables.left_out.items():
+            click.echo(f"no row for {name}: {reason}")
     if any(row["problem"] for row in report.rows):
         context.exit(cli.EXIT_FAILURE)
 

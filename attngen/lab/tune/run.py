@@ -25,12 +25,13 @@ from attngen.lab.bench.machine import Monitor, gpu_facts
 from attngen.lab.bench.runner import Bench
 from attngen.lab.tune.journal import Journal
 from attngen.lab.tune.search import label_of, search
+from attngen.lab.tune.tables import Searched, TablesWithRows, tables_of
 from attngen.lab.verify.gpu import Gpu
 from attngen.plan.candidates import candidates
 from attngen.plan.model import Plan
 from attngen.runtime.kernels.module import Kernel, read_kernel
 from attngen.schema import KernelSpec, load_spec, spec_hash
-from attngen.schema.tuned import identity, tuned_text
+from attngen.schema.tuned import identity, load_tuned, tuned_text
 from attngen.store.store import Store
 
 _MAX_SEED = 2**31
@@ -41,7 +42,8 @@ _BACKENDS = ("cuda", "triton")
 class TuneOptions:
     """Choices of a search. ``part`` is part of a kernel's name; without ``seqlens`` cases have their own.
 
-    No further kernel is begun after ``seconds``. ``directions`` are some of ``DIRECTIONS``.
+    No further kernel is begun after ``seconds``. ``directions`` are some of ``DIRECTIONS``. ``tables`` is the folder
+    for the planner's tables with new rows.
     """
 
     part: str | None = None
@@ -53,13 +55,15 @@ class TuneOptions:
     seconds: float = 600.0
     jobs: int | None = None
     restart: bool = False
+    tables: Path | None = None
 
 
 @dataclass(frozen=True)
 class TuneReport:
     """Results of a search: ``rows`` of the journal in the order of the spec, and the reasons against other kernels.
 
-    ``left`` are kernels for which there was no time: the same command goes on with them.
+    ``left`` are kernels for which there was no time: the same command goes on with them. ``tables`` say which
+    kernels have a row in the planner's tables.
     """
 
     spec: str
@@ -68,6 +72,7 @@ class TuneReport:
     left_out: Mapping[str, str] = field(default_factory=dict)
     left: Sequence[str] = ()
     seconds: float = 0.0
+    tables: TablesWithRows = field(default_factory=TablesWithRows)
 
     def to_dict(self) -> dict[str, Any]:
         """The document of ``attngen tune --json``."""
@@ -77,6 +82,8 @@ class TuneReport:
             "kernels": [dict(row) for row in self.rows],
             "left_out": dict(self.left_out),
             "left": list(self.left),
+            "rows": dict(self.tables.rows),
+            "rows_left_out": dict(self.tables.left_out),
             "seconds": round(self.seconds, 1),
         }
 
@@ -133,7 +140,8 @@ def subjects(
 
 
 def tune(spec: str | Path, out: Path, options: TuneOptions, observer: Observer) -> TuneReport:
-    """Search the kernels of a spec on this GPU, and write the choices that are faster than the plan's own to ``out``.
+    """Search the kernels of a spec on this GPU, and write the choices that are faster than the plan's own to ``out``,
+    and where ``options`` name a folder, as rows of the planner's tables.
 
     A journal beside ``out`` keeps what is done: where time did not suffice, or the search was cut, the next one goes
     on. Raises LoadError without a GPU, SpecError if the spec is wrong, and CallError if the options name no kernel of
@@ -181,9 +189,14 @@ def tune(spec: str | Path, out: Path, options: TuneOptions, observer: Observer) 
     rows = [journal.rows[identity(one.spec)] for one in todo if identity(one.spec) in journal.rows]
     method = f"attngen tune, medians of {options.rounds} rounds, {options.tokens} tokens"
     _write(out, tuned_text(gpu.name, compilers, _choices(rows), date=date.today().isoformat(), method=method))
+    tables = TablesWithRows()
+    if options.tables is not None:
+        tables = tables_of(_searched(todo, journal, out), gpu=gpu.name, method=method)
+        for name, text in tables.texts.items():
+            _write(options.tables / name, text)
     if not left:
         journal.remove()
-    return TuneReport(str(spec), gpu.name, rows, left_out, left, time.monotonic() - start)
+    return TuneReport(str(spec), gpu.name, rows, left_out, left, time.monotonic() - start, tables)
 
 
 def dry_run(spec: str | Path, options: TuneOptions) -> list[tuple[str, str, int, int]]:
@@ -209,8 +222,19 @@ def _choices(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _searched(todo: Sequence[Subject], journal: Journal, out: Path) -> list[Searched]:
+    """The kernels that were searched, with the choices of the file."""
+    tuned = load_tuned(out)
+    results = ((one, journal.rows.get(identity(one.spec))) for one in todo)
+    return [
+        Searched(one.plan.name, row["kernel"], one.spec, tuned.applied(one.spec) or one.spec, row["speedup"])
+        for one, row in results
+        if row is not None and not row["problem"]
+    ]
+
+
 def _write(out: Path, text: str) -> None:
-    """Write the file of choices, in place of an earlier one."""
+    """Write a file of choices, in place of an earlier one."""
     unfinished = out.with_name(f"{out.name}.tmp")
     try:
         unfinished.write_text(text, encoding="utf-8")

@@ -63,7 +63,7 @@ def serve(run: Callable[..., Result], arguments: Mapping[str, object], written: 
     """
     if is_compiling():
         torch._dynamo.graph_break(msg="attngen is called on arrays of another library")
-    named: list[tuple[str, Any]] = []
+    named: list[tuple[str, object]] = []
     _each(lambda name, value: named.append((name, value)), "", arguments)
     (first, array), *others = named
     library = _library(array)
@@ -75,16 +75,16 @@ def serve(run: Callable[..., Result], arguments: Mapping[str, object], written: 
     for name, value in named:
         _check(name, value, library, name in written)
     tensors: dict[int, Tensor] = {}  # by the identity of arrays: one that is passed twice is one tensor
-    arrays: dict[int, Any] = {}
+    arrays: dict[int, object] = {}
 
-    def tensor_of(name: str, value: Any) -> Tensor:
+    def tensor_of(name: str, value: object) -> Tensor:
         if id(value) not in tensors:
             tensor = tensors[id(value)] = _tensor(name, value, library)
             arrays[id(tensor)] = value
         return tensors[id(value)]
 
     # Arrays without strides are contiguous: some releases of JAX take a transposed tensor for one.
-    def array_of(_: str, value: Tensor) -> Any:
+    def array_of(_: str, value: Tensor) -> object:
         if id(value) in arrays:
             return arrays[id(value)]
         return _array(value if hasattr(array, "strides") else value.contiguous(), library)
@@ -94,7 +94,7 @@ def serve(run: Callable[..., Result], arguments: Mapping[str, object], written: 
         return _each(array_of, "", result)
 
 
-def _each(change: Callable[[str, Any], Any], name: str, value: Any) -> Any:
+def _each(change: Callable[[str, Any], object], name: str, value: Any) -> Any:
     """A value with ``change(name, value)`` in place of each tensor and array in it."""
     if isinstance(value, Mapping):
         return {key: _each(change, key, one) for key, one in value.items()}
@@ -105,13 +105,13 @@ def _each(change: Callable[[str, Any], Any], name: str, value: Any) -> Any:
     return change(name, value) if isinstance(value, Tensor) or is_array(value) else value
 
 
-def _library(value: Any) -> Any:
+def _library(value: Any) -> ModuleType:
     """The module of an array's or a tensor's library that has ``from_dlpack``. Raises CallError where there is none."""
     if hasattr(value, "__array_namespace__"):
         return value.__array_namespace__()
     for one in type(value).__mro__:
         module = sys.modules.get(one.__module__.partition(".")[0])
-        if hasattr(module, "from_dlpack"):
+        if module is not None and hasattr(module, "from_dlpack"):
             return module
     raise CallError(f"{type(value).__module__} has arrays with __dlpack__, but no from_dlpack for results")
 
@@ -148,7 +148,7 @@ def _refuse_traced(name: str, value: object) -> None:
         )
 
 
-def _tensor(name: str, array: Any, library: ModuleType) -> Tensor:
+def _tensor(name: str, array: object, library: ModuleType) -> Tensor:
     try:
         tensor: Tensor = torch.from_dlpack(array)
     except Exception as error:
@@ -157,7 +157,7 @@ def _tensor(name: str, array: Any, library: ModuleType) -> Tensor:
     return tensor
 
 
-def _array(tensor: Tensor, library: ModuleType) -> Any:
+def _array(tensor: Tensor, library: ModuleType) -> object:
     try:
         with torch.cuda.device_of(tensor):  # torch exports what is on its current device
             return library.from_dlpack(tensor)
@@ -165,7 +165,7 @@ def _array(tensor: Tensor, library: ModuleType) -> Any:
         raise CallError(f"{library.__name__} takes no result of {tensor.dtype}: {error}") from error
 
 
-def _stream(name: str, array: Any, library: ModuleType) -> AbstractContextManager[Any]:
+def _stream(name: str, array: Any, library: ModuleType) -> AbstractContextManager[object]:
     """Context in which CuPy's current stream is torch's."""
     if library.__name__ != "cupy":
         return nullcontext()

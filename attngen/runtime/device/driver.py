@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from cuda.bindings.driver import CUfunction, CUkernel, CUlaunchConfig, CUlibrary, CUresult
 
 #: Launch configurations that are kept, in effect of each kernel and stream; and forms of descriptors.
+#: Not measured: a bound of memory.
 _MAX_CONFIGS = 1024
 
 #: Launch attributes, as bits. Dependent: it may start before the work ahead of it is done. Cooperative: all of

@@ -22,7 +22,7 @@ STRIDE_ALIGNMENT = 16
 MAX_STRIDE_BYTES = 2**40
 MAX_BOX = 256
 
-#: Descriptors that are kept, of 128 bytes each.
+#: Descriptors that are kept, of 128 bytes each. Not measured: a bound of memory.
 MAX_ENCODED = 4096
 
 _ENCODED: RecentCache[bytes] = RecentCache(MAX_ENCODED)

@@ -38,7 +38,8 @@ class Capacity:
     shares: int = 1
 
 
-#: Clusters of each size that an H100 of 132 multiprocessors runs at once, each in one part of the chip.
+#: Clusters of each size that an H100 of 132 multiprocessors runs at once, each in one part of the chip
+#: (docs/notebook/hopper_forward.md, "Sharing the keys of a tile").
 _MULTIPROCESSORS = 132
 _AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 15}
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from attngen.runtime.arguments.scalars import Number
 
 #: Descriptors of all tensors of a launch that have one, by their addresses and rows: that many sets are kept.
+#: Not measured: a bound of memory.
 MAX_DESCRIBED = 4096
 
 _DESCRIBED: RecentCache[bytes] = RecentCache(MAX_DESCRIBED)

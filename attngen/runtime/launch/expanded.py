@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,16 +84,13 @@ def request_without_expanded(request: Request, kernels: Sequence[Kernel], driver
 def _copied_request(request: Request) -> Request:
     call = request.call
     order = call.order if call.order != "bhsd" else "bshd"  # views list axes in this order, whatever the call has
-    copied: dict[str, Any] = {}
-    for name in _NAMES:
-        view = getattr(call, name)
-        if _expanded(view):
-            copied[name] = contiguous_view(view.shape, order)
-    addresses = {**request.addresses, **dict.fromkeys(copied, 0)}
-    if odd := _odd_biases(call.variant, call.tensors):
-        copied["tensors"] = {**call.tensors, **{name: _in_whole_rows(call.tensors[name].to("meta")) for name in odd}}
-        addresses |= dict.fromkeys((f"tensor:{name}" for name in odd), 0)
-    return replace(request, call=replace(call, **copied), addresses=addresses)
+    views = {"q": call.q, "k": call.k, "v": call.v}
+    copied = {name: contiguous_view(view.shape, order) for name, view in views.items() if _expanded(view)}
+    views |= copied
+    odd = {name: _in_whole_rows(call.tensors[name].to("meta")) for name in _odd_biases(call.variant, call.tensors)}
+    addresses = {**request.addresses, **dict.fromkeys((*copied, *(f"tensor:{name}" for name in odd)), 0)}
+    call = replace(call, q=views["q"], k=views["k"], v=views["v"], tensors={**call.tensors, **odd})
+    return replace(request, call=call, addresses=addresses)
 
 
 def _reads_kv_heads(variant: Variant) -> bool:
@@ -120,12 +116,10 @@ def _keeps_gradient(tensor: Tensor) -> bool:
 
 def with_copies(given: Given) -> Given:
     """A call whose q, k and v are copied where they are expanded, and its biases where they have no descriptor."""
-    changed: dict[str, Any] = {name: _copied(getattr(given, name)) for name in _NAMES}
     variant = given.variant if isinstance(given.variant, Variant) else find(given.variant, given.package).variant
     own = {name: value for name, value in given.arguments.items() if isinstance(value, Tensor)}
-    if copies := biases_in_whole_rows(variant, own):
-        changed["arguments"] = {**given.arguments, **copies}
-    return given._replace(**changed)
+    arguments = {**given.arguments, **biases_in_whole_rows(variant, own)}
+    return given._replace(q=_copied(given.q), k=_copied(given.k), v=_copied(given.v), arguments=arguments)
 
 
 def biases_in_whole_rows(variant: Variant, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ from attngen.runtime.arguments.scalars import Number
 from attngen.runtime.geometry.map_shape import SLOTS_OF_WORD, MapShape
 from attngen.runtime.launch.launches import Launches
 
-#: Maps that are kept for calls that do not bring one, and bytes of all of them, at most.
+#: Maps that are kept for calls that do not bring one, and bytes of all of them, at most. Not measured: a
+#: bound of memory.
 _KEPT_MAPS, _KEPT_BYTES = 64, 2 * 2**30
 
 

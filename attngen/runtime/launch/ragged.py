@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -20,14 +20,14 @@ from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.registry.binding import bind_call
 from attngen.runtime.registry.order import card_of, fastest, first_choices, splits_keys, typical_sizes
 
-#: Sizes that are kept for each kind of call, of about a kilobyte each.
+#: Sizes that are kept for each kind of call, of about a kilobyte each. Not measured: a bound of memory.
 KEPT_SIZES = 1024
 
 
 class Resizes(Protocol):
     """Calls of a kind that run in another way, as a ``PreparedCall`` does."""
 
-    def resize(self, call: Call) -> Any:
+    def resize(self, call: Call) -> object:
         """Values that follow from the sizes of a call; None where these need a look."""
 
 
@@ -147,12 +147,14 @@ class RaggedCalls:
         call.page_table = None
         return ready
 
-    def _otherwise(self, calls: Resizes, page_table: Tensor | None) -> Any:
+    def _otherwise(self, calls: Resizes, page_table: Tensor | None) -> tuple[PreparedCall, Sized] | None:
+        """Calls that run in another way and their numbers for the sizes that are set, as a prepared call has them: both
+        are only ever called with each other."""
         call = self._call
         call.page_table = page_table
         sized = calls.resize(call)
         call.page_table = None
-        return None if sized is None else (calls, sized)
+        return None if sized is None else cast("tuple[PreparedCall, Sized]", (calls, sized))
 
     def note(self, given: Given, other: Kernel | Resizes) -> None:
         """Take what ran a call of the kind with more rows than the kernels are for: others of about the same sizes run

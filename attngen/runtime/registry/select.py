@@ -25,7 +25,7 @@ from attngen.runtime.registry.order import against_form, card_of, in_order, pref
 #: Largest grid along its first axis. CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 MAX_BLOCKS = 2**31 - 1
 
-#: Rows of one consumer of a packed tile: whole groups of heads fill them.
+#: Rows of one consumer of a packed tile: M of wgmma; whole groups of heads fill them.
 PACKED_ROWS = 64
 
 #: Rows of all queries and heads of a group, which a packed kernel counts in 32 bits, a tile beyond the end too.

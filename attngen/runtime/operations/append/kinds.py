@@ -21,7 +21,7 @@ from attngen.runtime.operations.shared.operands import MOST
 from attngen.runtime.operations.shared.path import Kind
 from attngen.runtime.registry.lookup import registry
 
-#: Sizes that are kept for each kind.
+#: Sizes that are kept for each kind. Not measured: a bound of memory.
 _KEPT_SIZES = 1024
 
 #: Places of tensors among the addresses of a call.

@@ -24,12 +24,15 @@ from attngen.runtime.operations.shared.operands import MOST
 from attngen.runtime.operations.shared.path import Helper, first_that_takes
 
 #: Blocks of a launch for each of those that a device runs at once, at least, and tiles of keys of a block, at least.
+#: Not measured: the last blocks take a quarter of the time at most.
 _ROUNDS, _LEAST_TILES = 4, 8
 
-#: Blocks with few queries that a multiprocessor runs at once.
+#: Blocks with few queries that a multiprocessor runs at once (docs/notebook/index_scores.md, "Index scores and
+#: selection").
 _FEW_RESIDENT = 4
 
 #: Time of a query in a block with few queries, in units of that in one with many: its products are narrow.
+#: Not measured.
 _FEW_COST = 1.5
 
 #: Copies by TMA begin at multiples of so many bytes in shared memory (PTX ISA, "cp.async.bulk.tensor").

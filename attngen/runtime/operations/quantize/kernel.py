@@ -37,11 +37,11 @@ from attngen.runtime.operations.shared.path import first_that_takes, kernels_of
 
 _MAX_HEAD_DIM = 256
 
-#: Numbers that a thread holds: of one row, or a half of each of two rows.
+#: Numbers that a thread holds: of one row, or a half of each of two rows. Not measured: half of its registers.
 _NUMBERS_OF_THREAD = 64
 
 #: Threads of a block whose rows no scale fixes, and of all blocks that a multiprocessor runs at once: each thread has
-#: 128 registers.
+#: 128 registers. Not measured.
 _THREADS, _RESIDENT = 128, 512
 
 #: Numbers of 16 bits in 16 bytes.

@@ -27,7 +27,8 @@ from attngen.runtime.operations.shared.records import Fields, Flag, TensorArgume
 
 _EIGHT = torch.float8_e4m3fn
 
-#: Keys from which a mean is taken in torch, at least.
+#: Keys from which a mean is taken in torch, at least
+#: (docs/notebook/hopper_fp8.md, "Rows and products of a quantizing kernel").
 SAMPLE = 1024
 
 #: The names of the launches' tensors, in the order of their addresses.

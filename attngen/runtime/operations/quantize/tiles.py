@@ -33,22 +33,25 @@ from attngen.runtime.operations.quantize.sizes import (
 from attngen.runtime.operations.shared.launches import Grid, LaunchOperands
 from attngen.runtime.operations.shared.operands import MOST, ROTARY_FORMS, against_rotary
 
-#: Threads of a group, which has a tile, and numbers of its rows, of one head or of two.
+#: Threads of a group, which has a tile, and numbers of its rows, of one head or of two. Not measured.
 _GROUP, _COLUMNS = 128, 128
 
-#: With fewer tiles for each group, a call is left to the general kernel, which begins and ends sooner: by launch.
+#: With fewer tiles for each group, a call is left to the general kernel, which begins and ends sooner: by launch
+#: (docs/notebook/hopper_fp8.md, "Rows and products of a quantizing kernel").
 LEAST_TURNS = {"quantize": 2, "kept": 1, "rotated": 2}
 
-#: Cost of the angles of a band, in turns of a group.
+#: Cost of the angles of a band, in turns of a group
+#: (docs/notebook/hopper_fp8.md, "Rows and products of a quantizing kernel").
 TURNS_OF_ANGLES = 0.25
 
-#: Rows of a KV head from which its scales are taken, at most.
+#: Rows of a KV head from which its scales are taken, at most
+#: (docs/notebook/hopper_fp8.md, "Rows and products of a quantizing kernel").
 SAMPLES = 256
 
 _TOO_MANY = "more rows than 32 bits count"
 
 #: The most tiles of a set of several heads, as a part of those that are worked on at a time. Longer sets leave less
-#: time between a maximum and the tiles that need it.
+#: time between a maximum and the tiles that need it. Not measured.
 SET_OF_TURN = 0.5
 
 

@@ -18,7 +18,7 @@ from attngen.runtime.operations.shared.operands import MOST
 from attngen.runtime.operations.shared.path import Helper, first_that_takes, kernels_of
 from attngen.runtime.operations.shared.records import Fields, Integer, OptionalTensor, TensorArgument
 
-#: Elements that the selection in torch sorts at a time.
+#: Elements that the selection in torch sorts at a time. Not measured: a bound of memory.
 _SORTED = 2**26
 
 

@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 #: Numbers of 8 bits that a thread reads at once.
 _NUMBERS = CHUNK_BYTES // 2
 
-#: Keys of a page that is written: whole pages of the cache, together about as many.
+#: Keys of a page that is written: whole pages of the cache, together about as many. Not measured.
 _PAGE_KEYS = 256
 
 #: Significant digits of a number of pages that is written.
 _PAGE_DIGITS = 2
 
 #: Bytes of K and V in 16 bits beyond which the cache stays as it is. A call has a tensor of all keys for which its page
-#: table has room.
+#: table has room. Not measured: a bound of memory.
 _MOST_BYTES = 2**32
 
 #: Floating-point operations of visited tiles that a kernel over a cache in 8 bits does in a nanosecond, and an ordinary
 #: one whose times are not known; bytes that are read and written while a cache is widened; nanoseconds of
-#: the launches that this takes. One H200: docs/notebook/hopper_fp8.md.
+#: the launches that this takes. One H200 (docs/notebook/hopper_fp8.md, "Rows and products of a quantizing kernel").
 _SPLIT_FLOPS, _ORDINARY_FLOPS, _BYTES, _LAUNCHES = 210e3, 500e3, 3.4e3, 5000.0
 
 
