@@ -1,14 +1,13 @@
 """vLLM's sparse latent attention (DeepSeek-V3.2, GLM-5): each query attends to the rows that vLLM's indexer selected.
 
 vLLM projects, writes its caches, scores and selects keys, and turns positions into slots of the cache, once for all
-layers that share a selection where it can. A backend computes attention in the absorbed form over the listed slots: here
-the whole cache is one sequence, and the tokens of a step are its queries, whatever requests they belong to. Short
-prompts, whose keys are all selected, run on a prefill backend. Imported by vLLM alone.
+layers that share a selection where it can. A backend computes attention in the absorbed form over the listed slots.
+Short prompts, whose keys are all selected, run on a prefill backend. Imported by vLLM alone.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,19 +22,9 @@ from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, fl
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 
 from attngen.integrations.engines import layers as engines
-from attngen.integrations.shared import catalogue
+from attngen.integrations.engines.listed_rows import COLUMNS, RANK, CacheRows, attend_to_listed, cache_rows
 from attngen.integrations.vllm.backend import configured_mask
 from attngen.integrations.vllm.plugin import SPARSE_MLA_NAME, SPARSE_RELEASES
-from attngen.runtime.operations.attention.entry import attention
-
-#: Each query sees the first ``topk_length`` rows of its list.
-_LISTED = catalogue.variant("listed_keys")
-
-#: Columns of a latent row, which are its value; rotary ones follow in most models.
-_RANK = 512
-
-#: Columns of queries that kernels exist for, with and without rotary ones.
-_COLUMNS = (576, 512)
 
 #: vLLM's name of caches of 656 bytes a token: latents in e4m3 with four scales, and rotary columns in bf16. Models
 #: without rotary columns have zeros there.
@@ -72,7 +61,7 @@ class AttngenSparseMLABackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return list(_COLUMNS)
+        return list(COLUMNS)
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -145,18 +134,18 @@ class AttngenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
             attn_type, kv_sharing_target_layer_name, **latent,
         )  # fmt: skip
         self.supports_quant_query_input = False
-        self._packed = kv_cache_dtype == _PACKED
-        self._columns = _COLUMNS[0] if self._packed else head_size
+        self._columns = COLUMNS[0] if kv_cache_dtype == _PACKED else head_size
         if self._columns > head_size:
             # vLLM gathers the context of such prompts into rows of head_size columns, which are too narrow.
             self.supports_dense_mha_prefill = False
-        self._rows: _Rows | None = None
+        #: A cache and its rows; it is the same tensor in each step.
+        self._rows: tuple[Tensor, CacheRows] | None = None
         given = {"ALiBi": alibi_slopes, "sliding windows": sliding_window, "soft-capping": logits_soft_cap}
         reasons = [name for name, value in given.items() if value]
         if attn_type != AttentionType.DECODER:
             reasons.append(f"attention of type {attn_type}")
-        if self.kv_lora_rank != _RANK:
-            reasons.append(f"a rank of {self.kv_lora_rank}, only of {_RANK},")
+        if self.kv_lora_rank != RANK:
+            reasons.append(f"a rank of {self.kv_lora_rank}, only of {RANK},")
         config = get_current_vllm_config_or_none()
         if config is not None and configured_mask(config) is not None:
             reasons.append("a user's mask")
@@ -170,23 +159,13 @@ class AttngenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         """Attention of (tokens, heads, columns) to the first ``valid_counts`` (tokens,) of ``topk_indices`` (tokens,
         topk), which are rows of the cache; and the log-sum-exp (tokens, heads) if ranks share the keys."""
         del layer, is_decode
-        rows = self._rows
-        if rows is None or rows.cache is not kv_cache:
-            rows = self._rows = self._rows_of(kv_cache, block_size)
-        queries = self._joined(q)
-        with_lse = bool(self.need_to_return_lse_for_decode)
-        result = attention(
-            queries.unsqueeze(0), rows.keys, rows.values, variant=_LISTED, softmax_scale=self.scale,
-            return_lse=with_lse, indices=topk_indices.unsqueeze(0), topk_length=valid_counts.unsqueeze(0),
+        known = self._rows
+        if known is None or known[0] is not kv_cache:
+            known = self._rows = kv_cache, cache_rows(flat_kv_row_view(kv_cache, block_size)[0])
+        return attend_to_listed(
+            self._joined(q), known[1], topk_indices, valid_counts, self.scale,
+            return_lse=bool(self.need_to_return_lse_for_decode),
         )  # fmt: skip
-        out, lse = result if isinstance(result, tuple) else (result, None)
-        return out[0], None if lse is None else lse[0].transpose(0, 1)
-
-    def _rows_of(self, cache: Tensor, block_size: int) -> _Rows:
-        """All rows of a cache as one sequence with one KV head; rows of other layers may lie between its blocks."""
-        rows, _ = flat_kv_row_view(cache, block_size)
-        keys = rows[None, :, None]
-        return _Rows(cache, keys, keys if self._packed else keys[..., :_RANK])
 
     def _joined(self, q: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Queries as wide as rows: latent columns, rotary ones, and zeros where the model has no rotary ones."""
@@ -195,11 +174,3 @@ class AttngenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         if width < self._columns:
             parts.append(parts[0].new_zeros(*parts[0].shape[:-1], self._columns - width))
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-class _Rows(NamedTuple):
-    """A cache, and its rows as keys and values of one sequence."""
-
-    cache: Tensor
-    keys: Tensor
-    values: Tensor

@@ -107,9 +107,9 @@ def on_the_cpu() -> Iterator[None]:
         mock.patch.object(sparse_mla_attention, "triton_convert_req_index_to_global_index", cases.convert),
         mock.patch.object(index_group, "triton_convert_req_index_to_global_index", cases.convert),
         mock.patch.object(metadata_operators, "compute_token_to_req_indices", cases.requests_of_tokens),
-        mock.patch.object(index_group, "_create_side_stream", lambda device: mock.MagicMock()),
-        mock.patch.object(index_group, "_create_event", mock.MagicMock),
-        mock.patch.object(index_group, "current_stream", mock.MagicMock),
+        mock.patch.object(index_group, "_create_side_stream"),
+        mock.patch.object(index_group, "_create_event"),
+        mock.patch.object(index_group, "current_stream"),
         mock.patch.object(sparse_mla_attention, "PIN_MEMORY", False),
     ):
         yield
@@ -146,7 +146,7 @@ def layer_and_builder(config: Any, made: Any, kv_cache_dtype: str, layers: int =
     groups = index_group.SparseMLAIndexGroupBuilder(rows)
     impls = []
     with set_current_vllm_config(config), mock.patch.object(
-        sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1
+        sparse_mla_attention, "get_tensor_model_parallel_world_size", return_value=1
     ):  # fmt: skip
         for number in range(layers):
             impls.append(backend().get_impl_cls()(
@@ -154,9 +154,7 @@ def layer_and_builder(config: Any, made: Any, kv_cache_dtype: str, layers: int =
                 indexer=SimpleNamespace(topk_indices_buffer=rows) if number == 0 else None, topk_indices_buffer=rows,
                 index_group_builder=groups,
             ))  # fmt: skip
-        config.compilation_config.static_forward_context["layer"] = SimpleNamespace(
-            prefill_backend=None, impl=impls[0]
-        )
+        config.compilation_config.static_forward_context["layer"] = SimpleNamespace(prefill_backend=None, impl=impls[0])
         spec = MLAAttentionSpec(
             block_size=BLOCK, num_kv_heads=1, head_size=columns, dtype=torch.float32, cache_dtype_str=kv_cache_dtype
         )
