@@ -41,12 +41,12 @@ class SparseBatch:
 
     @property
     def starts(self) -> Tensor:
-        """Start of each request's queries (requests + 1,) int32, with those of padding."""
+        """Start of each request's queries (requests + 1,) int32 on the host, with those of padding."""
         return torch.tensor([0, *accumulate([*self.queries, *[0] * self.padded])], dtype=torch.int32)
 
     @property
     def used(self) -> Tensor:
-        """Keys of each request (requests,) int32, 0 for padding."""
+        """Keys of each request (requests,) int32 on the host, 0 for padding."""
         return torch.tensor([*self.lengths, *[0] * self.padded], dtype=torch.int32)
 
     @property
@@ -54,11 +54,16 @@ class SparseBatch:
         """The cache as the engine has it."""
         return self.cache if self.bytes_of_rows is None else self.bytes_of_rows
 
+    def to(self, device: str) -> SparseBatch:
+        """The batch on a device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
+
     def requests_of_tokens(self) -> Tensor:
         """Request of each token (tokens,) int32; 0 for tokens without one."""
         counts = torch.tensor([*self.queries])
         own = torch.repeat_interleave(torch.arange(len(self.queries)), counts)
-        return torch.cat([own, torch.zeros(self.extra_tokens, dtype=torch.int64)]).int()
+        return torch.cat([own, torch.zeros(self.extra_tokens, dtype=torch.int64)]).int().to(self.q.device)
 
     def slots(self) -> Tensor:
         """Rows of the flat cache that each query lists, in the places of ``topk``; -1 stays."""
@@ -76,10 +81,10 @@ class SparseBatch:
 
     def expected(self, scale: float) -> tuple[Tensor, Tensor]:
         """Outputs (tokens, heads, 512) and log-sum-exps (tokens, heads) in float64, by the definition."""
-        rows, slots = self.cache.flatten(0, -2).double(), self.slots()
+        rows, slots = self.cache.flatten(0, -2).cpu().double(), self.slots().cpu()
         outs = torch.zeros(*self.q.shape[:2], RANK, dtype=torch.float64)
         sums = torch.full(self.q.shape[:2], -torch.inf, dtype=torch.float64)
-        for token, (query, listed) in enumerate(zip(self.q.double(), slots, strict=True)):
+        for token, (query, listed) in enumerate(zip(self.q.cpu().double(), slots, strict=True)):
             keys = rows[listed[listed >= 0].long()]
             if len(keys):
                 logits = query @ keys.T * scale

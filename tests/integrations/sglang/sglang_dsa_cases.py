@@ -70,10 +70,10 @@ def runner(pool: Any, slots: Tensor, **changed: Any) -> Any:
 def step(mode: Any, made: SparseBatch) -> Any:
     """A step of SGLang over a batch. Lengths leave out drafts, which ``TARGET_VERIFY`` adds."""
     added = made.queries[0] if mode.is_target_verify() else 0
-    known = torch.tensor(made.lengths) - added
+    known = (torch.tensor(made.lengths) - added).to(made.q.device)
     earlier = [length - count for count, length in zip(made.queries, made.lengths, strict=True)]
     return SimpleNamespace(
-        forward_mode=mode, batch_size=len(made.queries), seq_lens=known, seq_lens_cpu=known,
+        forward_mode=mode, batch_size=len(made.queries), seq_lens=known, seq_lens_cpu=known.cpu(),
         seq_lens_sum=int(known.sum()), req_pool_indices=torch.arange(len(made.queries)),
         extend_seq_lens=torch.tensor(made.queries, dtype=torch.int32), extend_seq_lens_cpu=list(made.queries),
         extend_prefix_lens=torch.tensor(earlier, dtype=torch.int32), extend_prefix_lens_cpu=earlier,
@@ -85,7 +85,8 @@ def step(mode: Any, made: SparseBatch) -> Any:
 def slots_of_requests(made: SparseBatch) -> Tensor:
     """Slots of the tokens of each request, as SGLang's pool of requests lists them."""
     rows = made.cache.shape[1]
-    return (made.table.long()[:, :, None] * rows + torch.arange(rows)).flatten(1).int()
+    place = torch.arange(rows, device=made.table.device)
+    return (made.table.long()[:, :, None] * rows + place).flatten(1).int()
 
 
 def batch(name: str, *, packed: bool = False, heads: int = 3) -> SparseBatch:
@@ -115,7 +116,7 @@ def check(backend: Any, mode: Any, made: SparseBatch, *, sinks: Tensor | None = 
     wanted, sums = made.expected(SCALE)
     if sinks is not None:
         wanted = wanted * torch.sigmoid(sums - sinks.double())[..., None]
-    torch.testing.assert_close(out.view(tokens, heads, RANK).double(), wanted, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(out.view(tokens, heads, RANK).cpu().double(), wanted, atol=0.02, rtol=0.02)
 
 
 def check_short_prompts(backend: Any, mode: Any) -> None:

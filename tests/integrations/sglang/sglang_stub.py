@@ -139,7 +139,7 @@ class DeepseekSparseAttnBackend(AttentionBackend):
         lengths = zip(counts, (batch.seq_lens + added).tolist(), strict=True)
         of_tokens = [place + 1 for count, length in lengths for place in range(length - count, length)]
         self.forward_metadata = SimpleNamespace(
-            dsa_cache_seqlens_int32=torch.tensor(of_tokens, dtype=torch.int32).clamp(max=24),
+            dsa_cache_seqlens_int32=torch.tensor(of_tokens, dtype=torch.int32).clamp(max=24).to(batch.seq_lens.device),
             flashmla_metadata=self._compute_flashmla_metadata(cache_seqlens=None, seq_len_q=1),  # type: ignore
         )
 

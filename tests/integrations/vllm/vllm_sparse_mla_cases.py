@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from tests.integrations.engines.sparse_batches import RANK, SparseBatch
 
 SCALE = 192**-0.5
+
+__all__ = ["SCALE", "buffer", "check", "common", "convert", "import_module", "requests_of_tokens"]
 
 
 def convert(
@@ -41,9 +44,10 @@ def requests_of_tokens(starts: Tensor, out: Tensor, mapped: int, tokens: int) ->
 
 def common(made: SparseBatch, make: Any) -> Any:
     """vLLM's metadata of a batch."""
-    starts, lengths = made.starts, made.used
+    starts, lengths, device = made.starts, made.used, made.q.device
     return make(
-        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=len(lengths),
+        query_start_loc=starts.to(device), query_start_loc_cpu=starts, seq_lens=lengths.to(device),
+        num_reqs=len(lengths),
         num_actual_tokens=len(made.q), max_query_len=max(made.queries), max_seq_len=max(made.lengths),
         block_table_tensor=made.table, slot_mapping=torch.zeros(len(made.q), dtype=torch.int64),
         seq_lens_cpu_upper_bound=lengths,
@@ -52,7 +56,7 @@ def common(made: SparseBatch, make: Any) -> Any:
 
 def buffer(made: SparseBatch) -> Tensor:
     """The indexer's buffer, which has more rows than a batch."""
-    rows = torch.full((len(made.topk) + 5, made.topk.shape[1]), 7, dtype=torch.int32)
+    rows = made.topk.new_full((len(made.topk) + 5, made.topk.shape[1]), 7)
     rows[: len(made.topk)] = made.topk
     return rows
 
@@ -66,7 +70,7 @@ def check(
         q = made.q.split([RANK, made.q.shape[-1] - RANK], dim=-1)
     cache = made.stored
     if gap:
-        spread = torch.full((cache.shape[0], cache.shape[1] + gap, cache.shape[2]), torch.nan).to(cache.dtype)
+        spread = torch.full((cache.shape[0], cache.shape[1] + gap, cache.shape[2]), torch.nan).to(cache)
         spread[:, : cache.shape[1]] = cache
         cache = spread[:, : cache.shape[1]]
     out, lse = impl.forward_mqa(q, cache, metadata, None)

@@ -209,7 +209,7 @@ class SparseMLACommonMetadataBuilder(AttentionMetadataBuilder):
         del common_prefix_len
         tokens = common.num_actual_tokens
         requests = _requests_of_tokens(
-            common.query_start_loc, torch.zeros(tokens, dtype=torch.int32), int(common.query_start_loc[-1]), tokens
+            common.query_start_loc, common.query_start_loc.new_zeros(tokens), int(common.query_start_loc[-1]), tokens
         )
         return self.metadata_cls(  # type: ignore[attr-defined]
             common.block_table_tensor, requests, common.query_start_loc, self.kv_cache_spec.block_size, tokens
@@ -251,8 +251,9 @@ def _flat_kv_row_view(cache: Tensor, block_size: int) -> tuple[Tensor, int]:
 
 
 def _requests_of_tokens(starts: Tensor, out: Tensor, mapped: int, tokens: int) -> Tensor:
-    own = torch.searchsorted(starts[1:].contiguous(), torch.arange(tokens, dtype=torch.int32), right=True)
-    out[:tokens] = torch.where(torch.arange(tokens) < mapped, own, 0).int()
+    place = torch.arange(tokens, dtype=torch.int32, device=starts.device)
+    own = torch.searchsorted(starts[1:].contiguous(), place, right=True)
+    out[:tokens] = torch.where(place < mapped, own, 0).int()
     return out[:tokens]
 
 
