@@ -105,7 +105,7 @@ def run_sglang(folder: str, backend: str, cache: str, graphs: bool) -> list[Any]
 
 
 def results_of(engine: str, *given: str) -> list[Any]:
-    """What a run of an engine returned, made in a process of its own."""
+    """Results of a run of an engine in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         command = [sys.executable, "-m", "tests.integrations.engines.sparse_runs", "--run", str(out), engine, *given]
@@ -115,7 +115,7 @@ def results_of(engine: str, *given: str) -> list[Any]:
 
 
 def differences(own: list[Any], ours: list[Any]) -> Iterator[float]:
-    """How much log-probabilities of each prompt differ, up to the first token that does."""
+    """Differences of log-probabilities of each prompt, up to the first token that differs."""
     for prompt, other in zip(own, ours, strict=True):
         assert len(prompt) == len(other) == TOKENS
         for (token, wanted), (made, given) in zip(prompt, other, strict=True):

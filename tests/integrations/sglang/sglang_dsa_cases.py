@@ -28,7 +28,7 @@ STEPS = {
 
 
 def settings(**changed: Any) -> dict[str, Any]:
-    """What SGLang's context says of an execution, its parallelism and its drafts: as the modules' functions."""
+    """Functions that say what SGLang's context does: of an execution, its parallelism and its drafts."""
     drafts, dcp = changed.pop("eagle_topk", 1), changed.pop("dcp", 1)
     execution = SimpleNamespace(
         deterministic=SimpleNamespace(enable_deterministic_inference=changed.pop("deterministic", False)),
