@@ -72,6 +72,14 @@ class SparseBatch:
         slots = blocks.gather(1, place // BLOCK) * BLOCK + place % BLOCK
         return torch.where(self.topk >= 0, slots, -1).int()
 
+    def slots_of_tokens(self) -> Tensor:
+        """Rows of the flat cache where the keys of the queries' own positions lie (tokens,)."""
+        own = []
+        for row, count, length in zip(self.table.long(), self.queries, self.lengths, strict=False):
+            place = torch.arange(length - count, length, device=row.device)
+            own.append(row[place // BLOCK] * BLOCK + place % BLOCK)
+        return torch.cat(own)
+
     def packed(self) -> SparseBatch:
         """The batch in bf16, over a cache of 656 bytes a token; ``cache`` keeps what that holds."""
         columns = self.cache.shape[-1]

@@ -28,9 +28,10 @@ from vllm.config import (
     VllmConfig,
     set_current_vllm_config,
 )
-from vllm.model_executor.layers.attention import sparse_mla_attention
+from vllm.model_executor.layers.attention import MLAAttention, sparse_mla_attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import index_group
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import metadata as metadata_operators
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -133,6 +134,64 @@ def config_of(model: Any) -> Any:
         ),
         device_config=DeviceConfig(device="cpu"), attention_config=AttentionConfig(backend=plugin.SPARSE_MLA_NAME),
     )  # fmt: skip
+
+
+class Expansion(torch.nn.Linear):
+    """The projection of latents to keys and values of each head, as vLLM's linear layers return results."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__(512, heads * 256, bias=False)
+        torch.nn.init.normal_(self.weight, std=512**-0.5)
+
+    def forward(self, latents: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(latents), None
+
+    def of_heads(self) -> torch.Tensor:
+        """Columns of keys, then of values, of each head: (512, heads, 256)."""
+        return self.weight.detach().T.unflatten(1, (-1, 256))
+
+
+@pytest.mark.skipif(not SERVED, reason="it is for other releases")
+def test_a_layer_runs_as_in_a_model(model: Any) -> None:
+    """vLLM's layer: decoding and drafts in the absorbed form, and a prompt, all of whose keys are selected, over keys
+    and values of each head; and the profiling run before any of it."""
+    made = sparse_batch((1, 3, 140), (33, 50, 140))
+    config, rows, project, heads = config_of(model), cases.buffer(made), Expansion(3), 3
+    with (
+        on_the_cpu(),
+        torch.no_grad(),
+        set_current_vllm_config(config),
+        mock.patch.object(sparse_mla_attention, "get_tensor_model_parallel_world_size", return_value=1),
+        mock.patch.dict(vars(config.model_config.hf_text_config), index_topk=256),
+    ):
+        layer = MLAAttention(
+            num_heads=heads, scale=cases.SCALE, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+            q_lora_rank=32, kv_lora_rank=512, kv_b_proj=project, cache_config=config.cache_config,
+            prefix="layers.0.attn", attn_backend=backend(), use_sparse=True,
+            indexer=SimpleNamespace(topk_indices_buffer=rows), topk_indices_buffer=rows,
+            prefill_backend_cls=MLAPrefillBackendEnum["ATTNGEN"].get_class(),
+        )  # fmt: skip
+        expand = project.of_heads()
+        layer.W_UK_T, layer.W_UV = expand[..., :128].permute(1, 2, 0), expand[..., 128:].transpose(0, 1)
+        spec = layer.get_kv_cache_spec(config)
+        builder = backend().get_builder_cls()(spec, ["layers.0.attn"], config, torch.device("cpu"))
+        built = builder.build(0, cases.common(made, CommonAttentionMetadata))
+        tokens, q = len(made.q), torch.randn(len(made.q), heads, 192)
+        own = made.slots_of_tokens()
+        new = made.cache.flatten(0, 1)[own]
+        given = (q, new[:, :512], new[:, None, 512:], made.cache)
+        assert not layer.forward_impl(*given, None, output=torch.ones(tokens, heads * 128)).any()
+        out = layer.forward_impl(*given, built, output=torch.empty(tokens, heads * 128))
+    assert (built.num_decodes, built.num_prefills, built.prefill.use_dense_mha) == (2, 1, True)
+    lists = [row[row >= 0] for row in made.slots().long()]
+    lists[4:] = [own[4 : 5 + place] for place in range(140)]
+    for token, listed in enumerate(lists):
+        keys = made.cache.flatten(0, 1)[listed].double()
+        of_heads = torch.einsum("kl,lhd->khd", keys[:, :512], expand.double())
+        logits = torch.einsum("hd,khd->hk", q[token, :, :128].double(), of_heads[..., :128])
+        logits = (logits + q[token, :, 128:].double() @ keys[:, 512:].T) * cases.SCALE
+        wanted = torch.einsum("hk,khd->hd", logits.softmax(-1), of_heads[..., 128:])
+        torch.testing.assert_close(out[token].view(heads, 128).double(), wanted, atol=1e-4, rtol=1e-4)
 
 
 def layer_and_builder(config: Any, made: Any, kv_cache_dtype: str, layers: int = 1) -> tuple[list[Any], Any]:
