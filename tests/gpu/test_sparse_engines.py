@@ -21,9 +21,13 @@ from tests.integrations.vllm import vllm_stub
 #: A prompt, a part of one, decoding and drafts; more keys than a query lists.
 QUERIES, LENGTHS, TOPK = (70, 40, 1, 3), (70, 700, 901, 333), 256
 
-#: Heads, columns, and whether rows have 656 bytes.
-FORMS = [(1, 576, False), (8, 576, False), (64, 576, False), (128, 576, False), (16, 512, False), (8, 576, True),
-         (128, 576, True), (16, 512, True)]  # fmt: skip
+#: Heads, columns, and vLLM's name of the cache.
+FORMS = [(1, 576, "auto"), (8, 576, "auto"), (64, 576, "auto"), (128, 576, "auto"), (16, 512, "auto"),
+         (8, 576, "fp8_ds_mla"), (128, 576, "fp8_ds_mla"), (16, 512, "fp8_ds_mla"), (16, 576, "fp8"),
+         (16, 512, "fp8")]  # fmt: skip
+
+#: Of caches in e4m3.
+K_SCALE = 0.02
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,14 +38,17 @@ def _built() -> None:
     registry.clear()
 
 
-def large(heads: int, columns: int, packed: bool, **more: Any) -> SparseBatch:
+def large(heads: int, columns: int, cache: str, **more: Any) -> SparseBatch:
     made = sparse_batch(QUERIES, LENGTHS, heads=heads, columns=columns, topk=TOPK, **more)
-    return made.packed() if packed else replace(made, q=made.q.bfloat16(), cache=made.cache.bfloat16())
+    if cache == "fp8":
+        return made.in_e4m3(K_SCALE)
+    return made.packed() if cache != "auto" else replace(made, q=made.q.bfloat16(), cache=made.cache.bfloat16())
 
 
-@pytest.mark.parametrize(("heads", "columns", "packed"), FORMS)
-def test_vllms_backend(heads: int, columns: int, packed: bool) -> None:
-    made = large(heads, columns, packed, padded=2, extra_tokens=3).to("cuda")
+@pytest.mark.parametrize(("heads", "columns", "cache"), FORMS)
+def test_vllms_backend(heads: int, columns: int, cache: str) -> None:
+    made = large(heads, columns, cache, padded=2, extra_tokens=3).to("cuda")
+    layer = SimpleNamespace(_k_scale=torch.tensor(K_SCALE, device="cuda"))
     modules = ("attngen.integrations.vllm.backend", "attngen.integrations.vllm.sparse_mla")
     with imported_with(vllm_stub, *modules, "tests.integrations.vllm.vllm_sparse_mla_cases") as cases:
         sparse_mla = cases.import_module(modules[1])
@@ -51,11 +58,11 @@ def test_vllms_backend(heads: int, columns: int, packed: bool) -> None:
         metadata = builder.build(0, cases.common(made, vllm_stub.CommonAttentionMetadata))
         for lse in (False, True, False):  # later layers, with caches of their own
             impl = sparse_mla.AttngenSparseMLAImpl(
-                heads, columns, cases.SCALE, 1, None, None, "fp8_ds_mla" if packed else "auto", None, "decoder", None,
-                kv_lora_rank=512, topk_indices_buffer=cases.buffer(made),
+                heads, columns, cases.SCALE, 1, None, None, cache, None, "decoder", None, kv_lora_rank=512,
+                topk_indices_buffer=cases.buffer(made),
             )  # fmt: skip
             impl.need_to_return_lse_for_decode = lse
-            cases.check(made, impl, metadata, tolerance=0.02)
+            cases.check(made, impl, metadata, tolerance=0.02, layer=layer)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -75,7 +82,7 @@ def test_sglangs_backend(mode: str, packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_graph_serves_other_lists(packed: bool) -> None:
     """Captured with empty lists; replayed with those of requests, of which one is padding."""
-    made = large(8, 576, packed, holes=False, extra_tokens=2).to("cuda")
+    made = large(8, 576, "fp8_ds_mla" if packed else "auto", holes=False, extra_tokens=2).to("cuda")
     slots, counts = made.slots(), (made.topk >= 0).sum(-1).int()
     rows, given = cache_rows(made.stored.flatten(0, 1)), (torch.full_like(slots, -1), torch.zeros_like(counts))
     for _ in range(2):

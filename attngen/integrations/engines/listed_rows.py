@@ -38,16 +38,16 @@ class CacheRows(NamedTuple):
 
 
 def cache_rows(rows: Tensor) -> CacheRows:
-    """Rows (rows, 576 or 512) in 16 bits, or (rows, 656) of bytes in any dtype of 8 bits, which may lie apart. Raises
+    """Rows (rows, 576 or 512) in 16 bits or float8_e4m3fn, or (rows, 656) of bytes in any dtype of 8 bits. Raises
     CallError for others."""
     width = rows.shape[-1]
     if rows.element_size() == 1 and width == PACKED_BYTES:
         keys = rows.view(torch.uint8)[None, :, None]
         return CacheRows(keys, keys, COLUMNS[0])
-    if rows.element_size() == 1 or width not in COLUMNS:
+    if (rows.element_size() == 1 and rows.dtype != torch.float8_e4m3fn) or width not in COLUMNS:
         raise CallError(
-            f"rows of a latent cache have {COLUMNS[0]} or {COLUMNS[1]} columns of 16 bits, or {PACKED_BYTES} bytes, "
-            f"got {width} of {rows.dtype}"
+            f"rows of a latent cache have {COLUMNS[0]} or {COLUMNS[1]} columns of 16 bits or of e4m3, or "
+            f"{PACKED_BYTES} bytes, got {width} of {rows.dtype}"
         )
     keys = rows[None, :, None]
     return CacheRows(keys, keys[..., :RANK], width)
@@ -55,11 +55,11 @@ def cache_rows(rows: Tensor) -> CacheRows:
 
 def attend_to_listed(
     queries: Tensor, rows: CacheRows, slots: Tensor, counts: Tensor, softmax_scale: float, *,
-    sinks: Tensor | None = None, return_lse: bool = False,
+    sinks: Tensor | None = None, k_descale: Tensor | None = None, return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention of ``queries`` (tokens, heads, columns) to the rows that ``slots`` (tokens, topk) int32 lists, of which
     the first ``counts`` (tokens,) int32 count. Others than rows of the cache, such as -1, are ignored. ``sinks``
-    (heads,) float32 are logits that join the softmax.
+    (heads,) float32 are logits that join the softmax; ``k_descale`` () float32 is the scale of rows in e4m3.
 
     Returns the output (tokens, heads, 512), and with ``return_lse`` the natural log-sum-exp (tokens, heads), which
     leaves sinks out; 0 and -inf for a token without a row. It does not wait for the GPU, and may be captured in a
@@ -71,7 +71,7 @@ def attend_to_listed(
         own["sinks"], variant = sinks, _LISTED_SINK
     result = attention(
         queries[None], rows.keys, rows.values, variant=variant, softmax_scale=softmax_scale, return_lse=return_lse,
-        **own,
+        k_descale=k_descale, **own,
     )  # fmt: skip
     out, lse = result if isinstance(result, tuple) else (result, None)
     return out[0], None if lse is None else lse[0].transpose(0, 1)

@@ -30,12 +30,15 @@ from attngen.integrations.vllm.plugin import SPARSE_MLA_NAME, SPARSE_RELEASES
 #: without rotary columns have zeros there.
 _PACKED = "fp8_ds_mla"
 
+#: Its names of caches in e4m3, with one scale for each layer.
+_FP8 = ("fp8", "fp8_e4m3")
+
 
 class AttngenSparseMLABackend(AttentionBackend):
     """Properties that vLLM reads before it builds a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _PACKED]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _PACKED, *_FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -82,15 +85,14 @@ class AttngenSparseMLABackend(AttentionBackend):
         given = {**dict(zip(("head_size", "dtype", "kv_cache_dtype"), args, strict=False)), **options}
         cache, capability = given.get("kv_cache_dtype"), given.get("device_capability")
         words = {
-            "kv_cache_dtype not supported": f"a cache in {cache}; take --kv-cache-dtype {_PACKED}, of 656 bytes a "
-            "token, or auto, in 16 bits",
+            "kv_cache_dtype not supported": f"a cache in {cache}; there are {', '.join(cls.supported_kv_cache_dtypes)}",
             "batch invariance not supported": "batch invariance: how many blocks share a list depends on the batch",
             "compute capability not supported": capability
             and engines.card_reason(capability.major, capability.minor, "latent attention"),
         }
         reasons = [words.get(reason) or reason for reason in reasons]
-        if cache == _PACKED and given["dtype"] != torch.bfloat16:
-            reasons.append(f"a cache in {_PACKED} beside queries of {given['dtype']}; kernels take torch.bfloat16")
+        if cache in (_PACKED, *_FP8) and given["dtype"] != torch.bfloat16:
+            reasons.append(f"a cache in {cache} beside queries of {given['dtype']}; kernels take torch.bfloat16")
         if not hasattr(SparseMLACommonImpl, "_forward_mqa_kernel"):
             reasons.append(f"this release of vLLM; {SPARSE_MLA_NAME} is for {', '.join(SPARSE_RELEASES)}")
         return reasons
@@ -134,6 +136,7 @@ class AttngenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
             attn_type, kv_sharing_target_layer_name, **latent,
         )  # fmt: skip
         self.supports_quant_query_input = False
+        self._fp8 = kv_cache_dtype in _FP8
         self._columns = COLUMNS[0] if kv_cache_dtype == _PACKED else head_size
         if self._columns > head_size:
             # vLLM gathers the context of such prompts into rows of head_size columns, which are too narrow.
@@ -158,12 +161,13 @@ class AttngenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Attention of (tokens, heads, columns) to the first ``valid_counts`` (tokens,) of ``topk_indices`` (tokens,
         topk), which are rows of the cache; and the log-sum-exp (tokens, heads) if ranks share the keys."""
-        del layer, is_decode
+        del is_decode
         known = self._rows
         if known is None or known[0] is not kv_cache:
             known = self._rows = kv_cache, cache_rows(flat_kv_row_view(kv_cache, block_size)[0])
         return attend_to_listed(
             self._joined(q), known[1], topk_indices, valid_counts, self.scale,
+            k_descale=layer._k_scale.reshape(()) if self._fp8 else None,
             return_lse=bool(self.need_to_return_lse_for_decode),
         )  # fmt: skip
 

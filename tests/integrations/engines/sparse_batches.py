@@ -87,6 +87,11 @@ class SparseBatch:
         packed, held = packed_rows(rows)
         return replace(self, q=self.q.bfloat16(), cache=held[..., :columns], bytes_of_rows=packed)
 
+    def in_e4m3(self, scale: float) -> SparseBatch:
+        """The batch in bf16, over a cache in e4m3; ``cache`` keeps what that holds."""
+        eight = (self.cache / scale).to(torch.float8_e4m3fn)
+        return replace(self, q=self.q.bfloat16(), cache=eight.float() * scale, bytes_of_rows=eight)
+
     def expected(self, scale: float) -> tuple[Tensor, Tensor]:
         """Outputs (tokens, heads, 512) and log-sum-exps (tokens, heads) in float64, by the definition."""
         rows, slots = self.cache.flatten(0, -2).cpu().double(), self.slots().cpu()

@@ -31,13 +31,15 @@ def call(made: SparseBatch, **more: Any) -> tuple[Tensor, Tensor | None]:
     return attend_to_listed(made.q, cache_rows(made.stored.flatten(0, 1)), slots, counts, 0.1, **more)
 
 
-@pytest.mark.parametrize("form", ["576", "512", "656 bytes"])
+@pytest.mark.parametrize("form", ["576", "512", "656 bytes", "576 in e4m3", "512 in e4m3"])
 def test_results(form: str) -> None:
-    made = sparse_batch(columns=512 if form == "512" else 576, holes=False, extra_tokens=2)
-    made = made.packed() if form == "656 bytes" else made
-    out, lse = call(made, return_lse=True)
+    made = sparse_batch(columns=512 if form.startswith("512") else 576, holes=False, extra_tokens=2)
+    made, more = made.packed() if form == "656 bytes" else made, {}
+    if "e4m3" in form:
+        made, more = made.in_e4m3(0.02), {"k_descale": torch.tensor(0.02)}
+    out, lse = call(made, return_lse=True, **more)
     made.check(out, lse, 0.1, tolerance=0.02 if made.bytes_of_rows is not None else 1e-5)
-    assert call(made)[1] is None
+    assert call(made, **more)[1] is None
 
 
 def test_entries_beyond_the_counts_and_foreign_slots_are_ignored() -> None:
@@ -54,10 +56,12 @@ def test_entries_beyond_the_counts_and_foreign_slots_are_ignored() -> None:
 
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    [(320, torch.bfloat16), (584, torch.uint8), (576, torch.float8_e4m3fn), (656, torch.bfloat16)],
+    [(320, torch.bfloat16), (584, torch.uint8), (576, torch.float8_e5m2), (656, torch.bfloat16)],
 )
 def test_other_rows_are_refused(width: int, dtype: torch.dtype) -> None:
-    with pytest.raises(CallError, match=f"576 or 512 columns of 16 bits, or 656 bytes, got {width} of {dtype}"):
+    with pytest.raises(
+        CallError, match=f"576 or 512 columns of 16 bits or of e4m3, or 656 bytes, got {width} of {dtype}"
+    ):
         cache_rows(torch.zeros(4, width).to(dtype))
 
 

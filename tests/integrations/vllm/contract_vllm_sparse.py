@@ -82,12 +82,14 @@ def test_configurations() -> None:
         assert validate(**GIVEN) == [f"this release of vLLM; ATTNGEN_MLA_SPARSE is for {plugin.SPARSE_RELEASES[0]}"]
         return
     for allowed in (
-        {}, {"head_size": 512}, {"dtype": torch.float16}, {"kv_cache_dtype": "fp8_ds_mla"}, {"use_dcp": True},
+        {}, {"head_size": 512}, {"dtype": torch.float16}, {"kv_cache_dtype": "fp8_ds_mla"},
+        {"kv_cache_dtype": "fp8"}, {"use_dcp": True},
         {"use_kv_connector": True},
     ):  # fmt: skip
         assert validate(**{**GIVEN, **allowed}) == []
     for changed in (
-        {"head_size": 320}, {"kv_cache_dtype": "fp8"}, {"use_mla": False}, {"use_sparse": False}, {"block_size": 8},
+        {"head_size": 320}, {"kv_cache_dtype": "fp8_e5m2"}, {"kv_cache_dtype": "fp8", "dtype": torch.float16},
+        {"use_mla": False}, {"use_sparse": False}, {"block_size": 8},
         {"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16}, {"use_batch_invariant": True}, {"has_sink": True},
         {"device_capability": SimpleNamespace(major=8, minor=0)}, {"use_pcp": True},
     ):  # fmt: skip
@@ -223,17 +225,19 @@ def layer_and_builder(config: Any, made: Any, kv_cache_dtype: str, layers: int =
 
 
 @pytest.mark.skipif(not SERVED, reason="it is for other releases")
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla", "fp8"])
 @pytest.mark.parametrize("columns", [576, 512])
-def test_a_mixed_batch(model: Any, columns: int, packed: bool) -> None:
+def test_a_mixed_batch(model: Any, columns: int, cache: str) -> None:
     made = sparse_batch(columns=columns, padded=2, extra_tokens=3)
-    made = made.packed() if packed else made
+    forms = {"auto": lambda: made, "fp8_ds_mla": made.packed, "fp8": lambda: made.in_e4m3(0.02)}
+    made, of_layer = forms[cache](), SimpleNamespace(_k_scale=torch.tensor(0.02))
+    tolerance = 1e-5 if cache == "auto" else 0.02
     with on_the_cpu():
-        (layer,), builder = layer_and_builder(config_of(model), made, "fp8_ds_mla" if packed else "auto")
+        (layer,), builder = layer_and_builder(config_of(model), made, cache)
         built = builder.build(0, cases.common(made, CommonAttentionMetadata))
-        cases.check(made, layer, built, tolerance=0.02 if packed else 1e-5)
-        cases.check(made, layer, built, gap=32, tolerance=0.02 if packed else 1e-5)
-    assert layer.supports_dense_mha_prefill == (columns == 576 or not packed)
+        cases.check(made, layer, built, tolerance=tolerance, layer=of_layer)
+        cases.check(made, layer, built, gap=32, tolerance=tolerance, layer=of_layer)
+    assert layer.supports_dense_mha_prefill == (columns == 576 or cache != "fp8_ds_mla")
 
 
 @pytest.mark.skipif(not SERVED, reason="it is for other releases")

@@ -64,6 +64,14 @@ def test_a_cache_in_8_bits(mla: Any, columns: int) -> None:
     assert layer.supports_dense_mha_prefill == (columns == 576)
 
 
+@pytest.mark.parametrize("columns", [576, 512])
+def test_a_cache_in_e4m3(mla: Any, columns: int) -> None:
+    made = sparse_batch(columns=columns, extra_tokens=1).in_e4m3(0.02)
+    layer = SimpleNamespace(_k_scale=torch.tensor([0.02]))
+    one = impl(mla, made, kv_cache_dtype="fp8")
+    cases.check(made, one, metadata(mla, made), tolerance=0.02, layer=layer)
+
+
 def test_rows_of_other_layers_between_blocks(mla: Any) -> None:
     made = sparse_batch()
     cases.check(made, impl(mla, made), metadata(mla, made), gap=48)
@@ -131,11 +139,12 @@ def test_what_vllm_asks(mla: Any) -> None:
 def test_configurations(mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     validate = mla.AttngenSparseMLABackend.validate_configuration
     given = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "use_mla": True, "use_sparse": True}
-    for allowed in ({}, {"head_size": 512}, {"dtype": torch.float16}, {"kv_cache_dtype": "fp8_ds_mla"}):
+    for allowed in ({}, {"head_size": 512}, {"dtype": torch.float16}, {"kv_cache_dtype": "fp8_ds_mla"},
+                    {"kv_cache_dtype": "fp8"}):  # fmt: skip
         assert validate(**{**given, **allowed}) == []
     refused = {
-        "a cache in fp8; take --kv-cache-dtype fp8_ds_mla, of 656 bytes a token, or auto, in 16 bits":
-            {"kv_cache_dtype": "fp8"},
+        "a cache in fp8_e5m2; there are auto, float16, bfloat16, fp8_ds_mla, fp8, fp8_e4m3":
+            {"kv_cache_dtype": "fp8_e5m2"},
         "a cache in fp8_ds_mla beside queries of torch.float16; kernels take torch.bfloat16":
             {"kv_cache_dtype": "fp8_ds_mla", "dtype": torch.float16},
         "batch invariance: how many blocks share a list depends on the batch": {"use_batch_invariant": True},

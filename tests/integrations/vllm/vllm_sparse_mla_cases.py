@@ -62,7 +62,14 @@ def buffer(made: SparseBatch) -> Tensor:
 
 
 def check(
-    made: SparseBatch, impl: Any, metadata: Any, *, in_two_parts: bool = True, gap: int = 0, tolerance: float = 1e-5
+    made: SparseBatch,
+    impl: Any,
+    metadata: Any,
+    *,
+    in_two_parts: bool = True,
+    gap: int = 0,
+    tolerance: float = 1e-5,
+    layer: Any = None,
 ) -> None:
     """Assert that a layer gives what the batch means. ``gap``: rows of other layers between the blocks of its cache."""
     q: Any = made.q
@@ -73,7 +80,7 @@ def check(
         spread = torch.full((cache.shape[0], cache.shape[1] + gap, cache.shape[2]), torch.nan).to(cache)
         spread[:, : cache.shape[1]] = cache
         cache = spread[:, : cache.shape[1]]
-    out, lse = impl.forward_mqa(q, cache, metadata, None)
+    out, lse = impl.forward_mqa(q, cache, metadata, layer)
     assert out.is_contiguous()
     assert (lse is not None) == impl.need_to_return_lse_for_decode
     made.check(out, lse, SCALE, tolerance=tolerance)
