@@ -53,6 +53,7 @@ NOT_OURS = {
     "vllm serve": "an engine",
     "python -m sglang.launch_server": "an engine",
     "python -m tests.integrations.engines.engine_contracts": "downloads the engines",
+    "python -m tests.integrations.engines.sparse_runs": "needs an engine and a GPU",
     "ATTNGEN_JIT=1 vllm serve": "an engine",
     "ATTNGEN_JIT=1 ATTNGEN_MASK=": "an engine",
     "PYTHONPATH=. ATTNGEN_": "an engine",

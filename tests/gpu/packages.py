@@ -51,6 +51,10 @@ def _engines(spec: KernelSpec, plan: Plan) -> bool:
     return plan.dtype_name == "bf16" and plan.head_dim_qk == wide
 
 
+def _engines_sparse(spec: KernelSpec, plan: Plan) -> bool:
+    return spec.variant.name == "listed_keys" and plan.dtype_name == "bf16"
+
+
 def _natten(spec: KernelSpec, plan: Plan) -> bool:
     wide = 128 if plan.variant.name in ("natten", "full") else 64
     return plan.dtype_name == "bf16" and plan.head_dim_qk in (64, wide)
@@ -76,6 +80,7 @@ CALLED: dict[str, Callable[[KernelSpec, Plan], bool]] = {
     "flash_attn": _flash_attn,
     "flash_attn_kvcache": _caches,
     "engines": _engines,
+    "engines_sparse": _engines_sparse,
     "natten": _natten,
     "transformers": lambda spec, plan: plan.dtype_name == "bf16" and plan.head_dim_qk == 64,
 }

@@ -75,7 +75,7 @@ FAMILIES = {
     "dropout and sinks": ("dropout", "sinks", "weights"),
     "integrations": (
         "integrations", "integration_gradients", "integration_more", "integration_dropout", "caches", "compiled",
-        "engines", "flash_attn_4", "flash_grids", "flex_attention", "flex_looks", "model_spec",
+        "engines", "sparse_engines", "flash_attn_4", "flash_grids", "flex_attention", "flex_looks", "model_spec",
         "models_first_call", "natten", "triangle", "trees", "block_sparse",
     ),
     "generated specs": ("fuzzed", "generated", "random_masks"),

@@ -1,7 +1,7 @@
 """The plugin of SGLang: ``--attention-backend attngen``.
 
 SGLang calls ``register`` through the entry point of ``sglang.srt.plugins`` in each of its processes. What derives from
-SGLang's classes is in ``backend``, and for latent attention in ``mla``, imported when a backend is made.
+SGLang's classes is in ``backend``, and for latent attention in ``mla`` and ``dsa``, imported when a backend is made.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ RELEASES = ("0.5.23",)
 NAME = "attngen"
 
 _BACKEND, _MLA = "attngen.integrations.sglang.backend", "attngen.integrations.sglang.mla"
+_DSA = "attngen.integrations.sglang.dsa"
 
 
 def register() -> None:
@@ -37,6 +38,10 @@ def register() -> None:
 
 def _make(runner: Any) -> Any:
     """The backend of a model runner."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    if is_deepseek_dsa(runner.model_config.hf_config):
+        return import_module(_DSA).AttngenDSABackend(runner)
     if runner.model_config.attention_arch.name == "MLA":
         return import_module(_MLA).AttngenMLABackend(runner)
     return import_module(_BACKEND).AttngenAttnBackend(runner)

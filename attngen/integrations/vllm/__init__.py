@@ -1,4 +1,5 @@
-"""The plugin of vLLM: ``--attention-backend ATTNGEN``, and ``ATTNGEN_MLA`` for models with latent attention.
+"""The plugin of vLLM: ``--attention-backend ATTNGEN``, and for models with latent attention ``ATTNGEN_MLA``, or
+``ATTNGEN_MLA_SPARSE`` where an indexer selects keys.
 
 Defined in ``attngen.integrations.vllm.plugin``.
 """
@@ -7,6 +8,8 @@ from attngen.integrations.vllm.plugin import (
     MLA_NAME,
     NAME,
     RELEASES,
+    SPARSE_MLA_NAME,
+    SPARSE_RELEASES,
     register,
 )
 
@@ -15,4 +18,6 @@ __all__ = [
     "RELEASES",
     "NAME",
     "MLA_NAME",
+    "SPARSE_MLA_NAME",
+    "SPARSE_RELEASES",
 ]

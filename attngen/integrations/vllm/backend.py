@@ -30,7 +30,7 @@ from vllm.v1.attention.ops import dcp
 
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.engines.layers import Layer, Mask, Step, VariantCall
-from attngen.integrations.vllm.plugin import MLA_NAME, NAME
+from attngen.integrations.vllm.plugin import MLA_NAME, NAME, SPARSE_MLA_NAME
 from attngen.runtime.operations.attention.entry import attention_paged, attention_varlen
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.operations.merge.call import merge
@@ -122,7 +122,7 @@ class AttngenBackend(AttentionBackend):
             "kv_cache_dtype not supported": f"a cache in {given.get('kv_cache_dtype')}; there are "
             f"{', '.join(cls.supported_kv_cache_dtypes)}",
             "MLA not supported": f"MLA: --attention-backend {MLA_NAME} serves it",
-            "sparse not supported": "sparse attention: no kernel of attngen takes a list of keys from vLLM",
+            "sparse not supported": f"sparse attention: --attention-backend {SPARSE_MLA_NAME} serves that of MLA",
             "compute capability not supported": card,
         }
         reasons = [words.get(reason) or reason for reason in reasons]

@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.engines.layers import Layer
 from attngen.integrations.vllm.backend import configured_mask
-from attngen.integrations.vllm.plugin import MLA_NAME, NAME
+from attngen.integrations.vllm.plugin import MLA_NAME, NAME, SPARSE_MLA_NAME
 from attngen.runtime.operations.attention.entry import attention_varlen
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedLayer
 
@@ -80,6 +80,8 @@ class AttngenMLABackend(MLACommonBackend):
         """vLLM's reasons against a configuration, and those of caches in 8 bits."""
         reasons: list[str] = super().validate_configuration(*args, **options)
         given = {**dict(zip(("head_size", "dtype", "kv_cache_dtype"), args, strict=False)), **options}
+        sparse = f"sparse attention: --attention-backend {SPARSE_MLA_NAME} serves it"
+        reasons = [sparse if reason == "sparse not supported" else reason for reason in reasons]
         if given.get("kv_cache_dtype") == _PACKED:
             if given["head_size"] != _LATENT[0]:
                 reasons.append(f"a cache in {_PACKED} with head size {given['head_size']}; it has {_LATENT[0]} columns")

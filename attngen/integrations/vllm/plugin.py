@@ -1,7 +1,8 @@
-"""The plugin of vLLM: ``--attention-backend ATTNGEN``, and ``ATTNGEN_MLA`` for models with latent attention.
+"""The plugin of vLLM: ``--attention-backend ATTNGEN``, and for models with latent attention ``ATTNGEN_MLA``, or
+``ATTNGEN_MLA_SPARSE`` where an indexer selects keys.
 
 vLLM calls ``register`` through the entry point of ``vllm.general_plugins`` in each of its processes. What derives from
-vLLM's classes is in ``backend`` and ``mla``, which vLLM imports when a backend is chosen.
+vLLM's classes is in ``backend``, ``mla`` and ``sparse_mla``, which vLLM imports when a backend is chosen.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ NAME = "ATTNGEN"
 #: Name of the backend for latent attention. Its prefill backend has the name of the other one.
 MLA_NAME = "ATTNGEN_MLA"
 
+#: Name of the backend for latent attention to selected keys.
+SPARSE_MLA_NAME = "ATTNGEN_MLA_SPARSE"
+
+#: Releases with the base class that it needs.
+SPARSE_RELEASES = ("0.33.0",)
+
 _BACKEND = "attngen.integrations.vllm.backend.AttngenBackend"
 
-
 _MLA = "attngen.integrations.vllm.mla.AttngenMLABackend"
+_SPARSE_MLA = "attngen.integrations.vllm.sparse_mla.AttngenSparseMLABackend"
 _MLA_PREFILL = "attngen.integrations.vllm.mla.AttngenMLAPrefill"
 
 
@@ -30,4 +37,5 @@ def register() -> None:
     members = AttentionBackendEnum.__members__
     register_backend(members.get(NAME, NAME), _BACKEND)
     register_backend(members.get(MLA_NAME, MLA_NAME), _MLA)
+    register_backend(members.get(SPARSE_MLA_NAME, SPARSE_MLA_NAME), _SPARSE_MLA)
     register_mla_prefill_backend(MLAPrefillBackendEnum.__members__.get(NAME, NAME), _MLA_PREFILL)

@@ -109,6 +109,65 @@ class MLAPool:
         self.rows[location.loc] = k
 
 
+class DSAPool:
+    """One layer's latent rows by slot, for sparse attention; rows of 656 bytes in e4m3."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.dsa_kv_cache_store_fp8 = rows.element_size() == 1
+        self.dtype = torch.float8_e4m3fn if self.dsa_kv_cache_store_fp8 else torch.bfloat16
+        self.kv_cache_dim = rows.shape[-1]
+        self.rows = rows.flatten(0, 1).unsqueeze(1)
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.rows.view(self.dtype) if self.dsa_kv_cache_store_fp8 else self.rows
+
+
+class DeepseekSparseAttnBackend(AttentionBackend):
+    """Metadata of sparse latent attention, and which form a step runs in: the lists are slots already."""
+
+    use_mha = False
+
+    def __init__(self, model_runner: Any) -> None:
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.dsa_kv_cache_store_fp8 = self.token_to_kv_pool.dsa_kv_cache_store_fp8
+        self.enable_auto_select_prefill_impl = True
+        self.dsa_prefill_impl, self.dsa_decode_impl = "flashmla_auto", "fa3"
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        added = 3 if batch.forward_mode.is_target_verify() else 0
+        counts = [1] * batch.batch_size if batch.forward_mode.is_decode_or_idle() else batch.extend_seq_lens_cpu
+        lengths = zip(counts, (batch.seq_lens + added).tolist(), strict=True)
+        of_tokens = [place + 1 for count, length in lengths for place in range(length - count, length)]
+        self.forward_metadata = SimpleNamespace(
+            dsa_cache_seqlens_int32=torch.tensor(of_tokens, dtype=torch.int32).clamp(max=24).to(batch.seq_lens.device),
+            flashmla_metadata=self._compute_flashmla_metadata(cache_seqlens=None, seq_len_q=1),  # type: ignore
+        )
+
+    def forward_extend(self, *given: Any, **more: Any) -> Any:
+        return self._forward(self.dsa_prefill_impl, *given, **more)
+
+    def forward_decode(self, *given: Any, **more: Any) -> Any:
+        return self._forward(self.dsa_decode_impl, *given, **more)
+
+    def _forward(
+        self, form: str, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True,
+        q_rope: Any = None, topk_indices: Any = None, attn_sink: Any = None,
+    ) -> Any:  # fmt: skip
+        if self.use_mha:
+            return self._forward_standard_mha(q, k, v, layer, batch, self.forward_metadata)  # type: ignore
+        heads = layer.tp_q_head_num
+        q_all = torch.cat([q.view(-1, heads, layer.v_head_dim), q_rope.view(len(q), heads, -1)], dim=-1)
+        given = {
+            "q_all": q_all, "kv_cache": self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+            "page_table_1": topk_indices, "sm_scale": layer.scaling, "v_head_dim": layer.v_head_dim,
+        }  # fmt: skip
+        if form == "flashmla_kv":
+            return self._forward_flashmla_kv(**given, layer=layer, metadata=self.forward_metadata)  # type: ignore
+        assert form == "flashmla_sparse"
+        lengths = self.forward_metadata.dsa_cache_seqlens_int32
+        return self._forward_flashmla_sparse(**given, topk_length=lengths, attn_sink=attn_sink)  # type: ignore
+
+
 class AttentionBackendRegistry:
     handlers: ClassVar[dict[str, Any]] = {}
 
@@ -154,9 +213,14 @@ def modules() -> dict[str, ModuleType]:
     backends: dict[str, Any] = {}
     contents: dict[str, dict[str, Any]] = {
         "sglang": {}, "sglang.srt": {}, "sglang.srt.configs": {},
-        "sglang.srt.configs.model_config": {"AttentionArch": AttentionArch},
+        "sglang.srt.configs.model_config": {
+            "AttentionArch": AttentionArch,
+            "get_dsa_index_kpool": lambda config: config.index_kpool,
+            "is_deepseek_dsa": lambda config: getattr(config, "index_topk", None) is not None,
+        },
         "sglang.srt.layers": {}, "sglang.srt.layers.attention": {},
         "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
+        "sglang.srt.layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": DeepseekSparseAttnBackend},
         "sglang.srt.layers.attention.attention_registry": {
             "ATTENTION_BACKENDS": backends,
             "register_attention_backend": lambda name: lambda make: backends.setdefault(name, make),
@@ -170,11 +234,13 @@ def modules() -> dict[str, ModuleType]:
         "sglang.srt.models.deepseek_common": {},
         "sglang.srt.models.deepseek_common.attention_backend_handler": {
             "AttentionBackendRegistry": AttentionBackendRegistry,
+            "handle_attention_dsa": lambda attn, batch: "sparse",
             "_dispatch_mla_subtype": lambda attn, batch: "absorbed",
             "_handle_attention_backend": lambda attn, batch, backend_name: f"as {backend_name}",
         },
+        "sglang.srt.models.deepseek_common.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ["dsa"]},
         "sglang.srt.mem_cache.swa_memory_pool": {"SWAKVPool": SWAKVPool},
-        "sglang.srt.runtime_context": {"get_exec": None, "get_spec": None},
+        "sglang.srt.runtime_context": {"get_exec": None, "get_parallel": None, "get_spec": None},
         "sglang.srt.arg_groups": {},
         "sglang.srt.arg_groups.choices": {
             "listed": listed, "chunked": chunked, "add_attention_backend_choices": listed.extend,

@@ -72,8 +72,11 @@ def test_a_mask_of_ones_own_is_refused(cases: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_which_backend_a_model_gets(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arch, name in (("MLA", "AttngenMLABackend"), ("MHA", "AttngenAttnBackend")):
+    for arch, topk, name in (
+        ("MLA", 2048, "AttngenDSABackend"), ("MLA", None, "AttngenMLABackend"), ("MHA", None, "AttngenAttnBackend")
+    ):  # fmt: skip
         module = SimpleNamespace(**{name: lambda runner, name=name: name})
         monkeypatch.setattr(plugin, "import_module", lambda path, module=module: module)
-        runner = SimpleNamespace(model_config=SimpleNamespace(attention_arch=sglang_stub.AttentionArch[arch]))
-        assert plugin._make(runner) == name
+        config = SimpleNamespace(attention_arch=sglang_stub.AttentionArch[arch], hf_config=SimpleNamespace())
+        config.hf_config.index_topk = topk
+        assert plugin._make(SimpleNamespace(model_config=config)) == name

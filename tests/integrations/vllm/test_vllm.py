@@ -257,7 +257,8 @@ def test_registering_twice_is_the_same_as_once(cases: Any, monkeypatch: pytest.M
     vllm.register()
     assert paths == once
     assert {enum: set(known) for enum, known in members.items()} == {
-        "AttentionBackendEnum": {"ATTNGEN", "ATTNGEN_MLA"}, "MLAPrefillBackendEnum": {"ATTNGEN"}
+        "AttentionBackendEnum": {"ATTNGEN", "ATTNGEN_MLA", "ATTNGEN_MLA_SPARSE"},
+        "MLAPrefillBackendEnum": {"ATTNGEN"}
     }  # fmt: skip
     for (_, name), path in paths.items():
         module, _, of = path.rpartition(".")

@@ -26,6 +26,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, offset: int | None) -> tuple[Tensor,
     return torch.einsum("hqk,khd->qhd", s.softmax(-1), v.double()), s.logsumexp(-1).T
 
 
+def packed_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Latent rows (..., 576) as bytes (..., 656), and what these hold. Rows with NaN become bytes that nothing may
+    read."""
+    rows = rows.bfloat16()
+    free = rows.isnan().any(-1)
+    groups = rows[..., :RANK].float().nan_to_num().unflatten(-1, (4, 128))
+    scales = (groups.abs().amax(-1) / 448).clamp(min=1e-12)
+    latents = (groups / scales[..., None]).to(torch.float8_e4m3fn)
+    stored = (latents.flatten(-2), scales.float(), rows[..., RANK:].nan_to_num().contiguous())
+    packed = torch.cat([part.view(torch.uint8) for part in stored], dim=-1)
+    packed[free] = 0x7F  # NaN of e4m3 and huge scales
+    held = torch.cat([(latents.float() * scales[..., None]).flatten(-2), rows[..., RANK:].float()], dim=-1)
+    return packed, held
+
+
 @dataclass
 class Decode:
     """Requests with few queries over a cache of latent rows (blocks, block size, columns)."""
@@ -52,15 +67,7 @@ class Decode:
 
     def packed(self) -> Decode:
         """The batch in bf16, over a cache of 656 bytes a token; ``cache`` keeps what that holds."""
-        rows = self.cache.bfloat16()
-        free = rows.isnan().any(-1)
-        groups = rows[..., :RANK].float().nan_to_num().unflatten(-1, (4, 128))
-        scales = (groups.abs().amax(-1) / 448).clamp(min=1e-12)
-        latents = (groups / scales[..., None]).to(torch.float8_e4m3fn)
-        stored = (latents.flatten(-2), scales.float(), rows[..., RANK:].nan_to_num().contiguous())
-        packed = torch.cat([part.view(torch.uint8) for part in stored], dim=-1)
-        packed[free] = 0x7F  # NaN of e4m3 and huge scales, which nothing may read
-        held = torch.cat([(latents.float() * scales[..., None]).flatten(-2), rows[..., RANK:].float()], dim=-1)
+        packed, held = packed_rows(self.cache)
         return replace(self, q=self.q.bfloat16(), cache=held, bytes_of_rows=packed)
 
     def on_gpu(self) -> Decode:

@@ -41,14 +41,28 @@ class MultipleOf:
 
 class AttentionBackend:
     @classmethod
+    def is_sparse(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in cls.get_supported_head_sizes()  # type: ignore[attr-defined]
+
+    @classmethod
     def validate_configuration(cls, head_size: int, dtype: torch.dtype, **options: Any) -> list[str]:
         reasons = []
         if not cls.supports_head_size(head_size):  # type: ignore[attr-defined]
             reasons.append("head_size not supported")
         if dtype not in cls.supported_dtypes:  # type: ignore[attr-defined]
             reasons.append("dtype not supported")
-        if options.get("use_mla"):
+        if options.get("use_mla") and not hasattr(cls, "is_mla"):
             reasons.append("MLA not supported")
+        if options.get("use_sparse") and not cls.is_sparse():
+            reasons.append("sparse not supported")
+        if options.get("use_batch_invariant") and not hasattr(cls, "supports_batch_invariance"):
+            reasons.append("batch invariance not supported")
+        if options.get("kv_cache_dtype", "auto") not in cls.supported_kv_cache_dtypes:  # type: ignore[attr-defined]
+            reasons.append("kv_cache_dtype not supported")
         capability = options.get("device_capability")
         if not cls.supports_compute_capability(capability):  # type: ignore[attr-defined]
             reasons.append("compute capability not supported")
@@ -113,8 +127,8 @@ class QueryLenSupport(Enum):
 
 class MLACommonBackend(AttentionBackend):
     @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size in cls.get_supported_head_sizes()  # type: ignore[attr-defined]
+    def is_mla(cls) -> bool:
+        return True
 
 
 @dataclass
@@ -163,6 +177,86 @@ class MLACommonImpl(AttentionImpl):
         self.num_heads, self.head_size, self.scale, self.kv_lora_rank = num_heads, head_size, scale, kv_lora_rank
 
 
+def _convert(metadata: SparseMLACommonMetadata, cache: Tensor, topk: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions as rows of the cache, and how many of them count: vLLM's operator, in torch."""
+    size, stride = metadata.block_size, cache.stride(0) // cache.shape[-1]
+    slots, counts = torch.full_like(topk, -1), (topk >= 0).sum(-1).int()
+    for token, row in enumerate(topk):
+        place = row[row >= 0].long()
+        table = metadata.block_table[metadata.req_id_per_token[token]]
+        slots[token, : len(place)] = table[place // size] * stride + (place % size).int()
+    return slots, counts
+
+
+@dataclass
+class SparseMLACommonMetadata:
+    block_table: Tensor
+    req_id_per_token: Tensor
+    query_start_loc: Tensor
+    block_size: int
+    num_decode_tokens: int
+
+
+class SparseMLACommonMetadataBuilder(AttentionMetadataBuilder):
+    dcp_world_size = 1
+    reorder_batch_threshold: int
+
+    def _init_reorder_batch_threshold(self, threshold: int, **supports: bool) -> None:
+        assert all(supports.values())
+        self.reorder_batch_threshold = threshold
+
+    def build(self, common_prefix_len: int, common: CommonAttentionMetadata) -> Any:
+        del common_prefix_len
+        tokens = common.num_actual_tokens
+        requests = _requests_of_tokens(
+            common.query_start_loc, common.query_start_loc.new_zeros(tokens), int(common.query_start_loc[-1]), tokens
+        )
+        return self.metadata_cls(  # type: ignore[attr-defined]
+            common.block_table_tensor, requests, common.query_start_loc, self.kv_cache_spec.block_size, tokens
+        )
+
+
+class SparseMLACommonImpl(AttentionImpl):
+    is_sparse = True
+    need_to_return_lse_for_decode = False
+    supports_dense_mha_prefill = True
+
+    def __class_getitem__(cls, _: Any) -> Any:
+        return cls
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, *others: Any, kv_lora_rank: int, topk_indices_buffer: Tensor
+    ) -> None:
+        self.num_heads, self.head_size, self.scale, self.kv_lora_rank = num_heads, head_size, scale, kv_lora_rank
+        self.topk_indices_buffer = topk_indices_buffer
+
+    def forward_mqa(self, q: Any, cache: Tensor, metadata: SparseMLACommonMetadata, layer: Any) -> Any:
+        tokens = len(q[0] if isinstance(q, tuple) else q)
+        slots, counts = _convert(metadata, cache, self.topk_indices_buffer[:tokens])
+        return self._forward_mqa_kernel(
+            q, cache, slots, counts, layer=layer, block_size=metadata.block_size, is_decode=True
+        )
+
+    def _forward_mqa_kernel(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
+
+def _align_blocks_to_rows(spec: Any) -> Any:
+    return replace(spec, block_stride_alignment=spec.state_content_size_bytes)
+
+
+def _flat_kv_row_view(cache: Tensor, block_size: int) -> tuple[Tensor, int]:
+    stride, columns = cache.stride(0) // cache.shape[-1], cache.shape[-1]
+    return cache.as_strided(((len(cache) - 1) * stride + block_size, columns), (columns, 1)), stride
+
+
+def _requests_of_tokens(starts: Tensor, out: Tensor, mapped: int, tokens: int) -> Tensor:
+    place = torch.arange(tokens, dtype=torch.int32, device=starts.device)
+    own = torch.searchsorted(starts[1:].contiguous(), place, right=True)
+    out[:tokens] = torch.where(place < mapped, own, 0).int()
+    return out[:tokens]
+
+
 class MLAPrefillBackend:
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -205,6 +299,9 @@ def modules() -> dict[str, ModuleType]:
         "vllm.v1.attention.backends.utils": {"get_dcp_local_seq_lens": _local_lengths},
         "vllm.v1.attention.backends.registry": {"AttentionBackendEnum": Registry, "register_backend": None},
         "vllm.v1.attention.backends.mla": {},
+        "vllm.v1.attention.backends.mla.sparse_utils": {
+            "align_blocks_to_rows": _align_blocks_to_rows, "flat_kv_row_view": _flat_kv_row_view
+        },
         "vllm.v1.attention.backends.mla.prefill": {},
         "vllm.v1.attention.backends.mla.prefill.base": {"MLAPrefillBackend": MLAPrefillBackend},
         "vllm.v1.attention.backends.mla.prefill.registry": {
@@ -218,7 +315,12 @@ def modules() -> dict[str, ModuleType]:
             for each in (MLACommonBackend, MLACommonDecodeMetadata, MLACommonImpl, MLACommonMetadata,
                          MLACommonMetadataBuilder, QueryLenSupport)
         },
+        "vllm.model_executor.layers.attention.sparse_mla_attention": {
+            each.__name__: each
+            for each in (SparseMLACommonImpl, SparseMLACommonMetadata, SparseMLACommonMetadataBuilder)
+        },
         "vllm.v1.attention.ops": {},
+        "vllm.v1.attention.ops.metadata": {"compute_token_to_req_indices": _requests_of_tokens},
         "vllm.v1.attention.ops.dcp": {"dcp_a2a_lse_reduce": None, "cp_lse_ag_out_rs": None},
     }  # fmt: skip
     return module_tree(contents)
