@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ from torch import Tensor
 from attngen.errors import CallError
 
 __all__ = ["PackedTrees", "pack", "pack_answers"]
+
+
+@dataclass
+class _Masks:
+    """Whether a pack made a mask for models, and the configs of those that asked for it."""
+
+    made: bool = False
+    taken: set[type] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +59,7 @@ class PackedTrees:
     rows: Tensor
     places: tuple[Tensor, ...]
     first: tuple[int, ...]
+    _masks: _Masks = field(default_factory=_Masks, repr=False)
 
     def arguments(self) -> dict[str, Any]:
         """Keywords of ``attngen.attention`` over q, k and v (1, n, heads, head_dim): the variant and its tensor."""
@@ -65,7 +74,8 @@ class PackedTrees:
         """
         from attngen.integrations.transformers.tree_mask import TreeMask
 
-        mask = TreeMask.of(self.subtree_end, self.positions.to(torch.int32))
+        mask = TreeMask.of(self.subtree_end, self.positions.to(torch.int32), taken=self._masks.taken)
+        self._masks.made = True
         return {"input_ids": self.ids, "position_ids": self.positions, "attention_mask": mask, "use_cache": False}
 
     def log_probs(self, logits: Tensor) -> list[Tensor]:
@@ -73,8 +83,15 @@ class PackedTrees:
 
         ``logits`` are (1, n, vocabulary), or (1, m, vocabulary) of the ``rows`` alone. The logits of a token score all
         of its children. A token that sequences share has one log-probability, whose gradient is the sum of theirs.
-        Raises CallError for logits of another shape.
+        Raises CallError for logits of another shape, and if no model asked for the mask of ``inputs``: one without
+        attention would ignore the tree.
         """
+        if self._masks.made and not self._masks.taken:
+            raise CallError(
+                "the model did not ask for the attention_mask of inputs(), so that branches saw each other; it takes "
+                "attn_implementation='attngen', and attention in all layers; run the sequences of the pack one by one "
+                "with other models"
+            )
         count, kept = self.ids.shape[1], len(self.rows)
         if logits.ndim != 3 or logits.shape[0] != 1 or logits.shape[1] not in (count, kept):
             raise CallError(

@@ -108,6 +108,7 @@ def _mask_of_tree(tree: TreeMask, config: type, function: Callable[..., Any] | N
             f"{config.__name__}: a prefix tree is served in layers that are causal, with a sliding window or without; "
             "this model has a layer with another mask; run the sequences of the pack one by one"
         )
+    tree.taken.add(config)
     count = tree.shape[1]
     return StructuredMask.of(structure, (1, 1, count, count), tree.device, lambda: tree.dense(structure.left))
 

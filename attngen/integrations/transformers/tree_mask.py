@@ -26,19 +26,24 @@ _CONVERSIONS = {
 class TreeMask(torch.Tensor):
     """An ``attention_mask`` (1, n) of a pack of prefix trees; it has a shape, a device and a dtype, but no values.
 
-    ``subtree_end`` and ``position`` (1, n) int32 are as in the variant ``span_tree``.
+    ``subtree_end`` and ``position`` (1, n) int32 are as in the variant ``span_tree``. ``taken`` are the configs of the
+    models that asked for it.
     """
 
     subtree_end: Tensor
     position: Tensor
+    taken: set[type]
 
     @staticmethod
-    def of(subtree_end: Tensor, position: Tensor, dtype: torch.dtype = torch.bool) -> TreeMask:
+    def of(
+        subtree_end: Tensor, position: Tensor, dtype: torch.dtype = torch.bool, *, taken: set[type] | None = None
+    ) -> TreeMask:
         """Make the mask of a tree, on the device of ``subtree_end``."""
         shape = tuple(subtree_end.shape)
         nothing = torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=subtree_end.device)
         mask = torch.Tensor._make_subclass(TreeMask, nothing)
         mask.subtree_end, mask.position = subtree_end, position
+        mask.taken = set() if taken is None else taken
         return mask
 
     def dense(self, left: int) -> Tensor:
@@ -66,7 +71,8 @@ class TreeMask(torch.Tensor):
             if func in _CONVERSIONS and isinstance(mask, TreeMask):
                 like = func(torch.empty_like(mask.position, dtype=mask.dtype), *args[1:], **kwargs)
                 if like.shape == mask.shape:
-                    return TreeMask.of(mask.subtree_end.to(like.device), mask.position.to(like.device), like.dtype)
+                    moved = mask.subtree_end.to(like.device), mask.position.to(like.device)
+                    return TreeMask.of(*moved, like.dtype, taken=mask.taken)
         name = getattr(func, "__name__", str(func))
         raise CallError(
             f"the model computes {name} of the attention_mask of a pack of prefix trees, which has no values: it takes "
