@@ -95,7 +95,7 @@ def test_sizes_are_estimated_of_all_that_specs_ask_for() -> None:
 
 def test_public_names() -> None:
     assert attngen.__all__ == PUBLIC
-    beside = {"debug", "errors", "integrations", "jit", "load", "parallel", "variant"}
+    beside = {"debug", "errors", "integrations", "jit", "load", "parallel", "trees", "variant"}
     assert sorted([*beside, *(name for _, name in PUBLIC_CALLS)]) == PUBLIC
     for name in PUBLIC:
         assert getattr(attngen, name) is not None
