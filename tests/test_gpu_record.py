@@ -151,6 +151,7 @@ def test_tests_that_ran_out_of_memory_run_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 def test_of_several_cards_one_is_for_the_tests_that_need_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of that card begin when these have ended, workers of others at once."""
     text = """
@@ -189,6 +190,7 @@ def test_of_several_cards_one_is_for_the_tests_that_need_it(tmp_path: Path, monk
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 def test_tests_wait_for_their_kernels_before_their_time_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several cards, workers begin while kernels are compiled."""
     first = "import os\nfrom pathlib import Path\nREADY = Path(os.environ['ATTNGEN_TEST_READY'])\n\ndef test_it():\n"

@@ -156,7 +156,7 @@ LATENT_FIELDS = {
     ("form", "cases"),
     [(form, cases) for cases in (KEY_VALUE_CASES[:2], KEY_VALUE_CASES[2:]) for form in LATENT_FIELDS],
     always=0,
-    often=(0, 1, 2, 5),
+    often=(0, 1, 2),
     ids=[f"{form}-{part}" for part in ("few", "rest") for form in LATENT_FIELDS],
 )
 def test_one_whose_values_are_keys_is_right(form: str, cases: list[str], tmp_path: Path) -> None:

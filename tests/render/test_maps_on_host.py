@@ -8,7 +8,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -31,7 +30,7 @@ from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.map_oracle import VARIANTS, check_map, tiles_of, values
 from tests.render.headers import headers
 from tests.runtime.host_kernels import HostDriver, as_kernels
-from tests.sampling import exhaustive
+from tests.sampling import exhaustive, sampled
 
 SPEC = root() / "tests" / "gpu" / "maps.yaml"
 #: Batch, heads, queries and keys.
@@ -133,18 +132,8 @@ def check(name: str, head_dim: int, layout: str, given: Given) -> None:
                 check_map(words, shape, tiles_of(plan.launch(owner)), call, by_keys=shape.by_keys)
 
 
-#: Shapes at which a variant always runs.
-ALWAYS = {"causal_blocks": SHAPES[2]}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        pytest.param(name, shape, marks=() if ALWAYS.get(name) == shape else pytest.mark.exhaustive)
-        for name, shape in product(VARIANTS, SHAPES)
-    ],
-    ids=str,
-)
+@pytest.mark.exhaustive
+@sampled(name=VARIANTS, shape={str(shape): shape for shape in SHAPES})
 def test_every_tile_and_every_pair(name: str, shape: tuple[int, int, int, int]) -> None:
     batch, heads, queries, keys = shape
     arguments = values(name, batch, heads, queries, keys, seed=SHAPES.index(shape))

@@ -45,8 +45,7 @@ def save(path: Path, **options: Any) -> torch.Tensor:
     return model(*tensors())
 
 
-@pytest.mark.exhaustive
-@few("modules", ["attngen, torch", "torch, attngen"])
+@few("modules", ["attngen, torch", "torch, attngen"], always=0, often=(0,))
 def test_a_fresh_process_loads_a_program(modules: str, tmp_path: Path) -> None:
     wanted = save(tmp_path / "program.pt2", variant="sliding_window", window=3)
     torch.save((tensors(), wanted), tmp_path / "tensors.pt")

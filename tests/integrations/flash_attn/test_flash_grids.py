@@ -59,6 +59,7 @@ class _Fatal:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_case_that_ends_its_process_stops_no_other(tmp_path: Path) -> None:
     kind = {"num_splits": 2, "seqlen": 3, "head_dim": 64, "dtype": "fp32"}
     cases = [flash_grids.Case("combine", 1, values) for values in (kind, {**kind, "fatal": _Fatal()}, kind)]

@@ -131,7 +131,7 @@ def made(family: str) -> Any:
     return cls._from_config(config, attn_implementation="attngen", dtype=torch.bfloat16).eval()
 
 
-@few("family", FAMILIES, always=[*map([*FAMILIES].index, ("gpt_oss",))])
+@few("family", FAMILIES, always=[*map([*FAMILIES].index, ("gpt_oss",))], often=range(0, 99, 3))
 def test_a_spec_serves_its_model(family: str, tmp_path: Path, calls: set[Call]) -> None:
     spec, done = written(FAMILIES[family].make()[1], tmp_path)
     assert "warning" not in done.stderr

@@ -69,6 +69,7 @@ def test_a_wrong_attention_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.exhaustive
+@pytest.mark.long
 def test_a_class_that_ends_its_process_is_reported_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_TEST_ABORT", "LlamaForCausalLM")
     said: list[str] = []

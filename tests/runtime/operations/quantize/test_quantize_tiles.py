@@ -26,12 +26,12 @@ from tests.host_compiler import COMPILER
 from tests.runtime.host_kernels import HostDriver, on_host, quantizing_kernels
 from tests.runtime.operations.quantize import quantized_by_sample as sample
 from tests.runtime.operations.quantize.quantized import DEFAULTS, DTYPES, a_call, alike, in_torch, less_their_mean
-from tests.sampling import few, sampled
+from tests.sampling import few
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
-#: One kernel is compiled and run often.
-DIMS = [128, pytest.param(64, marks=pytest.mark.exhaustive)]
+#: Head dims of the kernels.
+DIMS = [128, 64]
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_keys_less_their_mean(host: HostDriver, dim: int) -> None:
 
 
 @pytest.mark.exhaustive
-@sampled(dim=DIMS, centered=[True, False])
+@few(("dim", "centered"), [(128, True), (64, False), (128, False), (64, True)], always=0, often=(0, 1))
 def test_scales_from_a_sample(host: HostDriver, dim: int, centered: bool) -> None:
     """Numbers are what exact scales would give, but for coarser steps, and are found again if one is too large."""
     given = a_call(torch.bfloat16, dims=(dim, dim), batch=2, heads=6, kv_heads=2, lengths=(70, 330))
