@@ -303,7 +303,7 @@ ROWS = (
 SELDOM = {
     "forward-128", "forward-256", "forward-paged", "blocks-alone", "backward-128", "backward-blocks-by-rows",
     "cluster-ordered", "cluster-order", "first-unseen", "order", "order-sinks", "cut", "mma-128", "mma-backward-128",
-    "mma-backward-ordered", "latent-listed",
+    "mma-backward-ordered", "latent", "latent-listed",
 }  # fmt: skip
 #: Rows of which each change is tried. `first` is the kernel of `first-unseen`; `order-sinks` and `order-window` are
 #: like `order`; of the others it is not known why some changes go unnoticed.
@@ -459,7 +459,7 @@ CHANGES = {
     ),
 }  # fmt: skip
 #: Rows of which CI tries the first change; the others are ``long``.
-OFTEN = ("first", "order-sinks", "cut", "latent", "latent-few", "backward-blocks", "mma")
+OFTEN = ("order-sinks", "latent", "latent-few", "backward-blocks", "mma")
 
 
 @few(
