@@ -49,9 +49,9 @@ def large(heads: int, columns: int, cache: str, **more: Any) -> SparseBatch:
 def test_vllms_backend(heads: int, columns: int, cache: str) -> None:
     made = large(heads, columns, cache, padded=2, extra_tokens=3).to("cuda")
     layer = SimpleNamespace(_k_scale=torch.tensor(K_SCALE, device="cuda"))
-    modules = ("attngen.integrations.vllm.backend", "attngen.integrations.vllm.sparse_mla")
+    modules = [f"attngen.integrations.vllm.{name}" for name in ("backend", "mla", "sparse_mla")]
     with imported_with(vllm_stub, *modules, "tests.integrations.vllm.vllm_sparse_mla_cases") as cases:
-        sparse_mla = cases.import_module(modules[1])
+        sparse_mla = cases.import_module(modules[-1])
         builder = sparse_mla.AttngenSparseMLAMetadataBuilder(
             SimpleNamespace(block_size=BLOCK), ["layer"], vllm_stub.Config(), made.q.device
         )

@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.engines.layers import Layer
+from attngen.integrations.engines.listed_rows import COLUMNS
 from attngen.integrations.vllm.backend import configured_mask
 from attngen.integrations.vllm.plugin import MLA_NAME, NAME, SPARSE_MLA_NAME
 from attngen.runtime.operations.attention.entry import attention_varlen
@@ -33,18 +34,47 @@ from attngen.runtime.operations.attention.layers import PagedBatch, PagedLayer
 
 _CAUSAL, _FULL = Layer().causal().variant, Layer().bidirectional().variant
 
-#: Columns of a latent row that kernels exist for, with and without rotary ones; the first 512 are its value.
-_LATENT = (576, 512)
-
-#: vLLM's name of caches of 656 bytes a token: latents in e4m3 with four scales, and rotary columns in bf16.
-_PACKED = "fp8_ds_mla"
+#: vLLM's name of caches of 656 bytes a token: latents in e4m3 with four scales, and rotary columns in bf16, which are
+#: zeros in models without them.
+PACKED = "fp8_ds_mla"
 
 
-class AttngenMLABackend(MLACommonBackend):
-    """Properties that vLLM reads before it builds a model."""
+class LatentBackend:
+    """What vLLM reads of either backend of latent attention, to all keys or to selected ones."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _PACKED]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", PACKED]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        del kv_cache_spec
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(COLUMNS)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability is None or engines.card_reason(capability.major, capability.minor, "latent attention") is None
+
+
+def not_latent(
+    alibi_slopes: list[float] | None, sliding_window: int | None, logits_soft_cap: float | None, attn_type: str
+) -> list[str]:
+    """What a layer asks for that kernels of latent attention do not have."""
+    given = {"ALiBi": alibi_slopes, "sliding windows": sliding_window, "soft-capping": logits_soft_cap}
+    reasons = [name for name, value in given.items() if value]
+    if attn_type != AttentionType.DECODER:
+        reasons.append(f"attention of type {attn_type}")
+    config = get_current_vllm_config_or_none()
+    if config is not None and configured_mask(config) is not None:
+        reasons.append("a user's mask")
+    return reasons
+
+
+class AttngenMLABackend(LatentBackend, MLACommonBackend):
+    """Properties that vLLM reads before it builds a model."""
 
     @staticmethod
     def get_name() -> str:
@@ -58,22 +88,9 @@ class AttngenMLABackend(MLACommonBackend):
     def get_builder_cls() -> type[AttngenMLAMetadataBuilder]:
         return AttngenMLAMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        del kv_cache_spec
-        return [MultipleOf(16)]
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return list(_LATENT)
-
     @classmethod
     def supports_batch_invariance(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability is None or engines.card_reason(capability.major, capability.minor, "latent attention") is None
 
     @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
@@ -82,11 +99,11 @@ class AttngenMLABackend(MLACommonBackend):
         given = {**dict(zip(("head_size", "dtype", "kv_cache_dtype"), args, strict=False)), **options}
         sparse = f"sparse attention: --attention-backend {SPARSE_MLA_NAME} serves it"
         reasons = [sparse if reason == "sparse not supported" else reason for reason in reasons]
-        if given.get("kv_cache_dtype") == _PACKED:
-            if given["head_size"] != _LATENT[0]:
-                reasons.append(f"a cache in {_PACKED} with head size {given['head_size']}; it has {_LATENT[0]} columns")
+        if given.get("kv_cache_dtype") == PACKED:
+            if given["head_size"] != COLUMNS[0]:
+                reasons.append(f"a cache in {PACKED} with head size {given['head_size']}; it has {COLUMNS[0]} columns")
             if given["dtype"] != torch.bfloat16:
-                reasons.append(f"a cache in {_PACKED} beside queries of {given['dtype']}; kernels take torch.bfloat16")
+                reasons.append(f"a cache in {PACKED} beside queries of {given['dtype']}; kernels take torch.bfloat16")
         return reasons
 
 
@@ -164,16 +181,10 @@ class AttngenMLAImpl(MLACommonImpl[AttngenMLAMetadata]):
             attn_type, kv_sharing_target_layer_name, **latent,
         )  # fmt: skip
         self.supports_quant_query_input = False
-        self._packed = kv_cache_dtype == _PACKED
+        self._packed = kv_cache_dtype == PACKED
         self._layer: tuple[Tensor, PagedLayer] | None = None
         self._split_size = engines.INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else None
-        given = {"ALiBi": alibi_slopes, "sliding windows": sliding_window, "soft-capping": logits_soft_cap}
-        reasons = [name for name, value in given.items() if value]
-        if attn_type != AttentionType.DECODER:
-            reasons.append(f"attention of type {attn_type}")
-        config = get_current_vllm_config_or_none()
-        if config is not None and configured_mask(config) is not None:
-            reasons.append("a user's mask")
+        reasons = not_latent(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         if reasons:
             raise NotImplementedError(f"{MLA_NAME} does not serve {reasons[0]} with latent attention")
 

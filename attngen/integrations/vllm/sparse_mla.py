@@ -11,34 +11,28 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.engines.listed_rows import COLUMNS, RANK, CacheRows, attend_to_listed, cache_rows
-from attngen.integrations.vllm.backend import configured_mask
+from attngen.integrations.vllm.mla import PACKED, LatentBackend, not_latent
 from attngen.integrations.vllm.plugin import SPARSE_MLA_NAME, SPARSE_RELEASES
 
-#: vLLM's name of caches of 656 bytes a token: latents in e4m3 with four scales, and rotary columns in bf16. Models
-#: without rotary columns have zeros there.
-_PACKED = "fp8_ds_mla"
-
-#: Its names of caches in e4m3, with one scale for each layer.
+#: vLLM's names of caches in e4m3, with one scale for each layer.
 _FP8 = ("fp8", "fp8_e4m3")
 
 
-class AttngenSparseMLABackend(AttentionBackend):
+class AttngenSparseMLABackend(LatentBackend, AttentionBackend):
     """Properties that vLLM reads before it builds a model."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", _PACKED, *_FP8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*LatentBackend.supported_kv_cache_dtypes, *_FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -52,19 +46,10 @@ class AttngenSparseMLABackend(AttentionBackend):
     def get_builder_cls() -> type[AttngenSparseMLAMetadataBuilder]:
         return AttngenSparseMLAMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        del kv_cache_spec
-        return [MultipleOf(16)]
-
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The cache's specification, with blocks a whole number of rows apart: a slot is a row of one tensor."""
         return align_blocks_to_rows(spec)
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return list(COLUMNS)
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -73,10 +58,6 @@ class AttngenSparseMLABackend(AttentionBackend):
     @classmethod
     def is_sparse(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability is None or engines.card_reason(capability.major, capability.minor, "latent attention") is None
 
     @classmethod
     def validate_configuration(cls, *args: Any, **options: Any) -> list[str]:
@@ -91,7 +72,7 @@ class AttngenSparseMLABackend(AttentionBackend):
             and engines.card_reason(capability.major, capability.minor, "latent attention"),
         }
         reasons = [words.get(reason) or reason for reason in reasons]
-        if cache in (_PACKED, *_FP8) and given["dtype"] != torch.bfloat16:
+        if cache in (PACKED, *_FP8) and given["dtype"] != torch.bfloat16:
             reasons.append(f"a cache in {cache} beside queries of {given['dtype']}; kernels take torch.bfloat16")
         if not hasattr(SparseMLACommonImpl, "_forward_mqa_kernel"):
             reasons.append(f"this release of vLLM; {SPARSE_MLA_NAME} is for {', '.join(SPARSE_RELEASES)}")
@@ -137,21 +118,15 @@ class AttngenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
         )  # fmt: skip
         self.supports_quant_query_input = False
         self._fp8 = kv_cache_dtype in _FP8
-        self._columns = COLUMNS[0] if kv_cache_dtype == _PACKED else head_size
+        self._columns = COLUMNS[0] if kv_cache_dtype == PACKED else head_size
         if self._columns > head_size:
             # vLLM gathers the context of such prompts into rows of head_size columns, which are too narrow.
             self.supports_dense_mha_prefill = False
         #: A cache and its rows; it is the same tensor in each step.
         self._rows: tuple[Tensor, CacheRows] | None = None
-        given = {"ALiBi": alibi_slopes, "sliding windows": sliding_window, "soft-capping": logits_soft_cap}
-        reasons = [name for name, value in given.items() if value]
-        if attn_type != AttentionType.DECODER:
-            reasons.append(f"attention of type {attn_type}")
+        reasons = not_latent(alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         if self.kv_lora_rank != RANK:
             reasons.append(f"a rank of {self.kv_lora_rank}, only of {RANK},")
-        config = get_current_vllm_config_or_none()
-        if config is not None and configured_mask(config) is not None:
-            reasons.append("a user's mask")
         if reasons:
             raise NotImplementedError(f"{SPARSE_MLA_NAME} does not serve {reasons[0]} with sparse latent attention")
 

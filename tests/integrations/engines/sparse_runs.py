@@ -5,8 +5,8 @@ Run it where an engine is installed with its binaries (``pip install vllm==0.33.
 checkout of attngen. Models of DeepSeek-V3.2's and GLM-5's form, with random weights in bf16, generate greedily from
 prompts that are shorter and longer than what a query selects, in chunks, over caches in 16 bits and of 656 bytes a
 token, eagerly and in CUDA graphs. Each engine runs twice, in processes of their own. Until tokens differ first, their
-log-probabilities must be alike, and there the two tokens must be about as likely. Kernels are compiled at their first
-call, unless ``specs/integrations/engines_sparse.yaml`` was built.
+log-probabilities must be alike, and there the two tokens must be about as likely. Kernels that the user has not built,
+by ``specs/integrations/engines_sparse.yaml``, are compiled at their first call.
 """
 
 from __future__ import annotations

@@ -19,9 +19,8 @@ from tests.integrations.vllm import vllm_stub
 
 @pytest.fixture(scope="module")
 def mla() -> Iterator[Any]:
-    with imported_with(
-        vllm_stub, "attngen.integrations.vllm.backend", "attngen.integrations.vllm.sparse_mla"
-    ) as module:
+    modules = (f"attngen.integrations.vllm.{name}" for name in ("backend", "mla", "sparse_mla"))
+    with imported_with(vllm_stub, *modules) as module:
         yield module
 
 
