@@ -40,7 +40,7 @@ PACKED = "fp8_ds_mla"
 
 
 class LatentBackend:
-    """What vLLM reads of either backend of latent attention, to all keys or to selected ones."""
+    """Properties of both backends of latent attention, to all keys and to selected ones."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", PACKED]
@@ -62,7 +62,7 @@ class LatentBackend:
 def not_latent(
     alibi_slopes: list[float] | None, sliding_window: int | None, logits_soft_cap: float | None, attn_type: str
 ) -> list[str]:
-    """What a layer asks for that kernels of latent attention do not have."""
+    """Features that a layer asks for and kernels of latent attention do not have."""
     given = {"ALiBi": alibi_slopes, "sliding windows": sliding_window, "soft-capping": logits_soft_cap}
     reasons = [name for name, value in given.items() if value]
     if attn_type != AttentionType.DECODER:
