@@ -17,9 +17,9 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.reference.eager import lengths, names_of
 
 VARIANTS = (
-    "ids", "ids_of_64_bits", "apart", "other_heads", "shifted", "nested", "windows", "images", "unlike", "later",
-    "not_earlier", "halves", "pairs", "pairs_and_ids", "flags", "drafts", "squares", "blocks", "causal_blocks",
-    "small_blocks", "blocks_of_rows", "shifted_blocks",
+    "ids", "ids_of_64_bits", "apart", "other_heads", "shifted", "nested", "windows", "images", "images_of_text",
+    "unlike", "later", "not_earlier", "halves", "pairs", "pairs_and_ids", "flags", "drafts", "squares", "blocks",
+    "causal_blocks", "small_blocks", "blocks_of_rows", "shifted_blocks",
 )  # fmt: skip
 
 
@@ -35,6 +35,20 @@ def in_runs(values: list[float], generator: torch.Generator, dtype: torch.dtype,
             numbers += [values[int(torch.randint(len(values), (), generator=generator))]] * run
         rows.append(torch.tensor(numbers[:length], dtype=dtype))
     return torch.stack(rows).reshape(shape)
+
+
+def in_blocks(generator: torch.Generator, *shape: int) -> Tensor:
+    """Bools that are alike in blocks of 128 or 64 a side, or all but few in a block, or differ from one to the next."""
+
+    def random(side: int) -> Tensor:
+        *outer, rows, columns = shape
+        coarse = torch.rand(*outer, -(-rows // side), -(-columns // side), generator=generator)
+        return coarse.repeat_interleave(side, -2).repeat_interleave(side, -1)[..., :rows, :columns]
+
+    kind, inner, each = random(128), random(64), random(1)
+    mixed = torch.where(inner < 0.7, inner < 0.4, each < 0.9)
+    few = each < 2**-13
+    return (kind < 0.2) | (kind > 0.4) & torch.where(kind < 0.6, mixed, few ^ (kind < 0.8))
 
 
 def values(
@@ -67,6 +81,8 @@ def _values(name: str, batch: int, heads: int, queries: int, keys: int, seed: in
             return {"width": in_runs([-(2**31), 2**31 - 1, 0, 1, 65, 300, 400], generator, torch.int32, n)}
         case "images" | "unlike":
             return {"image": in_runs([0, 1], generator, torch.bool, n)}
+        case "images_of_text":
+            return {"image": in_runs([0, 0, 0, 1, 2, 33, 65], generator, torch.int32, n)}
         case "later" | "not_earlier":
             times = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -2.0, 3.0e38]
             kept = times if seed % 2 else times[1:]
@@ -74,10 +90,9 @@ def _values(name: str, batch: int, heads: int, queries: int, keys: int, seed: in
         case "flags":
             return {"flags": in_runs([-(2**31), 2**31 - 1, 0, 1, 2, 4, 5], generator, torch.int32, n)}
         case "drafts":
-            parts = n // 128 + 1
-            coarse = torch.rand(parts, parts, generator=generator).repeat_interleave(64, 0).repeat_interleave(64, 1)
-            seen = (coarse < 0.3) | (coarse < 0.6) & (torch.rand(64 * parts, 64 * parts, generator=generator) < 0.5)
-            return {"seen": seen, "prompt": n - n // 2}
+            prompt = n // 48 * 16 + (seed + 1) % 2
+            drafts = -(-(n - prompt) // 16) * 16
+            return {"seen": in_blocks(generator, drafts, drafts), "prompt": prompt}
         case "blocks" | "causal_blocks":
             return {"sel": torch.rand(heads, -(-queries // 64), -(-keys // 64), generator=generator) < 0.4}
         case "small_blocks":
@@ -91,14 +106,13 @@ def _values(name: str, batch: int, heads: int, queries: int, keys: int, seed: in
         case "halves":
             return {"time": in_runs([math.nan, math.inf, -1.0, 0.25, 0.5, 0.75], generator, torch.bfloat16, n)}
     if name in ("pairs", "pairs_and_ids"):
-        coarse = torch.rand(heads, queries // 64 + 1, keys // 64 + 1, generator=generator)
-        coarse = coarse.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :queries, :keys]
-        fine = torch.rand(heads, queries, keys, generator=generator) < 0.9
-        allowed = (coarse < 0.4) | ((coarse < 0.7) & fine)
-        allowed[:, : queries // 3] = bool(seed % 2)
+        columns = keys + 16 * (name == "pairs_and_ids")
+        stride = -(-columns // 16) * 16 if seed % 2 else columns  # bools are read 16 at a time, or one by one
+        allowed = in_blocks(generator, heads, queries, stride)[..., :columns]
+        allowed[:, : queries // 6] = bool(seed % 2)
         if name == "pairs":
             return {"allowed": allowed}
-        return {"allowed": allowed[0].contiguous(), "id": in_runs(ids, generator, torch.int32, batch, keys)}
+        return {"allowed": allowed[0], "id": in_runs(ids, generator, torch.int32, batch, keys)}
     return {"n": 37 + seed, "m": 5, "w": 2}
 
 

@@ -8,9 +8,9 @@ value, however long it is: ``start[id[kv]]``, ``q_pos - width[q]``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Literal
 
 from attngen.lang.facts import Facts
@@ -41,18 +41,27 @@ class Statistic:
     """An expression of a query alone (``axis`` is q) or of a key alone, and its name in the mask.
 
     The least value of a condition says whether it holds for all positions, the greatest whether it holds for any. Ends
-    of floats are valid only if no value is NaN, which ``numbers`` says.
+    of floats are valid only if no value is NaN, which ``numbers`` says. Only positions count that meet the ``guard``,
+    another condition of the side alone: elsewhere the mask is false, whatever the value is. Where none of a tile meets
+    it, both ends are ``anything``.
     """
 
     axis: Literal["q", "kv"]
     value: Expr
     name: Var
     range: Range  # of all values
+    guard: Expr = TRUE
 
     @property
     def ends(self) -> tuple[Var, Var]:
         """The least and the greatest value over a tile."""
         return replace(self.name, name=f"{self.name.name}.least"), replace(self.name, name=f"{self.name.name}.greatest")
+
+    @property
+    def anything(self) -> int:
+        """A value of the range, so that bounds which read it do not overflow."""
+        low, high = self.range
+        return int(min(max(0, low), high))
 
     @property
     def residues(self) -> Var:
@@ -103,7 +112,8 @@ class _StatisticsSearch:
         read = {name: facts.ranges[name] for name in facts.tensors if name in facts.ranges}
         zeros = {name: (min(low, 0), max(high, 0)) for name, (low, high) in read.items()}
         self._facts = Facts({**facts.ranges, **zeros}, facts.tensors)
-        self.statistics: dict[tuple[str, Expr], Statistic] = {}
+        self.statistics: dict[tuple[str, Expr, Expr], Statistic] = {}
+        self._guards: dict[str, Expr] = dict.fromkeys(_SIDES, TRUE)  # of what is rewritten
         self._opaque = 0
 
     def rewritten(self, node: Expr) -> Expr:
@@ -114,6 +124,8 @@ class _StatisticsSearch:
             if name is not None:
                 return name
         match node:
+            case Op(op="and") if side is None:
+                return self._conjunction(_conjuncts(node))
             case Op(op=op, args=(a, b)) if op in COMPLEMENT and a.type is b.type is Type.INT:
                 return self._comparison(op, a, b)
             case Op(op=op, args=args) if node.type is not Type.FLOAT and any(a.type is Type.FLOAT for a in args):
@@ -121,6 +133,16 @@ class _StatisticsSearch:
             case Op(op=op, args=args):
                 return Op(op, tuple(map(self.rewritten, args)), node.type, node.wide)
         return node
+
+    def _conjunction(self, parts: Sequence[Expr]) -> Expr:
+        """Rewrite conditions that hold together: those of one side alone guard the statistics of the others."""
+        own = [part for part in parts if _side(part) is not None and _reads(part)]
+        rewritten = {part: self.rewritten(part) for part in own}
+        outer = self._guards
+        self._guards = {side: _all([outer[side], *(one for one in own if _side(one) == side)]) for side in _SIDES}
+        rewritten |= {part: self.rewritten(part) for part in parts if part not in rewritten}
+        self._guards = outer
+        return _all([rewritten[part] for part in parts])
 
     def _comparison(self, op: str, a: Expr, b: Expr) -> Expr:
         """Compare integers: the terms of one side are summed into one statistic."""
@@ -159,7 +181,8 @@ class _StatisticsSearch:
 
     def _named(self, side: Literal["q", "kv"], value: Expr) -> Var | None:
         """The name of the statistic of a value; None if the value must not be computed apart from the mask."""
-        known = self.statistics.get((side, value))
+        guard = widen(self._guards[side], self._facts) or TRUE
+        known = self.statistics.get((side, value, guard))
         if known is not None:
             return known.name
         rounds = any(isinstance(n, Op) and n.type is Type.FLOAT and n.op not in EXACT for n in walk(value))
@@ -171,7 +194,7 @@ class _StatisticsSearch:
         number = sum(1 for each in self.statistics.values() if each.axis == side)
         name = own(f"{_LABELS[side]}_{number}", value.type)
         low, high = bounds(value, self._facts)
-        self.statistics[side, value] = Statistic(side, exact, name, (low, high))
+        self.statistics[side, value, guard] = Statistic(side, exact, name, (low, high), guard)
         return name
 
 
@@ -182,6 +205,19 @@ def _side(node: Expr) -> Literal["q", "kv"] | None:
         return None
     sides = [side for side, positions in _SIDES.items() if read & positions]
     return sides[0] if len(sides) == 1 else None
+
+
+def _conjuncts(node: Expr) -> list[Expr]:
+    """The conditions of which an expression is the conjunction; those of one side stay together."""
+    match node:
+        case Op(op="and", args=(a, b)) if _side(node) is None:
+            return _conjuncts(a) + _conjuncts(b)
+    return [node]
+
+
+def _all(parts: Sequence[Expr]) -> Expr:
+    """The conjunction of conditions."""
+    return reduce(lambda a, b: b if a is TRUE else Op("and", (a, b), Type.BOOL), parts)
 
 
 def _reads(node: Expr) -> bool:

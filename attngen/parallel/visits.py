@@ -308,22 +308,26 @@ class _SequenceGrid:
     def _ends(self, statistic: Statistic) -> Iterator[tuple[str, Tensor]]:
         """The least and greatest value of a statistic over each tile, its residues, and whether all are numbers, by
         their names."""
-        place = torch.arange(self._seqlen, device="cpu")
+        first = torch.arange(self._count, device="cpu")[:, None] * self._tile
         axes = ("q", "q_pos", "q_global") if statistic.axis == "q" else ("kv", "kv_global")
-        values = self._value(statistic.value, dict.fromkeys(axes, place)).broadcast_to((self._seqlen,))
+        places = (first + torch.arange(self._tile, device="cpu")[None, :]).clamp(max=self._seqlen - 1)
+        values, guard = (
+            self._value(each, dict.fromkeys(axes, places)).broadcast_to(places.shape)
+            for each in (statistic.value, statistic.guard)
+        )
         if statistic.value.type is Type.BOOL:
             values = values.to(torch.int8)
-        missing = -self._seqlen % self._tile
-        padded = torch.cat([values, values[-1:].expand(missing)]).view(self._count, self._tile)
+        counted = guard.int().argmax(1, keepdim=True)  # a position that meets the guard, if any does
+        values = torch.where(guard, values, values.gather(1, counted))
         floats = values.is_floating_point()
-        least, greatest = padded.nan_to_num(nan=torch.inf).amin(1) if floats else padded.amin(1), padded.amax(1)
+        least, greatest = values.nan_to_num(nan=torch.inf).amin(1) if floats else values.amin(1), values.amax(1)
         for name, end in zip(statistic.ends, (least, greatest), strict=True):
             yield name.name, end.bool() if statistic.value.type is Type.BOOL else end
         if statistic.value.type is Type.INT:
-            residues = torch.stack([(padded % 32 == residue).any(1) for residue in range(32)])
+            residues = torch.stack([(values % 32 == residue).any(1) for residue in range(32)])
             yield statistic.residues.name, (residues << torch.arange(32, device="cpu")[:, None]).sum(0).int()
         if floats:
-            yield statistic.numbers.name, ~padded.isnan().any(1)
+            yield statistic.numbers.name, ~values.isnan().any(1)
 
     def _value(self, expr: Expr, corners: Mapping[str, Any]) -> Tensor:
         """The value of an expression for all tiles."""

@@ -4,15 +4,15 @@ of tiles; in the rest, the mask is evaluated for each pair."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from attngen.lang.blocks import Block, at_corner
 from attngen.lang.emit import Binding
 from attngen.lang.facts import index
-from attngen.lang.ir import Const, Load, Type, Var, names, rewrite, spelled, walk
+from attngen.lang.ir import Const, Expr, Load, Type, Var, names, rewrite, spelled, walk
 from attngen.lang.proof import larger
-from attngen.lang.simplify import FALSE, TRUE
+from attngen.lang.simplify import FALSE, TRUE, linear
 from attngen.lang.statements import Code, Statement, declared, depending, joined, leaf, reads, written
 from attngen.lang.statistics import Separated, Statistic, one_sided, separated
 from attngen.plan.model import Launch, Plan
@@ -21,7 +21,7 @@ from attngen.render.cuda_masking import map_block, row_values
 from attngen.render.cuda_math import element_bindings
 from attngen.render.cuda_statements import int_constant, number_queries
 from attngen.render.cuda_tiles import TileBounds
-from attngen.render.expressions import CUDA, KEYS, Along, emit_for, facts_of, is_wide, tensor_bindings
+from attngen.render.expressions import CUDA, KEYS, Along, emit_for, facts_of, in_product, is_wide, tensor_bindings
 
 #: Most nodes in a bound, which is computed once for each cell of a tile.
 _NODES = 3000
@@ -45,18 +45,23 @@ Word = Callable[[Plan, TileBounds], tuple[Statement, ...]]
 #: A bool that is loaded under a condition.
 _GUARDED_BOOL = re.compile(r"^const bool (\w+) = (.* \? .*) != 0 : false;$")
 
-#: Names that differ from query to query of a tile.
+#: Names of the language that differ from query to query, and from key to key.
+_QUERIES, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
+
+#: Names of a kernel that differ from query to query of a tile.
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed")
 
 
 @dataclass(frozen=True, slots=True)
 class StatisticView:
     """A statistic in the kernel: the name and the type of what is known of its values over a tile, and the value of one
-    position."""
+    position, which counts under the ``guard``; ``anything`` if none counts."""
 
     name: str
     type: str
     value: Code
+    guard: Code | None
+    anything: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,9 @@ class SideView:
     @property
     def reads(self) -> frozenset[str]:
         """Names that the values read."""
-        return reads([*self.hoisted, *self.lines, *(each.value for each in self.statistics)])
+        values = [each.value for each in self.statistics]
+        guards = [each.guard for each in self.statistics if each.guard is not None]
+        return reads([*self.hoisted, *self.lines, *values, *guards])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +98,16 @@ class BoundsView:
 
 @dataclass(frozen=True, slots=True)
 class PairsView:
-    """A tensor of bools that the mask reads at each pair: the address of a row of a tile, and the bounds of a cell if
-    all elements of its tile are false, and if all are true."""
+    """A tensor of bools that the mask reads at each pair: the place of a query's row and of a key in it, and the bounds
+    of a cell if all elements of its tile are false, and if all are true."""
 
-    lines: tuple[Statement, ...]
-    inside: Code  # whether the tensor has the row
-    address: Code  # of the row's first key
+    lines: tuple[Statement, ...]  # of a query
+    key_lines: tuple[Statement, ...]
+    inside: Code  # whether the tensor has the query's row
+    in_order: bool  # rows of queries follow each other: those of a tile are inside if the first and the last one are
+    address: Code  # of that row
+    key: Code  # the place of a key in a row
+    steps: Code  # bits in which the addresses of rows differ from multiples of 16
     extent: str  # keys of a row
     if_none: BoundsView
     if_every: BoundsView
@@ -104,7 +115,8 @@ class PairsView:
     @property
     def reads(self) -> frozenset[str]:
         """Names that the code reads."""
-        return reads([*self.lines, self.inside, self.address]) | self.if_none.reads | self.if_every.reads
+        code: list[Code | Statement] = [*self.lines, *self.key_lines, self.inside, self.address, self.key, self.steps]
+        return reads(code) | self.if_none.reads | self.if_every.reads
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -255,22 +267,29 @@ def _pairs(plan: Plan, by: TileBounds) -> PairsView | None:
         return None
     (load,) = loads
     bound = tensor_bindings(plan)[load.tensor]
-    *indices, _ = load.indices
-    code = emit_for(plan, CUDA, indices, element_bindings(plan, ragged=True))
+    code = emit_for(plan, CUDA, load.indices, element_bindings(plan, ragged=True))
+    *places, key = code.results
     lines = [*code.hoisted, *code.body]
+    rows, keys = depending([*_named(lines, *code.results), *lines], _QUERY_NAMES)
     tests, address = [], leaf(bound.pointer)
-    for at, place, extent, stride in zip(indices, code.results, bound.extents, bound.strides, strict=False):
+    steps = written("reinterpret_cast<unsigned long long>({})", address)
+    for at, place, extent, stride in zip(load.indices, places, bound.extents, bound.strides, strict=False):
         if not (isinstance(at, Var) and at.name in ("b", "h", "hk")):
-            tests.append(written("({}) >= 0 && ({}) < {}", place, place, leaf(extent)))
+            tests.append(written("{} >= 0 && {} < {}", in_product(place, CUDA), in_product(place, CUDA), leaf(extent)))
         address = written("{} + static_cast<long long>({}) * {}", address, place, leaf(stride))
+        steps = written("{} | {}", steps, leaf(stride))
 
     def bounds(value: Const) -> BoundsView:
         return _bounds(plan, replace(by, mask=rewrite(by.mask, lambda node: value if node == load else None)))
 
     return PairsView(
-        lines=(*_named(lines, *code.results), *lines),
+        lines=rows,
+        key_lines=keys,
         inside=joined(" && ", tests),
+        in_order=all(_follows(at, _QUERIES) for at in load.indices[:-1]),
         address=address,
+        key=in_product(key, CUDA),
+        steps=steps,
         extent=bound.extents[-1],
         if_none=bounds(FALSE),
         if_every=bounds(TRUE),
@@ -278,14 +297,20 @@ def _pairs(plan: Plan, by: TileBounds) -> PairsView | None:
 
 
 def _is_of_pairs(plan: Plan, load: Load) -> bool:
-    """Whether a load reads a bool at a query and at the key, the last axis."""
+    """Whether a load reads a bool at a query and, along the last axis, at the key or a fixed distance from it."""
     if not load.indices:
         return False
     *indices, last = load.indices
     read = frozenset[str]().union(*map(names, indices))
     dtype = next(one.dtype for one in plan.variant.tensors if one.name == load.tensor)
-    of_queries = bool(read & {"q", "q_pos", "q_global"}) and not read & {"kv", "kv_global"}
-    return dtype == "bool" and last == index("kv") and of_queries
+    of_queries = bool(read & _QUERIES) and not read & _KEYS
+    return dtype == "bool" and of_queries and "kv" in names(last) and _follows(last, {"kv"})
+
+
+def _follows(at: Expr, positions: Collection[str]) -> bool:
+    """Whether an index either is the same for all pairs, or a fixed distance from one of these positions."""
+    varying = [(t, factor) for t, factor in linear(at).terms.items() if names(t) & (_QUERIES | _KEYS)]
+    return not varying or varying in [[(index(name), 1)] for name in positions]
 
 
 def _bindings(plan: Plan, each: Statistic) -> dict[str, Binding]:
@@ -311,13 +336,16 @@ def _side(plan: Plan, statistics: list[Statistic], symbols: frozenset[str]) -> S
     sequence."""
     if not statistics:
         return SideView((), (), ())
-    code = emit_for(plan, CUDA, [each.value for each in statistics], element_bindings(plan, ragged=False))
+    exprs = [expr for each in statistics for expr in (each.value, each.guard)]
+    code = emit_for(plan, CUDA, exprs, element_bindings(plan, ragged=False))
+    values = zip(code.results[::2], code.results[1::2], strict=True)
     lines, hoisted = depending([*code.hoisted, *code.body], (*_QUERY_NAMES, "kv", "kv_packed"))
     views = []
-    for each, value in zip(statistics, code.results, strict=True):
+    for each, (value, guard) in zip(statistics, values, strict=True):
         kind = "float" if each.value.type is Type.FLOAT else "long long" if _is_wide(plan, each) else "int"
         known = "Values" if each.residues.name in symbols else "Range"
-        views.append(StatisticView(spelled(each.name.name), f"{known}<{kind}>", value))
+        counts = None if each.guard == TRUE else guard
+        views.append(StatisticView(spelled(each.name.name), f"{known}<{kind}>", value, counts, each.anything))
     return SideView(tuple(views), hoisted, (*_named(lines, *code.results), *lines))
 
 

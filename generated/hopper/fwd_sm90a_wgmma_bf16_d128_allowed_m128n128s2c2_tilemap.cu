@@ -604,17 +604,17 @@ extern "C" __global__ void __launch_bounds__(512, 2) classify_fwd_sm90a_wgmma_bf
   __shared__ uint32_t every_hidden_of[kWarps];
   __shared__ uint32_t later_seen, later_hidden;
   __shared__ uint32_t open_parts[kParts];
-  __shared__ uint32_t scanned;
-  __shared__ int taken;
+  __shared__ uint32_t some_true, some_false;  // a bit for each tile: of its bools
   __shared__ unsigned long long hash_of[32];
   launch_dependents();
   wait_dependencies();  // nothing in global memory is read or written before
   if (threadIdx.x == 0) {
     later_seen = later_hidden = 0;
-    scanned = taken = 0;
+    some_true = some_false = 0;
   }
   if (threadIdx.x < 32) hash_of[threadIdx.x] = 0;
   uint32_t seen = 0, hidden = 0, every_part = 0;  // of which tiles all parts are open
+  uint32_t scanned = 0;  // tiles that bools decide
   if (!listed && !hashes) {
     if (threadIdx.x < 32) tile_map_ptr[map_words + 32LL * blockIdx.x + threadIdx.x] = -1;
     const int seqlen_k = has_seqused_k ? seqused_k_ptr[b] : max_seqlen_k;
@@ -664,57 +664,56 @@ extern "C" __global__ void __launch_bounds__(512, 2) classify_fwd_sm90a_wgmma_bf
     __syncthreads();
     const auto of_all_warps = [&](const uint32_t* words_of) { return __reduce_or_sync(~0u, lane < kWarps ? words_of[lane] : 0); };
     seen = of_all_warps(seen_of), hidden = of_all_warps(hidden_of);
-    const uint32_t none_seen_tiles = of_all_warps(none_seen_of);
-    const uint32_t none_hidden_tiles = of_all_warps(none_hidden_of);
-    const uint32_t every_seen_tiles = of_all_warps(every_seen_of);
-    const uint32_t every_hidden_tiles = of_all_warps(every_hidden_of);
-    uint32_t undecided = every_part;
-    for (int part = lane; part < kParts; part += 32) undecided |= open_parts[part];
-    undecided = __reduce_or_sync(~0u, undecided);
-#pragma unroll 1
-    for (;;) {
-      int before = __shfl_sync(~0u, lane == 0 ? atomicAdd(&taken, 1) : 0, 0);
-      if (before >= __popc(undecided)) break;
-      uint32_t left = undecided;
-#pragma unroll 1
-      while (before-- > 0) left &= left - 1;
-      const int bit = __ffs(left) - 1, kv_tile = 32 * word + bit;
-      const int q_start = q_tile * kBlockM, kv_start = kv_tile * kBlockN;
-      if (kv_start + kBlockN > min(seqlen_k, extent_u_allowed_2)) continue;
-      constexpr int kLanes = kBlockN / 16, kBands = 32 / kLanes, kBandRows = (kBlockM + kBands - 1) / kBands;  // a lane has 16 keys
-      const int band = lane / kLanes * kBandRows, rows = lane < kBands * kLanes ? min(min(kBlockM, seqlen_q - q_start) - band, kBandRows) : 0;
-      bool any = false, lacks = false, known = true;
-      const auto look = [&](int step) {
-        const bool asks = step < rows;
-        const int q_row = q_start + (asks ? band + step : 0);
-        const bool inside = (q_row) >= 0 && (q_row) < extent_u_allowed_1;
-        const auto* keys = u_allowed + static_cast<long long>(b) * stride_u_allowed_0 + static_cast<long long>(q_row) * stride_u_allowed_1 + kv_start + 16 * (lane % kLanes);
-        const bool aligned = reinterpret_cast<unsigned long long>(keys) % 16 == 0;
-        const uint4 four = asks && inside && aligned ? *reinterpret_cast<const uint4*>(keys) : uint4{0, 0, 0, 0};
-        any |= (four.x | four.y | four.z | four.w) != 0;
-        lacks |= asks && (zeros(four.x) | zeros(four.y) | zeros(four.z) | zeros(four.w)) != 0;
-        known &= aligned || !asks || !inside;
+    using Rows = Bands<kBlockM, kBlockN>;
+    uint32_t unknown = every_part;
+    for (int part = lane; part < kParts; part += 32) unknown |= open_parts[part];
+    unknown = __reduce_or_sync(~0u, unknown);
+    {  // a lane has a tile
+      const int kv_tile = 32 * word + lane, kv_start = kv_tile * kBlockN, kv = kv_start;
+      const long long first = kv;
+      bool whole = (reinterpret_cast<unsigned long long>(u_allowed) | stride_u_allowed_0 | stride_u_allowed_1 | first) % 16 == 0 && first >= 0 && first + kBlockN <= extent_u_allowed_2 && kv_start + kBlockN <= seqlen_k;
+      const auto has_row = [&](int q_row) {
+        return q_row >= 0 && q_row < extent_u_allowed_1;
       };
-      look(0);  // a row of each band, by which most tiles that have both are known
-#pragma unroll 1
-      for (int first = 1; first < kBandRows; first += 8) {
-        if (!__all_sync(~0u, known) || (__any_sync(~0u, any) && __any_sync(~0u, lacks))) break;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) look(first + i);
-      }
-      if (!__all_sync(~0u, known)) continue;
-      any = __any_sync(~0u, any), lacks = __any_sync(~0u, lacks);
-      // Pairs of which the tensor is false, and those of which it is true, may be visible or hidden as the bounds say.
-      const bool sees = ((lacks ? none_seen_tiles : 0) | (any ? every_seen_tiles : 0)) >> bit & 1;
-      const bool hides = ((lacks ? none_hidden_tiles : 0) | (any ? every_hidden_tiles : 0)) >> bit & 1;
-      const bool differ = any && lacks && (~(none_seen_tiles | every_hidden_tiles) | ~(every_seen_tiles | none_hidden_tiles)) >> bit & 1;  // as the tensor says
-      if (lane == 0 && (!sees || !hides || differ)) {
-        if (sees) atomicOr(&later_seen, 1u << bit);
-        if (hides) atomicOr(&later_hidden, 1u << bit);
-        atomicOr(&scanned, 1u << bit);
-      }
+      whole = whole && has_row(q_tile * kBlockM) && has_row(min((q_tile + 1) * kBlockM, seqlen_q) - 1);
+      unknown &= __ballot_sync(~0u, whole) & ~(seen & hidden);
     }
-    __syncthreads();
+    if (unknown != 0) {
+      const auto look = [&](int bit, int step, bool asks, Bools& bools) {
+        const int kv_tile = 32 * word + bit, kv = kv_tile * kBlockN;
+        const int q_row = min(q_tile * kBlockM + Rows::row(step), seqlen_q - 1);  // rows after the end repeat the last one
+        const auto* keys = u_allowed + static_cast<long long>(b) * stride_u_allowed_0 + static_cast<long long>(q_row) * stride_u_allowed_1 + kv + Rows::key();
+        bools.take(asks ? *reinterpret_cast<const uint4*>(keys) : uint4{0, 0, 0, 0});
+      };
+      Bools first[32 / kWarps];  // a row of each band first, by which most tiles that have both are known
+#pragma unroll
+      for (int i = 0; i < 32 / kWarps; ++i) look(kWarps * i + warp, 0, unknown >> (kWarps * i + warp) & 1, first[i]);
+#pragma unroll
+      for (int i = 0; i < 32 / kWarps; ++i) first[i].note(kWarps * i + warp, some_true, some_false);
+      __syncthreads();
+      const uint32_t left = unknown & ~(some_true & some_false);
+      const int tiles = __popc(left);
+      __syncthreads();  // these words change from here on
+#pragma unroll 1
+      for (int number = warp, step = 0; tiles > 0; number += kWarps) {  // some rows of each tile, then the next ones
+        while (number >= tiles) number -= tiles, step += Rows::kAtOnce;
+        if (step >= Rows::kSteps) break;
+        const int bit = place_of_bit(left, number);
+        if (__shfl_sync(~0u, at_once(some_true) & at_once(some_false), 0) >> bit & 1) continue;
+        Bools bools;
+#pragma unroll
+        for (int i = 0; i < Rows::kAtOnce; ++i) look(bit, step + i, true, bools);
+        bools.note(bit, some_true, some_false);
+      }
+      __syncthreads();
+      // Pairs of which the tensor is false, and those of which it is true, may be visible or hidden as the bounds say.
+      const uint32_t none_seen = of_all_warps(none_seen_of), none_hidden = of_all_warps(none_hidden_of);
+      const uint32_t every_seen = of_all_warps(every_seen_of), every_hidden = of_all_warps(every_hidden_of);
+      const uint32_t sees = some_false & none_seen | some_true & every_seen, hides = some_false & none_hidden | some_true & every_hidden;
+      const uint32_t mixed = some_true & some_false & ~((none_seen | every_hidden) & (every_seen | none_hidden));  // as the tensor says
+      scanned = unknown & (~(sees & hides) | mixed);
+      seen |= scanned & sees, hidden |= scanned & hides;
+    }
   } else {
     every_part = listed ? 1 : map_row[words + word];
     __syncthreads();

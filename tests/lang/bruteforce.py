@@ -405,7 +405,7 @@ def check_statistics(mask: Expr, world: World, r: random.Random, facts: Facts = 
             env = {**world.corners(q, kv, h)}
             for each in parts.statistics:
                 first, last = q if each.axis == "q" else kv
-                env |= _statistic(each, env, world, range(first, last + 1))
+                env |= known_of(each, env, world, range(first, last + 1))
             tile = truth[h, q[0] : q[1] + 1, kv[0] : kv[1] + 1]
             if not evaluate(may, env, world.arrays):
                 counts[0] += 1
@@ -416,16 +416,17 @@ def check_statistics(mask: Expr, world: World, r: random.Random, facts: Facts = 
     return counts[0], counts[1]
 
 
-def _statistic(each: Statistic, env: Env, world: World, positions: range) -> dict[str, float]:
-    """Return the ends and the residues of a statistic over these queries or keys, as a kernel finds them: it ignores
-    NaN and says so."""
+def known_of(each: Statistic, env: Env, world: World, positions: range) -> dict[str, float]:
+    """Return the ends and the residues of a statistic over these queries or keys that meet its guard, as a kernel finds
+    them: it ignores NaN and says so."""
     shift = env["seqlen_k"] - env["seqlen_q"]
     values = []
     for at in positions:
         own = {"q": at, "q_pos": at + shift, "q_global": at + env[Q_START.name]} if each.axis == "q" else {
             "kv": at, "kv_global": at + env[KV_START.name]}  # fmt: skip
-        values.append(evaluate(each.value, {**env, **own}, world.arrays))
-    numbers = [value for value in values if value == value] or [0.0]
+        if evaluate(each.guard, {**env, **own}, world.arrays):
+            values.append(evaluate(each.value, {**env, **own}, world.arrays))
+    numbers = [value for value in values if value == value] or [float(each.anything)]
     ends = dict(zip((end.name for end in each.ends), (min(numbers), max(numbers)), strict=True))
     residues = sum({1 << int(value) % 32 for value in numbers}) if each.value.type is Type.INT else 0
     residues -= residues >> 31 << 32  # a word of int32

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from attngen.errors import SpecError
 from attngen.lang.bands import classify
 from attngen.lang.check import compile_variant
-from attngen.lang.facts import Facts
+from attngen.lang.facts import KV_START, Q_START, Facts
 from attngen.lang.ir import spelled
 from attngen.lang.printing import canonical
+from attngen.lang.simplify import TRUE
 from attngen.lang.statistics import separated
 from attngen.lang.variant import Scalar, Tensor
 from tests.lang import bruteforce
-from tests.lang.bruteforce import Masks, UnguardedError, World, check_statistics, evaluate
+from tests.lang.bruteforce import Masks, UnguardedError, World, check_statistics, evaluate, known_of
 from tests.sampling import few
 
 TENSORS = (
@@ -52,6 +54,46 @@ def test_an_expression_of_one_side_is_one_statistic(mask: str, rest: str | None,
     text = text.replace(".of_keys_", "K").replace("of_keys_", "K").replace("?nan0", "?")
     if rest is not None:
         assert text == rest
+
+
+@pytest.mark.parametrize(
+    ("mask", "values"),
+    [
+        ("q >= kv or image[q] and id[b, q] == id[b, kv]", ["image[q]", "id[b, q] where image[q]", "id[b, kv]"]),
+        ("id[b, q] == id[b, kv] and id[b, kv] > 0", ["id[b, kv] > 0", "id[b, q]", "id[b, kv] where id[b, kv] > 0"]),
+        (
+            "image[q] and not (id[b, q] > 0 and id[b, q] == id[b, kv])",
+            ["image[q]", "id[b, q] > 0 where image[q]", "id[b, q] where image[q] and id[b, q] > 0", "id[b, kv]"],
+        ),
+        ("image[q] or id[b, q] == id[b, kv]", ["image[q]", "id[b, q]", "id[b, kv]"]),
+        ("q > 3 and id[b, q] == id[b, kv]", ["id[b, q]", "id[b, kv]"]),  # decided in closed form
+    ],
+)
+def test_conditions_of_one_side_guard_the_statistics_beside_them(mask: str, values: list[str]) -> None:
+    variant = compile_variant("test", mask, None, SCALARS, TENSORS)
+    actual = [
+        canonical(each.value) + (f" where {canonical(each.guard)}" if each.guard != TRUE else "")
+        for each in separated(variant.mask, Facts.of(variant)).statistics
+    ]
+    assert sorted(actual) == sorted(values)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "may"),
+    [([0, 3], [0, 4], False), ([0, 3], [0, 3], True), ([0, 0], [0, 4], False), ([2, 9], [5, 9], True)],
+)
+def test_a_value_that_no_pair_may_share_hides_a_tile(queries: list[int], keys: list[int], may: bool) -> None:
+    variant = compile_variant("test", "id[b, q] > 0 and id[b, q] == id[b, kv]", None, SCALARS, TENSORS)
+    facts = Facts.of(variant)
+    parts = separated(variant.mask, facts)
+    count = len(queries)
+    world = World({"b": 0, "seqlen_q": 4, "seqlen_k": 4}, {"id": np.array([[*queries, *keys]])})
+    env = dict(world.env)
+    for each in parts.statistics:
+        own = range(count) if each.axis == "q" else range(count, count + len(keys))
+        env |= known_of(each, {**env, Q_START.name: 0, KV_START.name: 0}, world, own)
+    conditions = classify(parts.mask, facts, statistics=parts.statistics)
+    assert [bool(evaluate(each, env, {})) for each in conditions] == [may, False]
 
 
 @few("seed", range(1000), always=(*range(24), 54), often=range(0, 1000, 10))

@@ -92,9 +92,10 @@ def cases() -> Iterator[Case]:
     )
     yield Case(
         "runs_of_segments",
-        variant("seg[b, q_pos] == seg[b, kv] and q_pos >= kv", tensors={"seg": _BY_TOKEN}, name="runs"),
+        variant("seg[b, q_pos] == seg[b, kv] and seg[b, kv] > 0 and q_pos >= kv", tensors={"seg": _BY_TOKEN},
+                name="runs"),
         lambda s: {"seg": _ids(s)[:, torch.arange(s).roll(s // 3)].contiguous()},
-    )
+    )  # fmt: skip
     yield Case(
         "window_by_row",
         variant("q >= kv and q - kv < width[b, q]", tensors={"width": _BY_TOKEN}, name="window_by_row"),

@@ -63,3 +63,35 @@ def test_cells_of_tiles(mask: str, tensors: str, cell: tuple[int, int]) -> None:
     plan = planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map="always")
     assert (plan.tile_m, plan.tile_n) == (128, 128)
     assert "kCellRows = {}, kCellKeys = {};".format(*cell) in render(plan).text
+
+
+@pytest.mark.parametrize(
+    ("mask", "scanned", "in_order"),
+    [
+        ("allowed[q, kv]", True, True),
+        ("not allowed[q - n, kv + 32 * n] or q == kv", True, True),
+        ("allowed[q // 2, kv - 16]", True, False),
+        ("allowed[q, 2 * kv]", False, False),
+        ("allowed[q, kv + q]", False, False),
+        ("allowed[kv, q]", False, False),
+    ],
+)
+def test_bools_of_pairs_are_read_16_at_a_time_where_keys_follow_each_other(
+    mask: str, scanned: bool, in_order: bool
+) -> None:
+    declared = (
+        f"variants:\n  own: {{mask: '{mask}', tensors: {{allowed: {{dtype: bool, shape: [rows, columns]}}}}, "
+        "scalars: {n: {type: int32, min: 1}}}\n"
+    )
+    text = render(planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map="always")).text
+    assert ("reinterpret_cast<const uint4*>(keys)" in text, "has_row(" in text) == (scanned, in_order)
+
+
+def test_positions_that_a_mask_hides_do_not_widen_ranges() -> None:
+    declared = (
+        "variants:\n  own: {mask: 'q >= kv or id[q] > 0 and id[q] == id[kv]', "
+        "tensors: {id: {dtype: int32, shape: [n]}}}\n"
+    )
+    text = render(planned("own", declared=declared, backend="cuda", arch="sm90a", dtype="bf16", tile_map="always")).text
+    assert "if (u_id_q_gt_0) of_queries_1.take(u_id_q);" in text
+    assert " of_keys_0.take(u_id_kv);" in text

@@ -28,6 +28,43 @@ __device__ __forceinline__ uint32_t zeros(uint32_t bytes) { return (bytes - 0x01
 // A word of shared memory as it is now; other warps may change it.
 __device__ __forceinline__ uint32_t at_once(const uint32_t& word) { return *static_cast<const volatile uint32_t*>(&word); }
 
+// The place of the bit of a word before which so many others are set; all lanes ask for the same.
+__device__ __forceinline__ int place_of_bit(uint32_t word, int before) {
+  const int lane = threadIdx.x % 32;
+  return __ffs(__ballot_sync(~0u, word >> lane & 1 && __popc(word & (1u << lane) - 1) == before)) - 1;
+}
+
+// A warp reads a tile of bools, 16 of a row by each lane: its lanes go through as many bands of rows as there is room for.
+template <int kRows, int kKeys>
+struct Bands {
+  static constexpr int kLanes = kKeys / 16, kCount = 32 / kLanes, kSteps = (kRows + kCount - 1) / kCount;
+  static constexpr int kAtOnce = 8;  // steps whose loads are on their way at a time
+
+  // The lane's row at a step, and its first key.
+  static __device__ __forceinline__ int row(int step) {
+    const int band = min(static_cast<int>(threadIdx.x % 32 / kLanes), kCount - 1);
+    return min(band * kSteps + step, kRows - 1);
+  }
+  static __device__ __forceinline__ int key() { return 16 * (threadIdx.x % kLanes); }
+};
+
+// Words that are not 0 if some of the bools that a lane took are true, and if some are false.
+struct Bools {
+  uint32_t some_true = 0, some_false = 0;
+
+  __device__ __forceinline__ void take(uint4 bytes) {
+    some_true |= bytes.x | bytes.y | bytes.z | bytes.w;
+    some_false |= zeros(bytes.x) | zeros(bytes.y) | zeros(bytes.z) | zeros(bytes.w);
+  }
+
+  // Adds the bit of a tile to words of shared memory, if that is so of any lane.
+  __device__ __forceinline__ void note(int bit, uint32_t& tiles_true, uint32_t& tiles_false) const {
+    const bool has_true = __any_sync(~0u, some_true != 0), has_false = __any_sync(~0u, some_false != 0);
+    if (threadIdx.x % 32 == 0 && has_true) atomicOr(&tiles_true, 1u << bit);
+    if (threadIdx.x % 32 == 0 && has_false) atomicOr(&tiles_false, 1u << bit);
+  }
+};
+
 // The least and the greatest value of any lane.
 __device__ __forceinline__ int least_of_lanes(int value) { return __reduce_min_sync(~0u, value); }
 __device__ __forceinline__ int greatest_of_lanes(int value) { return __reduce_max_sync(~0u, value); }
