@@ -49,6 +49,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]
         for dims in ((576, 512), 512)
         for layout in ("dense", "paged")
     ]
+    kernels += [kernel(catalogue.variant(name), head_dim=(576, 512), layout="paged") for name in ("causal", "full")]
     registry.add(package_of_kernels(kernels, "memory"))
     kept = recall.SEEN, kernel_call.PREPARED, recalled._KNOWN, recalled._NOTED, constants._KEPT
     for cache in kept:
@@ -112,6 +113,31 @@ def test_two_caches(slow: list[str]) -> None:
     assert len(slow) == 2
     call(given(9, attn_sink=torch.tensor([0.5, -1.0, 2.0]), **more, extra_topk_length=torch.tensor([2, 0]).int()))
     assert len(slow) == 3
+
+
+def in_pages(seed: int, *, pages: int = 4, batch: int = 2, queries: int = 1, **more: Any) -> dict[str, Any]:
+    """A call over whole sequences in pages of 16 keys."""
+    torch.manual_seed(seed)
+    return {
+        "q": torch.randn(batch, queries, HEADS, 576).bfloat16(), "k_cache": torch.randn(pages, 16, 1, 576).bfloat16(),
+        "block_table": torch.randint(0, pages, (batch, 3), dtype=torch.int32), "head_dim_v": 512,
+        "cache_seqlens": torch.randint(queries, 49, (batch,), dtype=torch.int32), **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"queries": 3}, {"enable_batch_invariant": True}], ids=str)
+def test_later_calls_over_pages_are_recognized(more: dict[str, Any], slow: list[str]) -> None:
+    for seed in range(6):
+        call(in_pages(seed, **more))
+    assert len(slow) == 2
+    for other in ({"batch": 3}, {"queries": 2}, {"pages": 5}, {"causal": not more.get("causal")}):
+        known = len(slow)
+        for seed in range(4):
+            call(in_pages(seed, **{**more, **other}))
+        assert known < len(slow) <= known + 3
+    before = len(slow)
+    call(in_pages(9, **more))
+    assert len(slow) == before
 
 
 def test_other_calls_are_not_mistaken_for_those_before(slow: list[str]) -> None:

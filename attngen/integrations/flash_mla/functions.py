@@ -51,8 +51,8 @@ _BYTES_BUT_UINT8 = _BYTES[1:]
 #: Types of a scale that a key may have.
 _SCALES = (float, int, type(None))
 
-#: Places of some tensors of a call with indices: q, the cache, indices, their counts, the sink, pages, keys in them;
-#: then the second cache, its indices, their counts.
+#: Places of some tensors of a call: q, the cache, indices, their counts, the sink, pages, keys in them; then the second
+#: cache, its indices, their counts.
 _TOPK_LENGTH, _TABLE, _USED, _EXTRA_TOPK_LENGTH = 3, 5, 6, 9
 
 #: With the scale multiplied by this, a log-sum-exp of n logits exceeds the largest one by at most log(n) before it is
@@ -133,22 +133,22 @@ def flash_mla_with_kvcache(
     bf16, which is the dtype of the output. Raises CallError for arguments that disagree.
     """
     del num_splits, use_legacy
-    record: recalled.Record = ()
-    key = constants = None
-    if indices is not None:
-        record = (
-            q, k_cache, indices, topk_length, attn_sink, None, None, extra_k_cache, extra_indices_in_kvcache,
-            extra_topk_length,
-        )  # fmt: skip
-        if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-            constants = tile_scheduler_metadata.constants
-        key = recalled.key_of(
-            record, head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, descale_q,
-            descale_k,
-        )  # fmt: skip
-        results = None if key is None else recalled.again(key, record, constants, softmax_scale)
-        if results is not None:
-            return _as_given(q, *results)
+    listed, constants = indices is not None, None
+    record: recalled.Record = (
+        q, k_cache, indices, topk_length, attn_sink, None if listed else block_table, None if listed else cache_seqlens,
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length,
+    )  # fmt: skip
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        constants = tile_scheduler_metadata.constants
+    key = recalled.key_of(
+        record, head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, descale_q,
+        descale_k,
+    )  # fmt: skip
+    results = None if key is None else recalled.again(key, record, constants, softmax_scale)
+    if results is not None:
+        return _as_given(q, *results) if listed else results
+    if type(softmax_scale) not in _SCALES:
+        key = None
     refuse(_REASONS, kv_format=kv_format)
     _check_cache("k_cache", k_cache)
     in_8_bits = k_cache.dtype in _BYTES
@@ -158,7 +158,7 @@ def flash_mla_with_kvcache(
         refuse(_REASONS, causal=causal, descale_q=descale_q, descale_k=descale_k)
         rows = _ListedRows(k_cache, indices, topk_length)
         extra = _second_cache(k_cache, extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-        arguments = _Arguments(record, constants, key if type(softmax_scale) in _SCALES else None)
+        arguments = _Arguments(record, constants, key)
         return _as_given(q, *_listed_in_caches(
             q, rows, extra, head_dim_v, softmax_scale, attn_sink, arguments, one_block=enable_batch_invariant
         ))  # fmt: skip
@@ -182,12 +182,18 @@ def flash_mla_with_kvcache(
     elif descale_q is not None:
         raise CallError(f"descale_q belongs to q in 8 bits, but q has {q.dtype}")
     (q,) = contiguous_rows(q=q)
-    pages = Pages(tensor("block_table", block_table), num_splits=1 if enable_batch_invariant else None)
+    name, num_splits = "causal" if causal else "full", 1 if enable_batch_invariant else None
+    pages, v = Pages(tensor("block_table", block_table), num_splits=num_splits), k_cache[..., :head_dim_v]
+    used = tensor("cache_seqlens", cache_seqlens)
     out, lse = attend(
-        [VariantCandidate("causal" if causal else "full")], q, k_cache, k_cache[..., :head_dim_v], spec=SPEC,
-        pages=pages, softmax_scale=softmax_scale, seqused_k=tensor("cache_seqlens", cache_seqlens), return_lse=True,
-        descales=descales,
+        [VariantCandidate(name)], q, k_cache, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale, seqused_k=used,
+        return_lse=True, descales=descales,
     )  # fmt: skip
+    if key is not None and not descales:
+        recalled.note(key, record, (), (), Given(
+            q=q, k=k_cache, v=v, seqused_k=used, page_table=pages.page_table, arguments={}, softmax_scale=softmax_scale,
+            variant=variant(name), return_lse=True, form="paged", layout="NHD", num_splits=num_splits,
+        ))  # fmt: skip
     return out, lse
 
 

@@ -19,6 +19,7 @@ from attngen.runtime.arguments.guard import may_repeat
 from attngen.runtime.arguments.keys import PLAIN
 from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.cache import RecentCache
+from attngen.runtime.launch.chain import Sized
 from attngen.runtime.launch.prepared import PreparedCall
 from attngen.runtime.operations.attention.recall import recognized
 from attngen.runtime.registry.lookup import registry
@@ -43,6 +44,7 @@ class _Alike(NamedTuple):
     tensors: SeenTensors
     makers: Sequence[Maker]
     prepared: PreparedCall
+    sized: Sized | None  # its numbers, where it is one of a kind
     #: Addresses that a launch takes, 0 where the source says which argument's it is.
     addresses: list[int]
     sources: list[tuple[int, int]]
@@ -83,15 +85,15 @@ def again(
     addresses = alike.addresses.copy()
     for place, source in alike.sources:
         addresses[place] = pointers[source]
-    out, lse = alike.prepared(_launched(record[0], scale), addresses)
+    out, lse = alike.prepared(_launched(record[0], scale), addresses, alike.sized)
     return out, lse
 
 
 def note(key: tuple[Any, ...], record: Record, makers: Sequence[Maker], made: Sequence[Tensor], given: Given) -> None:
     """Remember the arguments of a call that became ``given``, if that was recognized when it was made."""
     count = _NOTED.get(key, 0)
-    prepared = recognized(given) if count < _MOST_NOTED and choice.on_gpu(given.q) else None
-    if prepared is None:
+    ready = recognized(given) if count < _MOST_NOTED and choice.on_gpu(given.q) else None
+    if ready is None or not isinstance(ready[0], PreparedCall):  # or more than a launch makes such calls
         return
     _NOTED.put(key, count + 1)
     own = tuple(tensor for tensor in given.arguments.values() if type(tensor) in PLAIN)
@@ -110,4 +112,4 @@ def note(key: tuple[Any, ...], record: Record, makers: Sequence[Maker], made: Se
         sources.append((place, pointers.index(tensor.data_ptr())))
     noted = seen(record, (), range(len(record)), len(record), frozenset(), {})
     if noted is not None:
-        _KNOWN.put(key, _Alike(noted, makers, prepared, addresses, sources))
+        _KNOWN.put(key, _Alike(noted, makers, *ready, addresses, sources))

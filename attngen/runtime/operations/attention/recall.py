@@ -19,6 +19,7 @@ from attngen.runtime.registry.lookup import registry
 
 if TYPE_CHECKING:
     from attngen.runtime.arguments.checked import Results
+    from attngen.runtime.launch.chain import Sized
     from attngen.runtime.launch.prepared import PreparedCall, Repeats
     from attngen.runtime.launch.ragged import RaggedCalls
 
@@ -103,11 +104,15 @@ def calls_of_kind(given: Given) -> RaggedCalls | None:
     return alike[2] if alike else None
 
 
-def recognized(given: Given) -> PreparedCall | None:
-    """The prepared call of a call that is recognized by its tensors, and has no other sizes than when it was prepared;
-    or None."""
+def recognized(given: Given) -> tuple[PreparedCall, Sized | None] | None:
+    """What runs a call that is recognized by its tensors, and its numbers where it is one of a kind; or None."""
     lookup = seen_key(given)
     alike = None if lookup is None else SEEN[lookup[0]]
-    if lookup is None or not alike or alike[1] is None:
+    if lookup is None or not alike:
         return None
-    return alike[1] if alike[0].addresses(given, lookup[1]) is not None else None
+    tensors, prepared, calls = alike
+    if tensors.addresses(given, lookup[1]) is None:
+        return None
+    if calls is not None:
+        return calls.ready(given)
+    return None if prepared is None else (prepared, None)
