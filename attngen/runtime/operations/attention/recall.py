@@ -105,7 +105,7 @@ def calls_of_kind(given: Given) -> RaggedCalls | None:
 
 
 def recognized(given: Given) -> tuple[PreparedCall, Sized | None] | None:
-    """What runs a call that is recognized by its tensors, and its numbers where it is one of a kind; or None."""
+    """The prepared call of a call recognized by its tensors, and its numbers where it is one of a kind; or None."""
     lookup = seen_key(given)
     alike = None if lookup is None else SEEN[lookup[0]]
     if lookup is None or not alike:
