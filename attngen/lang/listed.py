@@ -12,6 +12,7 @@ their slot, ``page * page_size + row``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from attngen.lang.declared import Tensor
 
@@ -48,30 +49,16 @@ class KeyLists:
         return (indices, length) if self.counted else (indices,)
 
 
+#: Keys of a block that an entry may name.
+BLOCKS = (4, 8, 16, 32, 64, 128)
+
 #: Lists by the value of a variant's field ``keys``.
 LISTS = {
-    "index": KeyLists(per_head=False, block=1),
-    "blocks_of_16": KeyLists(per_head=False, block=16),
-    "blocks_of_32": KeyLists(per_head=False, block=32),
-    "blocks_of_64": KeyLists(per_head=False, block=64),
-    "blocks_of_128": KeyLists(per_head=False, block=128),
-    "head_index": KeyLists(per_head=True, block=1),
-    "head_blocks_of_16": KeyLists(per_head=True, block=16),
-    "head_blocks_of_32": KeyLists(per_head=True, block=32),
-    "head_blocks_of_64": KeyLists(per_head=True, block=64),
-    "head_blocks_of_128": KeyLists(per_head=True, block=128),
-    "counted_index": KeyLists(per_head=False, block=1, counted=True),
-    "counted_blocks_of_16": KeyLists(per_head=False, block=16, counted=True),
-    "counted_blocks_of_32": KeyLists(per_head=False, block=32, counted=True),
-    "counted_blocks_of_64": KeyLists(per_head=False, block=64, counted=True),
-    "counted_blocks_of_128": KeyLists(per_head=False, block=128, counted=True),
-    "counted_head_index": KeyLists(per_head=True, block=1, counted=True),
-    "counted_head_blocks_of_16": KeyLists(per_head=True, block=16, counted=True),
-    "counted_head_blocks_of_32": KeyLists(per_head=True, block=32, counted=True),
-    "counted_head_blocks_of_64": KeyLists(per_head=True, block=64, counted=True),
-    "counted_head_blocks_of_128": KeyLists(per_head=True, block=128, counted=True),
-    "counted_index_of_two_caches": KeyLists(per_head=False, block=1, counted=True, extra=True),
-}
+    f"{'counted_' * counted}{'head_' * per_head}{'index' if block == 1 else f'blocks_of_{block}'}": KeyLists(
+        per_head=per_head, block=block, counted=counted
+    )
+    for counted, per_head, block in product((False, True), (False, True), (1, *BLOCKS))
+} | {"counted_index_of_two_caches": KeyLists(per_head=False, block=1, counted=True, extra=True)}
 
 #: Tensors that a variant adds to those of a call, by the value of its field ``keys``.
 KEYS = {name: lists.tensors for name, lists in LISTS.items()}

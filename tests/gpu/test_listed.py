@@ -121,6 +121,12 @@ def test_blocks(variant: str, topk: int, heads: int, kv_heads: int) -> None:
     dense(variant, (128, 128), topk=topk, heads=heads, kv_heads=kv_heads, queries=9)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(24, 2), (12, 1)])
+@pytest.mark.parametrize("topk", [1, 3, 5, 170])
+def test_blocks_of_four_keys(topk: int, heads: int, kv_heads: int) -> None:
+    dense("small_blocks", (256, 256), topk=topk, heads=heads, kv_heads=kv_heads, queries=9)
+
+
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("variant", ["blocks", "head_blocks"])
 @pytest.mark.parametrize("topk", [1, 13])
@@ -137,7 +143,8 @@ def test_blocks_of_a_card_share_long_lists() -> None:
     ("variant", "dims", "heads", "kv_heads"),
     [
         ("causal", (128, 128), 16, 2), ("head_lists", (128, 128), 16, 2), ("blocks", (128, 128), 8, 2),
-        ("head_blocks", (128, 128), 8, 2), ("blocks", (576, 512), 128, 1), ("head_blocks", (576, 512), 16, 1),
+        ("head_blocks", (128, 128), 8, 2), ("small_blocks", (256, 256), 24, 2),
+        ("blocks", (576, 512), 128, 1), ("head_blocks", (576, 512), 16, 1),
     ],
 )  # fmt: skip
 def test_pages(variant: str, dims: tuple[int, int], heads: int, kv_heads: int, page_size: int) -> None:

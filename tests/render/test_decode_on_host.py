@@ -190,8 +190,9 @@ LISTED_CASES = [
 ]  # fmt: skip
 
 
-#: The same with lists of blocks of 16 keys.
+#: The same with lists of blocks of 16 keys, and of 4.
 LISTED_BLOCKS_CASES = ["64,9,2,300,13,1,13,0,4,5,8,1,3", "128,3,4,512,16,8,16,1,12", "16,5,2,300,12,4,12,0,5,9"]
+LISTED_SMALL_BLOCKS_CASES = ["64,9,2,300,50,1,50,0,4,15,16,17,3", "16,5,2,300,35,4,35,0,5,9"]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -200,6 +201,7 @@ LISTED_BLOCKS_CASES = ["64,9,2,300,13,1,13,0,4,5,8,1,3", "128,3,4,512,16,8,16,1,
     [
         ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES[5:8]),
         ("counted_blocks_of_16", {"head_dim": "{qk: 576, v: 512}"}, LISTED_BLOCKS_CASES),
+        ("counted_blocks_of_4", {"head_dim": "{qk: 576, v: 512}"}, LISTED_SMALL_BLOCKS_CASES),
         ("counted_index", {"head_dim": "{qk: 576, v: 512}"}, LISTED_CASES),
         ("counted_index", {"head_dim": "512"}, LISTED_CASES),
         ("counted_index", {"head_dim": "{qk: 576, v: 512}", "kv_dtype": "fp8_mla_656"}, LISTED_CASES),
