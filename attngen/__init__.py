@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from attngen.runtime.operations.index_scores.call import index_scores as index_scores
     from attngen.runtime.operations.merge.call import merge as merge
     from attngen.runtime.operations.quantize.call import quantize as quantize
+    from attngen.runtime.operations.shared_prefix.call import shared_prefix as shared_prefix
     from attngen.runtime.operations.topk.call import topk as topk
     from attngen.runtime.registry.lookup import load as load
     from attngen.variants import variant as variant

@@ -80,6 +80,7 @@ OPERATIONS = (
         trial="attngen.lab.verify.appended:try_append",
     ),
     Operation("merge", {"call": ("merge",)}),
+    Operation("shared_prefix", {"call": ("shared_prefix",)}, results=("SharedPrefix",)),
     Operation(
         "quantize",
         {"call": ("quantize",)},

@@ -144,7 +144,11 @@ BESIDE = {
         "mma_forward": {"hopper_forward"},
         "wide": {"decode", "latent"},
     },
-    "runtime/operations": {"quantize": {"append"}, "attention": {"append", "quantize", "widen"}},
+    "runtime/operations": {
+        "quantize": {"append"},
+        "attention": {"append", "quantize", "widen"},
+        "shared_prefix": {"attention", "merge"},
+    },
     "integrations": {
         "diffusers": {"torch_sdpa"},
         "sglang": {"engines"},

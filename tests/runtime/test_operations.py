@@ -34,7 +34,7 @@ FOLDERS = PACKAGE / "runtime/operations"
 PUBLIC = public_names.PUBLIC["attngen"].split()
 
 #: Those of a package, which are not its calls.
-BESIDE_CALLS = {"Quantized", "TileMap", "debug", "errors", "variants"}
+BESIDE_CALLS = {"Quantized", "SharedPrefix", "TileMap", "debug", "errors", "variants"}
 
 VIEW = PackageView("mine", "1.0", "mine.yaml", ("sm90a",), (VariantView.of(preset("causal")),))
 
