@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import random
 import threading
 import warnings
@@ -88,7 +89,8 @@ def _outside(*arguments: Any, **options: Any) -> Any:
         except Exception as error:
             results.append(error)
 
-    thread = threading.Thread(target=run)
+    # free-threaded Python would hand it the context of this one
+    thread = threading.Thread(target=contextvars.Context().run, args=(run,))
     thread.start()
     thread.join()
     if isinstance(results[0], Exception):
