@@ -55,6 +55,7 @@ NOT_OURS = {
     "python -m tests.integrations.engines.engine_contracts": "downloads the engines",
     "python -m tests.integrations.engines.sparse_runs": "needs an engine and a GPU",
     "ATTNGEN_JIT=1 vllm serve": "an engine",
+    "ATTNGEN_SHARED_PREFIX=1 vllm serve": "an engine",
     "ATTNGEN_JIT=1 ATTNGEN_MASK=": "an engine",
     "PYTHONPATH=. ATTNGEN_": "an engine",
     "python docs/examples/": "tests/docs/test_examples.py runs the scripts",

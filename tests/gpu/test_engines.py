@@ -78,12 +78,22 @@ def test_results(cases: Any, name: str) -> None:
     cases.check(engine(cases), larger(cases.CASES[name]))
 
 
-def test_a_graph_serves_another_batch(cases: Any) -> None:
+@pytest.mark.parametrize("name", ["shared blocks", "shared blocks, drafts", "shared blocks, captured"])
+def test_shared_blocks(cases: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_SHARED_PREFIX", "1")
+    case = cases.CASES[name]
+    cases.check(engine(cases), replace(larger(case), queries=case.queries, shared=case.shared * TIMES))
+
+
+@pytest.mark.parametrize("shared", [0, 5])
+def test_a_graph_serves_another_batch(cases: Any, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured for four requests of one token; replayed for three others of other lengths, and one of padding."""
+    monkeypatch.setenv("ATTNGEN_SHARED_PREFIX", str(int(shared > 0)))
     dim, scale = 128, 128**-0.5
     made = cases.engine_batches.batch(
-        (1, 1, 1), (900, 16, 333), heads=8, dim=dim, dtype=torch.bfloat16, padded=1, extra_tokens=1, device="cuda"
-    )
+        (1, 1, 1), (900, 16, 333), heads=8, dim=dim, dtype=torch.bfloat16, padded=1, extra_tokens=1, device="cuda",
+        shared=shared,
+    )  # fmt: skip
     case = cases.Case(queries=(1, 1, 1), lengths=(900, 16, 333), padded=1, extra_tokens=1)
     common = cases.metadata(engine(cases), case, made)
     lengths, table = common.seq_lens.clone(), made.table.clone()

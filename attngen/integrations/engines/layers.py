@@ -30,6 +30,13 @@ SPEC = "engines"
 #: Environment variable that names a mask of the user's own: see ``configured``.
 MASK_VARIABLE = "ATTNGEN_MASK"
 
+#: Environment variable that has keys of blocks which requests share read once for all of them, if it is 1.
+SHARED_VARIABLE = "ATTNGEN_SHARED_PREFIX"
+
+#: Most queries of a request in batches for which a shared prefix is sought. Not measured: products of more rows take as
+#: long as the loads.
+MOST_SHARED_QUERIES = 8
+
 #: Features of variants that masks of the user's own may have.
 SERVES = ("mask", "score", "sink", "keys")
 
@@ -107,6 +114,11 @@ class Mask:
     def for_window(self, window: int | None) -> bool:
         """Whether it is for layers with such a window, None for none."""
         return self.layers == "all" or (self.layers == "full") == (window is None)
+
+
+def shares_prefixes() -> bool:
+    """Whether the environment has shared prefixes sought."""
+    return os.environ.get(SHARED_VARIABLE, "0") not in ("", "0")
 
 
 def leading_decodes(starts: Tensor) -> int:

@@ -34,6 +34,7 @@ from attngen.integrations.vllm.plugin import MLA_NAME, NAME, SPARSE_MLA_NAME
 from attngen.runtime.operations.attention.entry import attention_paged, attention_varlen
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.operations.merge.call import merge
+from attngen.runtime.operations.shared_prefix.call import SharedPrefix, shared_prefix
 
 #: Attention types whose keys are the tokens of the call, without a cache.
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -157,6 +158,8 @@ class AttngenMetadata:
     context_lens: Tensor | None = None  # (requests,) int32, with context parallelism: keys here before the queries
     batches: dict[int, PagedBatch] = field(default_factory=dict)
     plain: bool = False  # nothing but ``causal`` decides what a decoder's layer without a mask of its own sees
+    shares: bool = False  # causal layers read keys of blocks that requests share once
+    prefixes: dict[int, SharedPrefix] = field(default_factory=dict)
 
     def batch(self, block_size: int) -> PagedBatch:
         """The requests, with a block table without most of the columns that no request reaches."""
@@ -170,6 +173,18 @@ class AttngenMetadata:
                 self.num_actual_tokens, self.num_decodes,
             )  # fmt: skip
         return batch
+
+    def prefix(self, block_size: int) -> SharedPrefix:
+        """The blocks that requests begin with in common. The first layer of a step finds them, and so does each replay
+        of a graph that captured the layer."""
+        prefix = self.prefixes.get(block_size)
+        if prefix is None:
+            batch = self.batch(block_size)
+            prefix = self.prefixes[block_size] = shared_prefix(
+                batch.page_table, batch.seqused_k, block_size, cu_seqlens_q=batch.cu_seqlens_q,
+                max_seqlen_q=batch.max_seqlen_q, total_q=batch.tokens,
+            )  # fmt: skip
+        return prefix
 
 
 class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
@@ -195,6 +210,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
         scheduler = vllm_config.scheduler_config
         parallel = vllm_config.parallel_config
         self._mask = configured_mask(vllm_config)
+        self._shares = engines.shares_prefixes()
         self._rswa = vllm_config.model_config.rswa_window is not None
         self._prompts: Tensor | None = None
         if self._rswa:
@@ -232,7 +248,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
 
     def update_block_table(self, metadata: AttngenMetadata, blk_table: Tensor, slot_mapping: Tensor) -> AttngenMetadata:
         other = copy.copy(metadata)
-        other.block_table, other.slot_mapping, other.batches = blk_table, slot_mapping, {}
+        other.block_table, other.slot_mapping, other.batches, other.prefixes = blk_table, slot_mapping, {}, {}
         return other
 
     def update_draft_decode_metadata(self, metadata: AttngenMetadata) -> None:
@@ -272,6 +288,8 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
             metadata.arguments = self._mask.of_step(step)
         images, prompts, ranks = metadata.mm_prefix_query_range_tensor, metadata.prompts, metadata.context_lens
         metadata.plain = images is None and prompts is None and ranks is None
+        if self._shares and metadata.plain and causal is True:
+            metadata.shares = common.num_reqs > 1 and metadata.max_query_len <= engines.MOST_SHARED_QUERIES
         return metadata
 
     def _ranges(self, common: CommonAttentionMetadata) -> Tensor | None:
@@ -328,6 +346,9 @@ class AttngenImpl(AttentionImpl):
         self._paged: tuple[VariantCall, PagedLayer] | None = None
         #: A cache in 16 bits, the causal layer over it, and its block size: what most calls need.
         self._causal: tuple[Tensor, PagedLayer, int] | None = None
+        unlike = sliding_window is not None or alibi_slopes is not None or self._softcap or self._mask is not None
+        #: Whether all keys before a query count alike, as for a prefix that requests share.
+        self._can_share = not (unlike or self._fp8 or self._split_size) and attn_type == AttentionType.DECODER
         self._exchange = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
         reason = engines.combination_reason(bool(self._softcap), alibi_slopes is not None, sinks is not None)
         if reason is None and self.dcp_world_size > 1 and (alibi_slopes or sliding_window or sinks is not None):
@@ -360,7 +381,8 @@ class AttngenImpl(AttentionImpl):
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
         known = self._causal
-        if known is not None and known[0] is kv_cache and attn_metadata.causal is True and attn_metadata.plain:
+        alike = attn_metadata.plain and not (attn_metadata.shares and self._can_share)
+        if known is not None and known[0] is kv_cache and attn_metadata.causal is True and alike:
             known[1](query, output, attn_metadata.batch(known[2]))
             return output
         bound = self._bound or self._bind(query.device)
@@ -374,6 +396,15 @@ class AttngenImpl(AttentionImpl):
             return output
         views = self._views_of(layer, kv_cache)
         choice, paged = self._choice(layer, attn_metadata, bound), self._paged
+        if attn_metadata.shares and self._can_share:
+            tokens = attn_metadata.num_actual_tokens
+            result = attn_metadata.prefix(views.block_size).attention(
+                query[:tokens], views.keys, views.values, variant=choice.variant, softmax_scale=self.scale,
+                page_layout="HND", **choice.arguments,
+            )  # fmt: skip
+            assert isinstance(result, Tensor)
+            output[:tokens].copy_(result)
+            return output
         if paged is None or paged[0] is not choice:
             made = PagedLayer(
                 views.keys, views.values, variant=choice.variant, softmax_scale=self.scale, page_layout="HND",

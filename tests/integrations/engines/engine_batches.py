@@ -84,9 +84,10 @@ def batch(
     queries: Sequence[int], lengths: Sequence[int], *, heads: int = 4, kv_heads: int = 2, dim: int = 32,
     rows: int = 16, dtype: torch.dtype = torch.float32, fp8: Sequence[Tensor] | None = None, padded: int = 0,
     extra_tokens: int = 0, order: Sequence[int] = (0, 1, 2), seed: int = 0, device: str = "cpu", least_blocks: int = 0,
+    shared: int = 0,
 ) -> Batch:  # fmt: skip
     """A random batch. ``fp8`` are scales of keys and values, () or (kv_heads,), of a cache in 8 bits (as uint8), which
-    has ``least_blocks`` at least."""
+    has ``least_blocks`` at least. Requests begin with the same ``shared`` blocks, where earlier tokens fill them."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -107,8 +108,12 @@ def batch(
     for b, (count, length) in enumerate(zip(queries, lengths, strict=True)):
         own = free[: counts[b]]
         free = free[counts[b] :]
-        table[b, : counts[b]] = own.int()
         k, v = random(length, kv_heads, dim), random(length, kv_heads, dim)
+        if shared and b:
+            common = min(shared, (length - count) // rows, lengths[0] // rows)
+            own = torch.cat([table[0, :common].long(), own[common:]])
+            k[: common * rows], v[: common * rows] = keys[0][: common * rows], values[0][: common * rows]
+        table[b, : counts[b]] = own.int()
         new_k.append(k[length - count :])
         new_v.append(v[length - count :])
         place = torch.arange(length)

@@ -50,7 +50,8 @@ NAMES = (
     "not causal, window", "causal by request", "causal by request, window", "images", "images beyond the chunk",
     "images and window", "images within the window", "images and softcap", "no image in this batch",
     "prompts and windows", "fp8", "fp8 by head", "padded requests and tokens", "captured", "encoder",
-    "encoder, window", "cross",
+    "encoder, window", "cross", "shared blocks", "shared blocks, drafts", "shared blocks, captured",
+    "shared blocks and a window",
 )  # fmt: skip
 
 
@@ -61,6 +62,24 @@ def test_every_case_is_run(cases: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_results(cases: Any, name: str) -> None:
     cases.check(engine(cases), cases.CASES[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_blocks_are_read_once(cases: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the option, results are the same, and prefixes are found where there are any."""
+    monkeypatch.setenv("ATTNGEN_SHARED_PREFIX", "1")
+    lengths: list[int] = []
+    find = cases.vllm_backend.shared_prefix
+
+    def noted(*given: Any, **options: Any) -> Any:
+        prefix = find(*given, **options)
+        lengths.append(int(prefix.length))
+        return prefix
+
+    monkeypatch.setattr(cases.vllm_backend, "shared_prefix", noted)
+    cases.check(engine(cases), cases.CASES[name])
+    serves = name in ("shared blocks", "shared blocks, drafts", "shared blocks, captured")
+    assert (max(lengths, default=0) > 0) == serves
 
 
 LANDMARKS = attngen.variant("q_pos >= kv and (q_pos - kv < 4 or kv % 8 == 0)", name="landmarks")

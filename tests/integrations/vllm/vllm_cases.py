@@ -50,6 +50,7 @@ class Case:
     padded: int = 0
     extra_tokens: int = 0
     capture: bool = False
+    shared: int = 0  # blocks that requests begin with in common
     rows: int = 16
     heads: int = 4
     kv_heads: int = 2
@@ -89,6 +90,12 @@ CASES = {
     "fp8 by head": Case(fp8="head", sinks=True, window=8),
     "padded requests and tokens": Case(padded=3, extra_tokens=4),
     "captured": Case(queries=(1, 1, 1), lengths=(20, 3, 16), padded=2, extra_tokens=2, capture=True),
+    "shared blocks": Case(queries=(1, 1, 1, 1), lengths=(70, 49, 16, 66), shared=3),
+    "shared blocks, drafts": Case(queries=(3, 1, 2), lengths=(70, 49, 66), shared=3, sinks=True, order=ORDERS[1]),
+    "shared blocks, captured": Case(
+        queries=(1, 1, 1), lengths=(40, 33, 50), shared=2, padded=2, extra_tokens=2, capture=True
+    ),
+    "shared blocks and a window": Case(queries=(1, 1), lengths=(40, 50), shared=2, window=9),
     "encoder": Case(kind="encoder_only", causal=False, queries=(9, 1, 20), lengths=(9, 1, 20)),
     "encoder, window": Case(kind="encoder_only", causal=False, window=4, queries=(9, 20), lengths=(9, 20)),
     "cross": Case(kind="encoder_decoder", causal=False, queries=(3, 1), lengths=(30, 12)),
@@ -125,7 +132,7 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     made = engine_batches.batch(
         case.queries, case.lengths, heads=case.heads, kv_heads=case.kv_heads, dim=case.dim, rows=case.rows,
         dtype=case.dtype, fp8=scales.get(case.fp8), padded=case.padded, extra_tokens=case.extra_tokens,
-        order=case.order, seed=seed, device=engine.device,
+        order=case.order, seed=seed, device=engine.device, shared=case.shared,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed + 1)
     sinks = torch.randn(case.heads, generator=generator).to(case.dtype) if case.sinks else None
