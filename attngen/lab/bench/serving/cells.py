@@ -30,7 +30,7 @@ _RAGGED, _SHORTEST, _LONGEST = 64, 128, 32768
 class Problem:
     """Queries at the ends of sequences: ``seqlen_q`` of each, and ``lengths`` keys, including those of the queries.
 
-    ``head_dims`` are those of q and k, and of v.
+    ``head_dims`` are those of q and k, and of v. All sequences begin with the same ``prefix`` keys, over pages.
     """
 
     heads: int
@@ -41,6 +41,7 @@ class Problem:
     dtype: str = DTYPE
     kv_dtype: str = DTYPE
     head_dims: tuple[int, int] = (HEAD_DIM, HEAD_DIM)
+    prefix: int = 0
 
     @property
     def latent(self) -> bool:
@@ -78,11 +79,12 @@ class Problem:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of K and V that some query sees; where tokens are written, bytes that are read and written."""
+        """Bytes of K and V that some query sees, of a shared prefix once; where tokens are written, bytes that are read
+        and written."""
         if self.variant == APPEND_VARIANT:
             rows = self.batch * self.seqlen_q * (2 * self.kv_heads + self.heads)
             return 2 * rows * HEAD_DIM * dtype_row(self.dtype).bytes
-        keys = sum(self.lengths)
+        keys = sum(self.lengths) - (self.batch - 1) * self.prefix
         if self.variant == "sliding_window":
             keys = sum(min(length, WINDOW + self.seqlen_q - 1) for length in self.lengths)
         columns = self.head_dims[0] if self.latent else sum(self.head_dims)
@@ -126,12 +128,20 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One call of attngen in a cell. ``beside`` names the lane by whose time its own is divided."""
+    """One call of attngen in a cell. ``beside`` names the lane by whose time its own is divided. ``shared``: keys of
+    the problem's prefix are read once for all sequences."""
 
     name: str
     problem: Problem
     form: CacheShape
     beside: str | None = None
+    shared: bool = False
+
+    @property
+    def calls(self) -> tuple[tuple[str, tuple[int, int]], ...]:
+        """Variants and head dims of its kernels."""
+        problem = self.problem
+        return (problem.call, ("full", problem.head_dims)) if self.shared else (problem.call,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +161,9 @@ class ServingCell:
 
 def cells() -> tuple[ServingCell, ...]:
     """All cells, in the order in which they are run."""
-    return (*_decode(), *_append(), *_prefill(), *_latent(), *_eight_bits(), *_variants(), *_writes())
+    return (
+        *_decode(), *_prefixes(), *_append(), *_prefill(), *_latent(), *_eight_bits(), *_variants(), *_writes()
+    )  # fmt: skip
 
 
 def _decode() -> Iterable[ServingCell]:
@@ -166,6 +178,15 @@ def _decode() -> Iterable[ServingCell]:
     spread = math.log(_LONGEST / _SHORTEST)
     lengths = tuple(round(_SHORTEST * math.exp(spread * chance.random())) for _ in range(_RAGGED))
     yield _over_pages("decode", f"decode b{_RAGGED} 32/8 128-32k", Problem(32, 8, lengths), (16, 64))
+
+
+def _prefixes() -> Iterable[ServingCell]:
+    """Decoding of sequences that begin with the same pages."""
+    for batch, prefix, own in ((64, 16384, 512), (16, 16384, 512), (128, 2048, 1024)):
+        problem = Problem(32, 8, (prefix + own,) * batch, prefix=prefix)
+        form = CacheShape(16)
+        lanes = (Lane(form.name, problem, form), Lane("shared", problem, form, beside=form.name, shared=True))
+        yield ServingCell("prefix", f"prefix {prefix // 1024}k b{batch} 32/8 {own} own", lanes)
 
 
 def _append() -> Iterable[ServingCell]:

@@ -87,8 +87,11 @@ class ServingInputs:
             pages = self.problem.batch * self.room // page_size
             order = torch.randperm(pages, dtype=torch.int32, device="cpu")[: sum(counts)]
             table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device="cpu")
+            shared = self.problem.prefix // page_size
             for row, own in zip(table, order.split(counts), strict=True):
                 row[: len(own)] = own
+                row[:shared] = table[0, :shared]
+            order = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
             starts = torch.tensor([0, *counts], device="cpu").cumsum(0).int()
             last = torch.tensor(
                 [(length - 1) % page_size + 1 for length in self.problem.lengths], dtype=torch.int32, device="cpu"

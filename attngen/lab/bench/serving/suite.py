@@ -28,6 +28,7 @@ from attngen.operations import APPEND, APPEND_VARIANT, WIDEN
 from attngen.plan.naming import head_dim_label
 from attngen.runtime.operations.attention.entry import attention, attention_paged
 from attngen.runtime.operations.attention.introspection import explain
+from attngen.runtime.operations.shared_prefix.call import shared_prefix
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 
@@ -86,12 +87,13 @@ class ServingSuite(Suite[ServingCell, ServingReport]):
         """The result of attngen before it is called: unsupported without a kernel of its variant."""
         problem = lane.problem
         result = ServingResult(f"attngen {lane.name}", problem=problem, form=lane.form, lane=lane, flops=problem.flops)
-        if problem.call not in self.calls:
-            dims = head_dim_label(*problem.head_dims)
-            reason = f"no kernel of {problem.variant} in {DTYPE} at head_dim {dims} is chosen from the spec"
-            return replace(result, status="unsupported", reason=reason)
-        if problem.call in self.errors:
-            return replace(result, status="failed", reason=shortened(self.errors[problem.call]))
+        for variant, head_dims in lane.calls:
+            if (variant, head_dims) not in self.calls:
+                dims = head_dim_label(*head_dims)
+                reason = f"no kernel of {variant} in {DTYPE} at head_dim {dims} is chosen from the spec"
+                return replace(result, status="unsupported", reason=reason)
+            if error := self.errors.get((variant, head_dims)):
+                return replace(result, status="failed", reason=shortened(error))
         return result
 
 
@@ -104,7 +106,7 @@ def _kernels(
     prepared: Sequence[Prepared], cells: Sequence[ServingCell], options: BenchOptions, capability: int | None
 ) -> list[Prepared]:
     """The kernels that cells may run on, those that widen a cache last. Raises CallError if there is none."""
-    calls = {lane.problem.call for cell in cells for lane in cell.lanes}
+    calls = {call for cell in cells for lane in cell.lanes for call in lane.calls}
 
     def runs(kernel: Prepared, *directions: str) -> bool:
         here = capability is None or kernel.plan.arch.runs_on(capability)
@@ -184,10 +186,10 @@ def _entry_of_lane(bench: Bench, shelf: _Shelf, lane: Lane) -> ReadyContender:
     else:
         table, q = contents.pages(form.page_size).table, contents.queries[0]
         out = q.new_empty((*q.shape[:-1], problem.head_dims[1]), dtype=torch.bfloat16)
-        calls = [
-            partial(attention_paged, q, *cache, table, contents.lengths, out=out, **keywords)
-            for q, cache in zip(contents.queries, caches, strict=True)
-        ]
+        attend = partial(attention_paged, page_table=table, seqused_k=contents.lengths, out=out)
+        if lane.shared:  # found once in a step, and so not in the time of a layer
+            attend = partial(shared_prefix(table, contents.lengths, form.page_size).attention)
+        calls = [partial(attend, q, *cache, **keywords) for q, cache in zip(contents.queries, caches, strict=True)]
         keywords |= {"page_table": table, "seqused_k": contents.lengths}
     kernel = explain(contents.queries[0], *caches[0], **keywords).to_dict()["kernel"]
     sampler = Replays(Contender(name, calls), bench.clock, bench.capture)
