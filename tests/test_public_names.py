@@ -22,7 +22,7 @@ PUBLIC = {
     "attngen.integrations.block_sparse_attn": "block_sparse_attn_func block_streaming_attn_func "
     "token_streaming_attn_func",
     "attngen.integrations.context_parallel": "context_parallel",
-    "attngen.integrations.cuequivariance": "triangle_attention",
+    "attngen.integrations.cuequivariance": "attention_pair_bias triangle_attention",
     "attngen.integrations.cudnn": "BSA block_sparse_attention_backward block_sparse_attention_forward",
     "attngen.integrations.diffusers": "register served",
     "attngen.integrations.engines": "Mask Step",

@@ -34,7 +34,6 @@ OTHERS = {
     "BLOCK_SIZE": "FlexAttention's",
     "causal_upper_left": "torch's",
     "causal_lower_right": "torch's",
-    "attention_pair_bias": "cuEquivariance's",
     "make_fx": "torch's",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "torch's",
     "DistributedDataParallel": "torch's",

@@ -63,6 +63,8 @@ def _natten(spec: KernelSpec, plan: Plan) -> bool:
 def _cuequivariance(spec: KernelSpec, plan: Plan) -> bool:
     if plan.dtype_name == "fp16":
         return plan.head_dim_qk == 32 and plan.variant.name in ("triangle", "triangle_unmasked")
+    if plan.variant.name == "triangle_bf16" and plan.head_dim_qk in (24, 48):  # of attention_pair_bias
+        return True
     bf16 = plan.head_dim_qk == 64 or (plan.head_dim_qk, plan.variant.name) == (16, "triangle")
     return plan.head_dim_qk == 32 or (bf16 and plan.variant.name != "triangle_unmasked")
 

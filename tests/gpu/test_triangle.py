@@ -1,5 +1,6 @@
 """Triangle attention on kernels: results and gradients against float64, with the bias's summed over rows; whole tiles
-and ragged ones, rows without real keys, lengths, several entries of a batch, other strides, a graph.
+and ragged ones, rows without real keys, lengths, several entries of a batch, other strides, a graph. And attention with
+a pair bias, whose samples share the bias of their sequence.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attngen.integrations.cuequivariance import triangle_attention
+from attngen.integrations.cuequivariance import attention_pair_bias, triangle_attention
 from attngen.runtime.registry.lookup import Package
 from tests.gpu.family import in_graph
 from tests.gpu.packages import no_worse, only_package
-from tests.integrations.oracles import triangle
+from tests.integrations.oracles import gated_pair_bias, normalized, triangle
 
 pytestmark = only_package("cuequivariance")
 
@@ -164,3 +165,72 @@ def test_in_a_graph(only: Package) -> None:
         tensor.copy_(torch.randn_like(tensor))
     graph.replay()
     assert torch.equal(out, triangle_attention(*inputs, mask))
+
+
+#: Head dim, dtype of the heads, dtype of the pairs.
+KINDS = (
+    (48, torch.bfloat16, torch.bfloat16), (24, torch.bfloat16, torch.bfloat16), (64, torch.bfloat16, torch.float32),
+    (32, torch.float32, torch.float32),
+)  # fmt: skip
+#: Names of what gets a gradient in these tests.
+LEAVES = "single_repr", "pair_repr", "w_proj_q", "w_proj_g", "w_proj_z"
+
+
+def pairs_of(
+    kind: tuple[int, torch.dtype, torch.dtype], sequences: int, samples: int, tokens: int
+) -> dict[str, Tensor]:
+    """Arguments of attention with a pair bias of 4 heads, that are tensors."""
+    head_dim, dtype, of_pairs = kind
+    torch.manual_seed(tokens + head_dim)
+    single, pairs, wide = 64, 32, 4 * head_dim
+    shapes = {
+        "single_repr": (sequences * samples, tokens, single), "pair_repr": (sequences, tokens, tokens, pairs),
+        "w_ln_a": (single,), "b_ln_a": (single,), "w_ln_z": (pairs,), "b_ln_z": (pairs,), "b_proj_q": (wide,),
+        **{f"w_proj_{x}": (wide, single) for x in "qkvg"}, "w_proj_o": (single, wide), "w_proj_z": (4, pairs),
+    }  # fmt: skip
+    given = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, device=DEVICE) * (shape[-1] ** -0.5 if name.startswith("w_proj") else 1)
+        given[name] = values.to(of_pairs if name == "pair_repr" or name.endswith("_z") else dtype)
+        given[name].requires_grad_(name in LEAVES)
+    return given
+
+
+def by_hand(x: dict[str, Tensor], mask: Tensor | None) -> Tensor:
+    """Attention with a pair bias in the dtype of the arguments."""
+    single = normalized(x["single_repr"], x["w_ln_a"], x["b_ln_a"], 1e-5, centered=True)
+    q, k, v = (single @ x[f"w_proj_{name}"].mT for name in "qkv")
+    heads = [each.unflatten(-1, (4, -1)).transpose(1, 2) for each in (q + x["b_proj_q"], k, v)]
+    pairs = normalized(x["pair_repr"], x["w_ln_z"], x["b_ln_z"], 1e-5, centered=True) @ x["w_proj_z"].mT
+    bias = pairs.movedim(-1, 1).to(single.dtype)
+    return gated_pair_bias(single, heads, bias, mask, (x["w_proj_g"], None), (x["w_proj_o"], None))
+
+
+@pytest.mark.parametrize("form", [(1, 5, 256), (2, 3, 257), (2, 1, 130), (1, 4, 71)], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_pair_bias(kind: tuple[int, torch.dtype, torch.dtype], form: tuple[int, int, int], only: Package) -> None:
+    """With a mask of each sequence, or of each sample; results and gradients against float64."""
+    sequences, samples, tokens = form
+    given = pairs_of(kind, *form)
+    mask = torch.rand(sequences * (samples if samples == 5 else 1), tokens, device=DEVICE) < 0.7
+    mask[:, 0] = True
+    out, none = attention_pair_bias(**given, num_heads=4, mask=mask)
+    assert none is None
+    wide = {name: x.detach().double().requires_grad_(x.requires_grad) for name, x in given.items()}
+    exact, plain = by_hand(wide, mask), by_hand(given, mask)
+    no_worse(out.detach(), plain.detach(), exact.detach(), times=3)
+    above = torch.randn_like(out)
+    gradients, usual = (torch.autograd.grad(one, [given[x] for x in LEAVES], above) for one in (out, plain))
+    right = torch.autograd.grad(exact, [wide[x] for x in LEAVES], above.double())
+    for name, one, other, same in zip(LEAVES, gradients, usual, right, strict=True):
+        assert one.dtype == given[name].dtype
+        no_worse(one, other, same, times=3)
+
+
+def test_projected_pairs_serve_again(only: Package) -> None:
+    """The bits of the first call, also with padded columns."""
+    given: dict[str, Any] = {name: x.detach() for name, x in pairs_of(KINDS[0], 1, 5, 257).items()}
+    given |= {"num_heads": 4, "mask": torch.ones(1, 257, device=DEVICE)}
+    out, pairs = attention_pair_bias(**given, return_z_proj=True)
+    again = {**given, "pair_repr": pairs, "w_proj_z": None}
+    assert torch.equal(attention_pair_bias(**again, is_cached_z_proj=True)[0], out)

@@ -92,6 +92,38 @@ def triangle(
     return Triangle(out, logits.logsumexp(-1), logits.amax(-1))
 
 
+def normalized(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centered: bool) -> Tensor:
+    """Layer norm of the last axis, or, not ``centered``, the norm by the root mean square."""
+    x = x - x.mean(-1, keepdim=True) if centered else x
+    x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    return (x if weight is None else x * weight) + (0 if bias is None else bias)
+
+
+def gated_pair_bias(
+    s: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor,
+    mask: Tensor | None,
+    gate: tuple[Tensor, Tensor | None],
+    output: tuple[Tensor, Tensor | None],
+    scale: float | None = None,
+) -> Tensor:
+    """Attention with a bias of pairs, gated and projected, as cuEquivariance documents it, in the dtype of s.
+
+    q, k and v are (B · M, H, tokens, d), the bias (B, H, queries, keys), and the mask has a row for each of B or B · M.
+    """
+    q, k, v = heads
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    logits = q @ k.mT * scale + bias.repeat_interleave(len(q) // len(bias), 0)
+    if mask is not None:
+        real = mask.bool().repeat_interleave(len(q) // len(mask), 0)[:, None, None]
+        logits = torch.where(real, logits, max(-1e9, torch.finfo(logits.dtype).min))
+    mixed = (logits.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    (by_gate, plus_gate), (by_output, plus_output) = gate, output
+    opened = (s @ by_gate.mT + (0 if plus_gate is None else plus_gate)).sigmoid()
+    return (opened * mixed) @ by_output.mT + (0 if plus_output is None else plus_output)
+
+
 def masked_attention(
     q: Tensor,
     k: Tensor,

@@ -11,7 +11,7 @@ import torch
 import attngen
 from attngen import parallel
 from attngen.errors import CallError, SpecError
-from attngen.integrations import cudnn, fastvideo, sdpa
+from attngen.integrations import cudnn, cuequivariance, fastvideo, sdpa
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.flash_attn import v3 as flash_attn_3
 from attngen.integrations.flash_mla import functions as flash_mla
@@ -67,6 +67,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "cudnn layout": lambda x: cudnn.block_sparse_attention_forward(Q, Q, Q, LISTS, layout=x),
     "cudnn sparse_block_size": lambda x: cudnn.block_sparse_attention_forward(Q, Q, Q, LISTS, sparse_block_size=x),
     "fastvideo block_size": lambda x: fastvideo.video_sparse_attn(Q, Q, Q, USED, USED, 1, x),
+    "attention_pair_bias norm_kind": lambda x: cuequivariance.attention_pair_bias(
+        Q[0, :, 0][None], Q, None, 2, Q[0, 0, 0], None, *[Q[0, 0]] * 6, norm_kind=x
+    ),
     "sdpa backend": lambda x: sdpa(backend=x),
     "sageattn tensor_layout": lambda x: sageattention.sageattn(Q, Q, Q, tensor_layout=x),
     "na1d kernel_size": lambda x: natten.na1d(Q, Q, Q, x),

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import attngen
 from attngen import parallel
-from attngen.integrations import block_sparse_attn, cudnn, fastvideo, sdpa
-from attngen.integrations.cuequivariance import functions as cuequivariance
+from attngen.integrations import block_sparse_attn, cudnn, cuequivariance, fastvideo, sdpa
 from attngen.integrations.flash_attn import bert_padding
 from attngen.integrations.flash_attn import v2 as flash_attn
 from attngen.integrations.flash_attn import v3 as flash_attn_3
@@ -38,6 +37,7 @@ INDEXED = torch.randn(1, 4, 2, 128), torch.randn(1, 4, 128), torch.randn(1, 4, 2
 LATENTS, LATENT_Q = torch.randn(2, 64, 1, 576), torch.randn(1, 1, 2, 576)
 NUMBERS = torch.randn(2, 20)
 TRIANGLES, TRIANGLE_BIAS = torch.randn(3, 2, 4, 5, 16), torch.randn(1, 4, 5, 5)
+SINGLES, PAIRS, OF_PAIRS, WEIGHTS = (torch.randn(size) for size in ((2, 5, 8), (1, 5, 5, 6), (4, 6), (8, 8)))
 VIDEO, TILES = torch.randn(1, 2, 192, 16), torch.tensor([64, 64, 9])
 TYPES, STREAMS = torch.tensor([1, -1, 0, 1]).int(), torch.ones(8).int()
 LISTS, SIZED = torch.zeros(1, 1, 1, 1).int(), torch.tensor([10]).int()
@@ -174,6 +174,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     ),
     "lengths of triangle attention": lambda: cuequivariance.triangle_attention(
         *TRIANGLES, TRIANGLE_BIAS, kv_lengths=USED.view(1, 2, 1, 1, 1), return_aux=True
+    ),
+    "pair bias": lambda: cuequivariance.attention_pair_bias(
+        SINGLES, PAIRS, ALLOWED[:1, :5], 4, WEIGHTS[0], None, WEIGHTS, None, *[WEIGHTS] * 4, OF_PAIRS
     ),
     "sageattention": lambda: sageattention.sageattn(*(x.bfloat16() for x in HEADS_FIRST)),
     "natten": lambda: natten.na2d(*(x[:, None] for x in (LONG, LONG, LONG)), (1, 3), dilation=(1, 2)),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.integrations.cuequivariance import functions
-from attngen.integrations.cuequivariance.functions import triangle_attention
+from attngen.integrations.cuequivariance import triangle as functions
+from attngen.integrations.cuequivariance.triangle import triangle_attention
 from tests.integrations.oracles import triangle
 from tests.sampling import few
 
@@ -137,6 +137,9 @@ def test_copies_of_a_bias() -> None:
     padded = functions._in_whole_columns(odd)
     assert padded.shape == whole.shape
     torch.testing.assert_close(padded[..., :13], odd)
+    last = functions._in_whole_columns(odd.movedim(1, -1).contiguous().movedim(-1, 1))  # heads last, as projected
+    assert torch.equal(last, padded)
+    assert last.is_contiguous()
 
 
 @few("dynamic", [True, False], always=0)

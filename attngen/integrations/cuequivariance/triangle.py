@@ -117,7 +117,7 @@ def _in_kernel_dtype(bias: Tensor, q: Tensor) -> Tensor:
 def _in_whole_columns(bias: Tensor) -> Tensor:
     """A bias (B, H, Q, K) whose rows kernels load as they are: a copy with more columns if need be."""
     missing = -bias.shape[-1] % _COLUMNS
-    return pad(bias, (0, missing)) if missing else contiguous_last(bias)
+    return contiguous_last(pad(bias, (0, missing)) if missing else bias)  # pad keeps the order of the axes in memory
 
 
 def _real(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
