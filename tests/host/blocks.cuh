@@ -8,6 +8,7 @@ inline uint32_t atomicInc(uint32_t* place, uint32_t last) {
   return __atomic_exchange_n(place, before < last ? before + 1 : 0, __ATOMIC_RELAXED);
 }
 inline uint32_t atomicAdd(uint32_t* place, uint32_t value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
+inline uint32_t atomicOr(uint32_t* place, uint32_t value) { return __atomic_fetch_or(place, value, __ATOMIC_RELAXED); }
 inline uint32_t load_acquire(const uint32_t* from) {
   polled = true;
   yield();

@@ -439,6 +439,7 @@ void __tsan_atomic32_store(volatile uint32_t* word, uint32_t value, Order order)
   *word = value;
 }
 uint32_t __tsan_atomic32_fetch_add(volatile uint32_t* word, uint32_t value, Order order) { return change(word, *word + value, order); }
+uint32_t __tsan_atomic32_fetch_or(volatile uint32_t* word, uint32_t value, Order order) { return change(word, *word | value, order); }
 uint32_t __tsan_atomic32_exchange(volatile uint32_t* word, uint32_t value, Order order) { return change(word, value, order); }
 int __tsan_atomic32_compare_exchange_strong(volatile uint32_t* word, uint32_t* expected, uint32_t value, Order order, Order) {
   const bool same = *word == *expected;
