@@ -18,6 +18,11 @@ OWN = """variants:
   biased: {mask: q_pos >= kv, score: "s + bias[h, q, kv]", tensors: {bias: {dtype: bf16, shape: [h, rows, columns]}}}
 """
 
+#: A mask that is constant on blocks of 64, and causal.
+BLOCKS = """variants:
+  blocks: {mask: "sel[h, q // 64, kv // 64] and q_pos >= kv", tensors: {sel: {dtype: bool, shape: [h, rows, columns]}}}
+"""
+
 #: Masks whose loader has much to compute: products of scalars without a largest value, ranges that are searched.
 UNBOUNDED = """variants:
   diffusion:
@@ -102,6 +107,19 @@ def test_a_backward_keeps_its_speed(variant: str, fields: dict[str, object]) -> 
         places = parameter_places(artifact.cubin, part.symbol)
         assert [p["offset"] for p in row["parameters"]] == [offset for offset, _ in places]
         assert row["resources"]["shared_memory"] == (plan.structure.shared_bytes if part.name == "dqkv" else 0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@pytest.mark.parametrize(("head_dim", "name"), [("{qk: 192, v: 128}", "blocks"), ("192", "apart"), ("256", "blocks")])
+def test_blocks_beyond_head_dim_128_spill_nothing(head_dim: str, name: str, layout: str) -> None:
+    spec = kernel_spec(
+        "blocks", passes="backward", backward="{backend: cuda}", declared=BLOCKS, head_dim=head_dim, layout=layout
+    )
+    plan = next(plan for plan in attempts(spec) if plan.name.endswith(f"_{name}"))
+    resources = compile_source(plan, render(plan)).manifest["resources"]
+    assert (resources["spills"], resources["serialized_wgmma"]) == (0, False)
+    assert resources["wgmma"] == sum(launch.products or 0 for launch in plan.launches)
 
 
 @pytest.mark.parametrize(

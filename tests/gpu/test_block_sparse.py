@@ -76,6 +76,19 @@ def test_cudnn(block: int, dim: int, kv_heads: int, sized: bool) -> None:
     check(out, inputs, seen, dout, list(apart))
 
 
+@pytest.mark.parametrize(("dims", "kv_heads"), [((192, 128), HEADS), ((256, 256), 2)], ids=str)
+def test_lists_of_wide_heads(dims: tuple[int, int], kv_heads: int) -> None:
+    queries, keys = 1000, 1300
+    inputs, shown = call_of(64, kv_heads, dims[0], queries, keys)
+    inputs[2] = inputs[2].detach()[..., : dims[1]].contiguous().requires_grad_()
+    mask = attngen.block_mask(*lists_of(shown, shown.shape[-1]), key_blocks=shown.shape[-1])
+    variant = attngen.variant(blocks=64, name="blocks_64")
+    out = attngen.attention(*inputs, variant=variant, block_mask=mask, layout="bhsd")
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, inputs, dout)
+    check(out, inputs, pairs_of_blocks(shown, 64, 64, queries, keys), dout, gradients)
+
+
 @pytest.mark.parametrize(("block_size", "tokens"), [((4, 4, 4), 64), ((2, 8, 8), 128)])
 @pytest.mark.parametrize("topk", [2, 9])
 def test_fastvideo(block_size: tuple[int, int, int], tokens: int, topk: int) -> None:

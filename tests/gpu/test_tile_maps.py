@@ -127,12 +127,17 @@ BLOCKS = (
 @pytest.mark.parametrize("size", BLOCKS, ids=str)
 @pytest.mark.parametrize(
     ("name", "head_dim"),
-    [*product(("blocks", "causal_blocks"), (64, 128, 192, 256)), *product(("far_blocks",), (64, 128))],
+    [
+        *product(("blocks", "causal_blocks"), ((64, 64), (128, 128), (192, 192), (256, 256))),
+        *product(("far_blocks",), ((64, 64), (128, 128), (192, 128), (256, 256))),
+    ],
+    ids=str,
 )
 def test_consumers_visit_their_own_blocks(
-    name: str, size: tuple[int, int, int, int, int, float], head_dim: int
+    name: str, size: tuple[int, int, int, int, int, float], head_dim: tuple[int, int]
 ) -> None:
     batch, heads, kv_heads, queries, keys, share = size
+    qk, columns = head_dim
     for seed in range(4):
         torch.manual_seed(seed)
         sel = torch.rand(heads, -(-queries // 64), -(-keys // 64), device=DEVICE) < share
@@ -143,9 +148,9 @@ def test_consumers_visit_their_own_blocks(
             sel[:, :, ::2] &= torch.rand(heads, 1, 1, device=DEVICE) < 0.5
         if seed == 3:  # one consumer sees nothing, or a single block, which the other may see, too
             sel[0, 1::2], sel[1:, ::2] = False, torch.arange(sel.shape[2], device=DEVICE) == sel.shape[2] // 2
-        shapes = [(batch, queries, heads, head_dim), *[(batch, keys, kv_heads, head_dim)] * 2]
+        shapes = (batch, queries, heads, qk), (batch, keys, kv_heads, qk), (batch, keys, kv_heads, columns)
         inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-        dout = torch.randn(shapes[0], device=DEVICE, dtype=torch.bfloat16)
+        dout = torch.randn(batch, queries, heads, columns, device=DEVICE, dtype=torch.bfloat16)
         results = []
         for backend in ("cuda", "reference"):
             leaves = inputs if backend == "cuda" else [one.detach().double().requires_grad_() for one in inputs]
@@ -156,13 +161,16 @@ def test_consumers_visit_their_own_blocks(
             torch.testing.assert_close(actual.double(), wanted.double(), atol=0.03, rtol=0.03)
 
 
-def test_blocks_of_packed_sequences() -> None:
+@pytest.mark.parametrize("head_dim", [(128, 128), (192, 128), (256, 256)], ids=str)
+def test_blocks_of_packed_sequences(head_dim: tuple[int, int]) -> None:
+    qk, columns = head_dim
     sizes = (300, 1, 129, 511, 0)
     torch.manual_seed(0)
     bounds = torch.tensor([0, *sizes], device=DEVICE).cumsum(0).int()
-    inputs = [torch.randn(sum(sizes), 2, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
+    shapes = [(sum(sizes), 2, columns) for columns in (qk, qk, columns)]
+    inputs = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     sel = torch.rand(2, 8, 8, device=DEVICE) < 0.5
-    dout = torch.randn(sum(sizes), 2, 128, device=DEVICE, dtype=torch.bfloat16)
+    dout = torch.randn(shapes[2], device=DEVICE, dtype=torch.bfloat16)
     packing = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 511, "max_seqlen_k": 511}
     exact = [one.detach().double().requires_grad_() for one in inputs]
     out = attngen.attention_varlen(*inputs, **packing, variant="causal_blocks", sel=sel)

@@ -109,6 +109,11 @@ OF_Q = {
     f"{operation} (removed*": "as many stages of Q as of dO, and those are given back later"
     for operation in ("v_ring.acquire();", "dout_ring.acquire();", "wait_products<1>();")
 }
+#: Two consumers share steps, of which there are as many stages as of P.
+OF_PAIRS = {
+    "p_ring.acquire(); (removed*": "a step comes when the one before the last is given back, after its P",
+    "wait_products<1>(); (removed*": "nothing comes to a stage that the other consumer gives back later",
+}
 #: After its last step a warpgroup multiplies whatever is there, and uses nothing of it.
 LAST_PRODUCTS = (
     "race at q of block *: warp [4-7] of block * writes what products of warpgroup 0 of block * reads",
@@ -230,6 +235,14 @@ ROWS = (
         "backward-blocks-by-rows", {**BACKWARD, "declared": BLOCKS["declared"].replace("q // 64", "q // 128")},
         (Size(600, 380),), variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q | ALONE,
     ),
+    Row(
+        "backward-blocks-192", {**BACKWARD, "declared": BLOCKS["declared"], "head_dim": "{qk: 192, v: 128}"},
+        (Size(900, 380),), variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_Q, orders=2,
+    ),
+    Row(
+        "backward-blocks-256", {**BACKWARD, "declared": BLOCKS["declared"], "head_dim": 256}, (Size(900, 380),),
+        variant="blocks", arguments={"sel": SEEN_BY_KEYS}, spared=OF_GROUP | OF_PAIRS, orders=2,
+    ),
     Row("backward-ordered", {**BACKWARD, "head_dim": 128, "deterministic": "true"}, (Size(300, 300),)),
     Row(
         "cluster", {**BACKWARD, "head_dim": 256},
@@ -302,8 +315,8 @@ ROWS = (
 #: Rows like one that CI tries, but for a head dim, an order or a mask: in long runs alone.
 SELDOM = {
     "forward-128", "forward-256", "forward-paged", "blocks-alone", "backward-128", "backward-blocks-by-rows",
-    "cluster-ordered", "cluster-order", "first-unseen", "order", "order-sinks", "cut", "mma-128", "mma-backward-128",
-    "mma-backward-ordered", "latent", "latent-listed",
+    "backward-blocks-192", "cluster-ordered", "cluster-order", "first-unseen", "order", "order-sinks", "cut",
+    "mma-128", "mma-backward-128", "mma-backward-ordered", "latent", "latent-listed",
 }  # fmt: skip
 #: Rows of which each change is tried. `first` is the kernel of `first-unseen`; `order-sinks` and `order-window` are
 #: like `order`; of the others it is not known why some changes go unnoticed.
@@ -314,7 +327,7 @@ EXPLAINED = tuple(
     not in (
         "forward-split", "backward-ordered", "cluster-halves", "first", "order-window", "order-sinks",
         "cluster-order", "cut-rows", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
-        "backward-blocks", "backward-blocks-by-rows",
+        "backward-blocks", "backward-blocks-by-rows", "backward-blocks-192",
     )
 )  # fmt: skip
 

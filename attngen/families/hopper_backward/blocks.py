@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from attngen.arch import Arch
+from attngen.dtypes import dtype
 from attngen.errors import PlanError
 from attngen.families.hopper_backward.blocks_pipes import (
     ROWS,
@@ -17,6 +18,7 @@ from attngen.families.hopper_backward.blocks_pipes import (
     queries_pipes,
 )
 from attngen.families.hopper_backward.blocks_structure import BlocksBackward
+from attngen.families.hopper_backward.cluster import SCHEDULE as BY_CLUSTERS
 from attngen.families.hopper_backward.kinds import is_wide, varies
 from attngen.families.hopper_backward.schedule import SCHEDULE as BY_TILES
 from attngen.families.hopper_backward.schedule import SERVES, alternatives, check_backward
@@ -25,7 +27,7 @@ from attngen.parts.backward_launches import launch_of, preprocess_launch, statis
 from attngen.parts.boxes import widest_box, widths
 from attngen.plan import arguments
 from attngen.plan.allowances import SPILLS
-from attngen.plan.choices import check_head_dims, iteration_of
+from attngen.plan.choices import check_head_dims, is_beyond_256, iteration_of
 from attngen.plan.draft import axes_of, classifier_warps, drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Region
 from attngen.plan.operands import operands_of
@@ -36,10 +38,13 @@ from attngen.plan.traits import mask_block
 from attngen.schema.kernel_spec import Backward, KernelSpec
 
 _CONSUMERS = 2
-_TILE = ROWS * _CONSUMERS
-#: Registers of a thread of the loader's warpgroup and of a consumer. Not measured: with 232, ptxas makes products of dK
-#: and dV wait for each other at head dim 128.
-_REGISTERS = 24, 240
+#: Most columns of dK and dV together, and of dQ, for which a consumer has registers beside S and dP of 64 rows of its
+#: own; beyond, S and dP of the same rows have a consumer each. Not measured: follows from registers.
+_MOST_SUMS, _MOST_OF_DQ = 256, 192
+#: Registers of a thread of the loader's warpgroup and of a consumer, and those where S and dP have a consumer each. Not
+#: measured: with 232, ptxas makes products of dK and dV wait for each other at head dim 128; beyond, loaders of packed
+#: sequences spill with 24.
+_REGISTERS, _REGISTERS_APART = (24, 240), (40, 232)
 #: Most steps in flight: as many as shared memory holds at head dim 128. Not measured against fewer.
 _STAGES = 5
 #: K and V, or Q and dO, of the heads that run side by side: about half of the L2. Not measured.
@@ -49,16 +54,27 @@ _L2_BYTES = 24 * 2**20
 def suits(spec: KernelSpec) -> bool:
     """Whether a mask is constant on blocks of 64 queries and keys, and not on tiles that other kernels visit whole; and
     the score has no biases, no gradients of tensors, and a derivative that all pairs share."""
-    if is_wide(spec) or spec.variant.dropout or differentiable_of(spec.variant):
+    if is_beyond_256(spec) or spec.variant.dropout or differentiable_of(spec.variant):
         return False
-    given = (spec.backward or Backward()).dkdv
-    fixed = given.tile_m not in (None, ROWS) or given.tile_n not in (None, _TILE) or given.stages is not None
+    given, keys = (spec.backward or Backward()).dkdv, _tile(sum(_columns(spec)), _MOST_SUMS)
+    fixed = given.tile_m not in (None, ROWS) or given.tile_n not in (None, keys) or given.stages is not None
     if fixed or iteration_of(spec, "q", by_bits=True) != "tile_map" or iteration_of(spec, "kv") != "tile_map":
         return False
     own = mask_block(spec.variant, (ROWS, ROWS)) == (ROWS, ROWS)
-    tiles = (ROWS, _TILE), (_TILE, ROWS)
+    tiles = (ROWS, _CONSUMERS * ROWS), (_CONSUMERS * ROWS, ROWS)
     whole = all(mask_block(spec.variant, tile) == tile for tile in tiles)
     return own and not whole and not varies(spec) and not rooms(spec.variant)
+
+
+def _columns(spec: KernelSpec) -> tuple[int, int]:
+    """Columns of Q and K, and of V, in shared memory."""
+    return widths(spec.head_dim_qk, dtype(spec.dtype)).width, widths(spec.head_dim_v, dtype(spec.dtype)).width
+
+
+def _tile(columns: int, most: int) -> int:
+    """Rows of a work tile whose sums have so many columns: 64 of each consumer, or of both if those are more than
+    ``most``."""
+    return ROWS * _CONSUMERS if columns <= most else ROWS
 
 
 def queries_plan(plan: Plan) -> Plan:
@@ -68,18 +84,19 @@ def queries_plan(plan: Plan) -> Plan:
     return replace(plan.of_launch(plan.launch("dq")), direction="forward", structure=own)
 
 
-def _plan(spec: KernelSpec, arch: Arch) -> Plan:
-    """Return the plan. Raises PlanError."""
+def _plan(spec: KernelSpec, arch: Arch, most_of_dq: int = _MOST_OF_DQ) -> Plan:
+    """Return the plan, with S and dP apart beyond so many columns of dQ. Raises PlanError."""
     check_backward(spec)
     check_head_dims(spec)
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "dout", "p", "ds")
     columns_qk, columns_v = (widths(head_dim, element, 1) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
-    roles = blocks_roles(_CONSUMERS, *_REGISTERS)
-    roles = blocks_roles(_CONSUMERS, *_REGISTERS)
+    keys = _tile(columns_qk.width + columns_v.width, _MOST_SUMS)
+    queries = _tile(columns_qk.width, most_of_dq)
+    roles = blocks_roles(_CONSUMERS, *(_REGISTERS_APART if keys == ROWS else _REGISTERS))
     (stages, by_keys), (of_queries, by_queries) = (
-        _most_stages(arch, partial(pipes, _CONSUMERS, roles, columns_qk.width, columns_v.width, operands))
-        for pipes in (keys_pipes, queries_pipes)
+        _most_stages(arch, partial(pipes, _CONSUMERS, roles, columns_qk.width, columns_v.width, operands, tile=tile))
+        for pipes, tile in ((keys_pipes, keys), (queries_pipes, queries))
     )
     structure = BlocksBackward(
         consumers=_CONSUMERS,
@@ -95,7 +112,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         width=f"c{_CONSUMERS}",
         tile_map=True,
         alignment=16,
-        choices=("blocks",),
+        choices=("blocks", *(("apart",) if most_of_dq < _MOST_OF_DQ else ())),
         columns_qk=(columns_qk,),
         columns_v=(columns_v,),
         backend="cuda",
@@ -103,7 +120,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         loads="descriptor",
         q_operand="shared",
         tile_m=ROWS,
-        tile_n=_TILE,
+        tile_n=keys,
         stages=stages,
         num_warps=4 * (_CONSUMERS + 1),
         max_registers=None,
@@ -114,11 +131,13 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         structure=structure,
         main="dkdv",
     )
-    return planned.with_launches(*_launches(planned, structure, of_queries), workspaces=tuple(row_workspaces()))
+    return planned.with_launches(
+        *_launches(planned, structure, queries, of_queries), workspaces=tuple(row_workspaces())
+    )
 
 
 def _most_stages(arch: Arch, pipes: Callable[[int], Pipes]) -> tuple[int, tuple[Region, ...]]:
-    """The most stages that a block has memory for, and what lies where; up to head dim 128 these are two at least."""
+    """The most stages that a block has memory for, and what lies where; these are two at least."""
     for stages in range(_STAGES, 2, -1):
         regions = pipes(stages).regions
         if regions[-1].offset + regions[-1].bytes <= arch.shared_memory:
@@ -126,25 +145,27 @@ def _most_stages(arch: Arch, pipes: Callable[[int], Pipes]) -> tuple[int, tuple[
     return 2, pipes(2).regions
 
 
-def _launches(plan: Plan, structure: BlocksBackward, queries_stages: int) -> Iterator[Launch]:
-    """Yield the launches in their order."""
+def _launches(plan: Plan, structure: BlocksBackward, queries: int, queries_stages: int) -> Iterator[Launch]:
+    """Yield the launches in their order. A work tile of the kernel of dQ has so many ``queries``."""
     qk, v, depth = plan.columns_qk[0].width, plan.columns_v[0].width, plan.operands.shared("p", "ds").mma_k
     rows = ROWS // depth
     yield preprocess_launch(plan, statistics_arguments(plan), pdl=True)
     yield _classifier(plan, "dkdv", "key_map_rows", "kv_tiles", tile_m=ROWS, tile_n=ROWS)
-    # products of a step stand before the loop, in it, and behind hidden steps; P and dS are multiplied once
+    # products of a step stand before the loop, in it, and behind hidden steps if there are any; P and dS are multiplied
+    # once
+    of_keys, of_queries = ((2 if tile == ROWS else 3) * (qk + v) // depth for tile in (plan.tile_n, queries))
     yield launch_of(
         plan, "dkdv", "keys", plan.num_warps, stages=plan.stages, iteration="tile_map", tile_map=axes_of(plan, "dkdv"),
-        persistent=True, pdl=True, arguments=_arguments(plan, ROWS, _TILE, "kv_tiles", ("dk", "dv")),
-        shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=3 * (qk + v) // depth + 2 * rows,
+        persistent=True, pdl=True, arguments=_arguments(plan, ROWS, plan.tile_n, "kv_tiles", ("dk", "dv")),
+        shared_bytes=structure.shared_bytes, max_spills=SPILLS.bytes, products=of_keys + 2 * rows,
     )  # fmt: skip
-    by_queries = replace(plan, tile_m=_TILE, tile_n=ROWS)
+    by_queries = replace(plan, tile_m=queries, tile_n=ROWS)
     yield _classifier(by_queries, "dq", "query_map_rows", "q_tiles", tile_m=ROWS, tile_n=ROWS)
     yield launch_of(
         by_queries, "dq", "queries", plan.num_warps, stages=queries_stages, iteration="tile_map",
         tile_map=axes_of(plan, "dq"), persistent=True, pdl=True,
-        arguments=_arguments(by_queries, _TILE, ROWS, "q_tiles", ("dq",)),
-        shared_bytes=structure.queries_bytes, max_spills=SPILLS.bytes, products=3 * (qk + v) // depth + rows,
+        arguments=_arguments(by_queries, queries, ROWS, "q_tiles", ("dq",)),
+        shared_bytes=structure.queries_bytes, max_spills=SPILLS.bytes, products=of_queries + rows,
     )  # fmt: skip
 
 
@@ -170,9 +191,12 @@ def _arguments(plan: Plan, queries: int, keys: int, tiles: str, written: tuple[s
 
 
 def _alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
-    """Yield plans by whole tiles of keys, for a ``first`` plan that ptxas has refused."""
+    """Yield other plans for a ``first`` plan that ptxas has refused: S and dP apart in both kernels if they are in one,
+    then those by whole tiles of keys."""
+    if first.tile_n < first.launch("dq").tile_m:
+        yield _plan(spec, arch, most_of_dq=0)
     try:
-        whole = BY_TILES.plan(spec, arch)
+        whole = (BY_CLUSTERS if is_wide(spec) else BY_TILES).plan(spec, arch)
     except PlanError:
         return
     yield whole

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attngen.dtypes import DType
 from attngen.families.hopper_backward.blocks import queries_plan
-from attngen.families.hopper_backward.blocks_pipes import keys_pipes_of, queries_pipes_of
+from attngen.families.hopper_backward.blocks_pipes import ROWS, keys_pipes_of, queries_pipes_of
 from attngen.families.hopper_backward.blocks_structure import BlocksBackward
 from attngen.lang.ir import MAX_SEQLEN, Expr
 from attngen.lang.statements import Code, Statement, reads
@@ -28,6 +28,7 @@ from attngen.render.pipes import PipesView, constant, pipes_view
 _REGION_TEXTS = {
     "lse": "log-sum-exp of the rows of each step", "delta": "D of the rows of each step",
     "work": "the work tile that is computed", "step": "which rows each step has, and who sees them",
+    "p": "P of two steps in turn",
 }  # fmt: skip
 #: Matrices in the kernel of dK and dV, and in that of dQ.
 _MATRICES = {
@@ -46,6 +47,8 @@ class QueriesView:
     """Everything that the kernel of dQ names beside that: it goes along keys."""
 
     plan: Plan
+    apart: bool  # S and dP of the same rows have a consumer each
+    tile_rows: int  # of a work tile, where each kernel has its own number; else 0
     argument_lines: tuple[str, ...]
     regions: tuple[RegionView, ...]
     region_bytes: Mapping[str, int]
@@ -72,6 +75,8 @@ class BlocksBackwardView:
     template: str
     command: str
     summary: str
+    apart: bool  # S and dP of the same keys have a consumer each
+    tile_rows: int  # of a work tile, where each kernel has its own number; else 0
     element: DType  # of q, k, v, dout, p and ds
     gradient: DType  # of dq, dk and dv
     swizzle: int
@@ -128,6 +133,8 @@ def blocks_view(plan: Plan, template: str) -> BlocksBackwardView:
         template=template,
         command=command(plan),
         summary=summary(plan),
+        apart=_is_apart(roles, plan.tile_n),
+        tile_rows=plan.tile_n if _is_apart(roles, plan.tile_n) else 0,
         element=plan.operands.shared("q", "k", "v", "dout", "p", "ds"),
         gradient=plan.operands.shared("dq", "dk", "dv"),
         swizzle=SWIZZLES[roles.box_bytes],
@@ -166,6 +173,8 @@ def _queries_view(plan: Plan, roles: BlocksBackward, derivative: Expr) -> Querie
     steps = reads([*code.partial.all, *code.full.all])
     return QueriesView(
         plan=own,
+        apart=_is_apart(roles, own.tile_m),
+        tile_rows=own.tile_m if _is_apart(roles, plan.tile_n) else 0,
         argument_lines=_lines(plan, plan.launch("dq")),
         regions=_regions(roles.of_queries, "dq"),
         region_bytes={region.name: region.bytes for region in roles.of_queries},
@@ -182,6 +191,10 @@ def _queries_view(plan: Plan, roles: BlocksBackward, derivative: Expr) -> Querie
         factor=factor_text,
         classifier=classifier_view(own, classify, classifier_lines(plan, classify), KEYS, classified_word),
     )
+
+
+def _is_apart(roles: BlocksBackward, tile: int) -> bool:
+    return tile < ROWS * roles.consumers
 
 
 def _lines(plan: Plan, part: Launch) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from attngen.families.hopper_backward.blocks_pipes import ROWS
 from attngen.families.hopper_backward.blocks_structure import BlocksBackward
 from attngen.families.hopper_backward.launches import first_stored
 from attngen.families.hopper_backward.structure import HopperBackward
@@ -153,11 +154,16 @@ class BlocksExplanation(ScheduleExplanation):
         by_keys = launch.name == "dkdv"
         rows, moved = ("keys", "Q and dO") if by_keys else ("queries", "K and V")
         regions = roles.shared if by_keys else roles.of_queries
+        apart = (launch.tile_n if by_keys else launch.tile_m) == ROWS
+        of_s, of_dp = (" and keeps dV", "dK") if by_keys else ("", "dQ")
+        visits = "with a row for each consumer, which visits what its own rows see and waits for no other"
+        shares = f"one consumer multiplies S{of_s}, the other dP and keeps {of_dp}; P passes through shared memory"
         return [
             does,
             f"producer: 1 warpgroup, {roles.registers_of('loader')} registers a thread: loads",
-            f"consumers: {roles.consumers} warpgroups of 64 {rows}, {roles.registers_of('consumers')} registers each",
-            "loop: tile_map, with a row for each consumer, which visits what its own rows see and waits for no other",
+            f"consumers: {roles.consumers} warpgroups of {'the same ' if apart else ''}64 {rows}, "
+            f"{roles.registers_of('consumers')} registers each",
+            f"loop: tile_map, {shares if apart else visits}",
             f"in flight: {launch.stages} blocks of {moved}",
             f"shared memory {launch.shared_bytes} B: "
             + ", ".join(f"{region.name} {region.bytes}" for region in regions if region.bytes >= 1024),
