@@ -14,6 +14,7 @@
 #include "divisor.cuh"
 #include "expression.cuh"
 #include "index.cuh"
+#include "packed_tiles.cuh"
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "tma.cuh"
@@ -54,14 +55,15 @@ struct Tile {
 template <typename Tile>
 __device__ __forceinline__ void score_keys(
     const TensorMap& q_map, const TensorMap& k_map,
-    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
-    const int* page_table_ptr,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* cu_seqlens_q_ptr,
+    const int* page_table_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
     long long stride_k_scale_page, long long stride_k_scale_s,
     long long stride_out_b, long long stride_out_s,
     long long page_table_stride,
-    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
-    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+    int heads, int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int least_tiles, int chunks,
+    int query_tiles, int page_size, int num_pages, int box_rows, int page_size_reciprocal, int batch,
+    int hides_rest
 ) {
   using Keys = typename Tile::Keys;
   constexpr int kHeads = Tile::kHeads, kQueries = Tile::kQueries, kGroups = Tile::kGroups, kColumns = Tile::kColumns;
@@ -81,12 +83,26 @@ __device__ __forceinline__ void score_keys(
   __syncthreads();
   wait_dependencies();  // nothing in global memory is read or written before
 
-  // Blocks that run at the same time have the same chunk of keys.
+  // Queries of a sequence are rows of q from cu_seqlens_q[b] on, or without it those of batch b. Blocks that run at the same
+  // time have the same chunk of the keys of their sequences.
+  const bool packed = cu_seqlens_q_ptr != nullptr;
+  const int place = blockIdx.x % (query_tiles * chunks), chunk_number = place / query_tiles;
+  int b = blockIdx.x / (query_tiles * chunks), q_tile = place - chunk_number * query_tiles;
+  if (packed) b = sequence_of_tile<kQueries * kGroups>(cu_seqlens_q_ptr, batch, q_tile);
   // The shuffle puts b into a uniform register: consumers of 32 heads have no other left.
-  const int b = __shfl_sync(~0u, blockIdx.x / (query_tiles * chunks), 0), place = blockIdx.x - b * query_tiles * chunks;
-  const int chunk_number = place / query_tiles, q_start = (place - chunk_number * query_tiles) * kQueries * kGroups;
-  const int chunk_begin = chunk_number * chunk, chunk_end = min(chunk_begin + chunk, max_seqlen_k);
-  const int seqlen_k = seqused_k_ptr == nullptr ? max_seqlen_k : max(0, min(seqused_k_ptr[b], max_seqlen_k));
+  b = __shfl_sync(~0u, b, 0);
+  const int q_begin = packed ? cu_seqlens_q_ptr[b] : b * max_seqlen_q;
+  const int seqlen_q = packed ? cu_seqlens_q_ptr[b + 1] - q_begin : max_seqlen_q;
+  if (packed) q_tile -= first_tile_of<kQueries * kGroups>(q_begin, b);
+  const int q_start = q_tile * kQueries * kGroups;
+  if (q_start >= seqlen_q) return;
+  const int outer = packed ? 0 : b, first_row = packed ? q_begin : 0;  // of the queries in their tensor
+
+  // Chunks are parts of what a sequence has, since the host does not know its length; what the table has room for behind it
+  // is cut in as many.
+  const int seqlen_k = max(0, min(seqused_k_ptr[b], max_seqlen_k));
+  const int tiles = (seqlen_k + kBlockN - 1) / kBlockN, chunk = max((tiles + chunks - 1) / chunks, least_tiles) * kBlockN;
+  const int chunk_begin = chunk_number * chunk, chunk_end = min(chunk_begin + chunk, min(tiles * kBlockN, max_seqlen_k));
   const Divisor by_page(page_size, page_size_reciprocal);
   // The page of a key; the number of pages, which no page has, where there is none.
   const auto page_of = [&](int key) {
@@ -114,7 +130,7 @@ __device__ __forceinline__ void score_keys(
       for (int i = 0; i < kGroups * kBoxes; ++i) {
         const int of = i / kBoxes, box = i % kBoxes;
         load_box(Tile::kQ + of * Tile::kQBytes + box * kColumns * kBoxBytes, q_map, Tile::kQBarrier, box * kBoxColumns, 0,
-                 q_start + of * kQueries, b);
+                 first_row + q_start + of * kQueries, outer);
       }
     }
     // A lane copies the rows of a page, or of two, whose numbers it has looked up a tile ahead.
@@ -152,7 +168,8 @@ __device__ __forceinline__ void score_keys(
 
   if constexpr (kGroups > 1) grow_registers<kConsumerRegisters>();
   const int own_start = q_start + group * kQueries;
-  float* const out = out_ptr + b * stride_out_b;
+  float* const out = out_ptr + outer * stride_out_b + first_row * stride_out_s;
+  weights_ptr += outer * stride_weights_b + first_row * stride_weights_s;
   // Keys that no query of the block sees.
   const auto hide = [&](int begin, int end) {
     for (int query = own_start; query < min(own_start + kQueries, seqlen_q); ++query) {
@@ -161,6 +178,10 @@ __device__ __forceinline__ void score_keys(
   };
   hide(chunk_begin, min(first_tile * kBlockN, chunk_end));
   hide(end_tile * kBlockN, chunk_end);
+  if (hides_rest) {
+    const int rest = tiles * kBlockN, share = (max_seqlen_k - rest + chunks - 1) / chunks;
+    hide(rest + chunk_number * share, min(rest + (chunk_number + 1) * share, max_seqlen_k));
+  }
   if (first_tile == end_tile) return;
 
   // Whether a query sees a key. Both lie inside the sequence.
@@ -173,7 +194,7 @@ __device__ __forceinline__ void score_keys(
 #pragma unroll
   for (int i = 0; i < kColumns / 4; ++i) {
     const int column = 8 * (i / 2) + 2 * (lane % 4) + i % 2, query = own_start + column / kHeads, head = column % kHeads;
-    const float* const weight = weights_ptr + b * stride_weights_b + query * stride_weights_s + head * stride_weights_h;
+    const float* const weight = weights_ptr + query * stride_weights_s + head * stride_weights_h;
     weights[i] = query < seqlen_q && head < heads ? *weight : 0.0f;
   }
   wait(Tile::kQBarrier, 0);
@@ -235,156 +256,168 @@ __device__ __forceinline__ void score_keys(
 // Many queries, at most 32 heads.
 extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_32(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
-    const int* page_table_ptr,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* cu_seqlens_q_ptr,
+    const int* page_table_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
     long long stride_k_scale_page, long long stride_k_scale_s,
     long long stride_out_b, long long stride_out_s,
     long long page_table_stride,
-    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
-    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+    int heads, int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int least_tiles, int chunks,
+    int query_tiles, int page_size, int num_pages, int box_rows, int page_size_reciprocal, int batch,
+    int hides_rest
 ) {
   using Own = Tile<32, 8, 2, 8>;
   static_assert(Own::kThreads == 384 && Own::kSharedBytes == 131208);
   score_keys<Own>(
       q_map, k_map,
-      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
-      page_table_ptr,
+      weights_ptr, k_scale_ptr, out_ptr, cu_seqlens_q_ptr,
+      page_table_ptr, seqused_k_ptr,
       stride_weights_b, stride_weights_s, stride_weights_h,
       stride_k_scale_page, stride_k_scale_s,
       stride_out_b, stride_out_s,
       page_table_stride,
-      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
-      page_size, num_pages, box_rows, page_size_reciprocal
+      heads, max_seqlen_q, max_seqlen_k, total_q, total_k, least_tiles, chunks,
+      query_tiles, page_size, num_pages, box_rows, page_size_reciprocal, batch,
+      hides_rest
   );
 }
 // Few queries, at most 32 heads.
 extern "C" __global__ void __launch_bounds__(160, 4) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_32_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
-    const int* page_table_ptr,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* cu_seqlens_q_ptr,
+    const int* page_table_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
     long long stride_k_scale_page, long long stride_k_scale_s,
     long long stride_out_b, long long stride_out_s,
     long long page_table_stride,
-    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
-    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+    int heads, int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int least_tiles, int chunks,
+    int query_tiles, int page_size, int num_pages, int box_rows, int page_size_reciprocal, int batch,
+    int hides_rest
 ) {
   using Own = Tile<32, 2, 1, 4>;
   static_assert(Own::kThreads == 160 && Own::kSharedBytes == 41032);
   score_keys<Own>(
       q_map, k_map,
-      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
-      page_table_ptr,
+      weights_ptr, k_scale_ptr, out_ptr, cu_seqlens_q_ptr,
+      page_table_ptr, seqused_k_ptr,
       stride_weights_b, stride_weights_s, stride_weights_h,
       stride_k_scale_page, stride_k_scale_s,
       stride_out_b, stride_out_s,
       page_table_stride,
-      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
-      page_size, num_pages, box_rows, page_size_reciprocal
+      heads, max_seqlen_q, max_seqlen_k, total_q, total_k, least_tiles, chunks,
+      query_tiles, page_size, num_pages, box_rows, page_size_reciprocal, batch,
+      hides_rest
   );
 }
 // Many queries, at most 64 heads.
 extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_64(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
-    const int* page_table_ptr,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* cu_seqlens_q_ptr,
+    const int* page_table_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
     long long stride_k_scale_page, long long stride_k_scale_s,
     long long stride_out_b, long long stride_out_s,
     long long page_table_stride,
-    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
-    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+    int heads, int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int least_tiles, int chunks,
+    int query_tiles, int page_size, int num_pages, int box_rows, int page_size_reciprocal, int batch,
+    int hides_rest
 ) {
   using Own = Tile<64, 4, 2, 8>;
   static_assert(Own::kThreads == 384 && Own::kSharedBytes == 131208);
   score_keys<Own>(
       q_map, k_map,
-      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
-      page_table_ptr,
+      weights_ptr, k_scale_ptr, out_ptr, cu_seqlens_q_ptr,
+      page_table_ptr, seqused_k_ptr,
       stride_weights_b, stride_weights_s, stride_weights_h,
       stride_k_scale_page, stride_k_scale_s,
       stride_out_b, stride_out_s,
       page_table_stride,
-      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
-      page_size, num_pages, box_rows, page_size_reciprocal
+      heads, max_seqlen_q, max_seqlen_k, total_q, total_k, least_tiles, chunks,
+      query_tiles, page_size, num_pages, box_rows, page_size_reciprocal, batch,
+      hides_rest
   );
 }
 // Few queries, at most 64 heads.
 extern "C" __global__ void __launch_bounds__(160, 4) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_64_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
-    const int* page_table_ptr,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* cu_seqlens_q_ptr,
+    const int* page_table_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
     long long stride_k_scale_page, long long stride_k_scale_s,
     long long stride_out_b, long long stride_out_s,
     long long page_table_stride,
-    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
-    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+    int heads, int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int least_tiles, int chunks,
+    int query_tiles, int page_size, int num_pages, int box_rows, int page_size_reciprocal, int batch,
+    int hides_rest
 ) {
   using Own = Tile<64, 1, 1, 4>;
   static_assert(Own::kThreads == 160 && Own::kSharedBytes == 41032);
   score_keys<Own>(
       q_map, k_map,
-      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
-      page_table_ptr,
+      weights_ptr, k_scale_ptr, out_ptr, cu_seqlens_q_ptr,
+      page_table_ptr, seqused_k_ptr,
       stride_weights_b, stride_weights_s, stride_weights_h,
       stride_k_scale_page, stride_k_scale_s,
       stride_out_b, stride_out_s,
       page_table_stride,
-      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
-      page_size, num_pages, box_rows, page_size_reciprocal
+      heads, max_seqlen_q, max_seqlen_k, total_q, total_k, least_tiles, chunks,
+      query_tiles, page_size, num_pages, box_rows, page_size_reciprocal, batch,
+      hides_rest
   );
 }
 // Many queries, at most 128 heads.
 extern "C" __global__ void __launch_bounds__(384, 1) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_128(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
-    const int* page_table_ptr,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* cu_seqlens_q_ptr,
+    const int* page_table_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
     long long stride_k_scale_page, long long stride_k_scale_s,
     long long stride_out_b, long long stride_out_s,
     long long page_table_stride,
-    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
-    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+    int heads, int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int least_tiles, int chunks,
+    int query_tiles, int page_size, int num_pages, int box_rows, int page_size_reciprocal, int batch,
+    int hides_rest
 ) {
   using Own = Tile<128, 2, 2, 8>;
   static_assert(Own::kThreads == 384 && Own::kSharedBytes == 131208);
   score_keys<Own>(
       q_map, k_map,
-      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
-      page_table_ptr,
+      weights_ptr, k_scale_ptr, out_ptr, cu_seqlens_q_ptr,
+      page_table_ptr, seqused_k_ptr,
       stride_weights_b, stride_weights_s, stride_weights_h,
       stride_k_scale_page, stride_k_scale_s,
       stride_out_b, stride_out_s,
       page_table_stride,
-      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
-      page_size, num_pages, box_rows, page_size_reciprocal
+      heads, max_seqlen_q, max_seqlen_k, total_q, total_k, least_tiles, chunks,
+      query_tiles, page_size, num_pages, box_rows, page_size_reciprocal, batch,
+      hides_rest
   );
 }
 // Few queries, at most 128 heads.
 extern "C" __global__ void __launch_bounds__(160, 3) index_scores_sm90a_fp8_e4m3_d128_causal_paged_heads_128_few(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* seqused_k_ptr,
-    const int* page_table_ptr,
+    const float* weights_ptr, const float* k_scale_ptr, float* out_ptr, const int* cu_seqlens_q_ptr,
+    const int* page_table_ptr, const int* seqused_k_ptr,
     long long stride_weights_b, long long stride_weights_s, long long stride_weights_h,
     long long stride_k_scale_page, long long stride_k_scale_s,
     long long stride_out_b, long long stride_out_s,
     long long page_table_stride,
-    int heads, int seqlen_q, int max_seqlen_k, int total_q, int total_k, int chunk, int chunks, int query_tiles,
-    int page_size, int num_pages, int box_rows, int page_size_reciprocal
+    int heads, int max_seqlen_q, int max_seqlen_k, int total_q, int total_k, int least_tiles, int chunks,
+    int query_tiles, int page_size, int num_pages, int box_rows, int page_size_reciprocal, int batch,
+    int hides_rest
 ) {
   using Own = Tile<128, 1, 1, 4>;
   static_assert(Own::kThreads == 160 && Own::kSharedBytes == 49224);
   score_keys<Own>(
       q_map, k_map,
-      weights_ptr, k_scale_ptr, out_ptr, seqused_k_ptr,
-      page_table_ptr,
+      weights_ptr, k_scale_ptr, out_ptr, cu_seqlens_q_ptr,
+      page_table_ptr, seqused_k_ptr,
       stride_weights_b, stride_weights_s, stride_weights_h,
       stride_k_scale_page, stride_k_scale_s,
       stride_out_b, stride_out_s,
       page_table_stride,
-      heads, seqlen_q, max_seqlen_k, total_q, total_k, chunk, chunks, query_tiles,
-      page_size, num_pages, box_rows, page_size_reciprocal
+      heads, max_seqlen_q, max_seqlen_k, total_q, total_k, least_tiles, chunks,
+      query_tiles, page_size, num_pages, box_rows, page_size_reciprocal, batch,
+      hides_rest
   );
 }

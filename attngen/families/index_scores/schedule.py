@@ -145,8 +145,7 @@ def _arguments(plan: Plan, tile: IndexTile) -> Iterator[Argument]:
     yield Argument("k_map", "descriptor", "tensor_map", of="k", box=(1, KEYS, columns), swizzle=swizzle)
     for name in ("weights", "k_scale", "out"):
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
-    for name in ("seqused_k", *(["page_table"] if paged else [])):
-        yield Argument(f"{name}_ptr", "pointer", "*i32", of=name, divisibility=4)
+    yield from arguments.lengths(plan)
     yield from arguments.tensor_pointers(variant)
     for name, axes in (("weights", "bsh"), ("k_scale", ("page" if paged else "b", "s")), ("out", "bs")):
         for axis in axes:
@@ -158,10 +157,12 @@ def _arguments(plan: Plan, tile: IndexTile) -> Iterator[Argument]:
             yield Argument(name, "stride", "i64", of=f"tensor:{tensor.name}", axis=place)
         for place in range(len(tensor.shape)):
             yield Argument(extent_name(tensor, place), "size", "i32", of=f"extent:{tensor.name}:{place}")
-    yield from map(arguments.size, ("heads", "seqlen_q", "max_seqlen_k", "total_q", "total_k", "chunk"))
+    of_queries, of_chunks = ("max_seqlen_q", "least_tiles") if paged else ("seqlen_q", "chunk")
+    yield from map(arguments.size, ("heads", of_queries, "max_seqlen_k", "total_q", "total_k", of_chunks))
     yield from map(arguments.size, ("chunks", "query_tiles"))
     if paged:
         yield from map(arguments.size, ("page_size", "num_pages", "box_rows", "page_size_reciprocal"))
+        yield from map(arguments.size, ("batch", "hides_rest"))
     for scalar in variant.arguments:
         form = SCALAR_TYPES[scalar.dtype].triton
         yield Argument(argument_name(scalar.name), "size", form, of=f"scalar:{scalar.name}")

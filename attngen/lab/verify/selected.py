@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from attngen.inspect.cases import Case, cases_of
 from attngen.inspect.contract import Deviation
 from attngen.lab.verify.inputs import Element, make_inputs
 from attngen.lab.verify.trial import Trial, try_cases
+from attngen.runtime.arguments.paging import Paging
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.index_scores import arguments as index_scores
@@ -36,7 +38,7 @@ def try_index_scores(kernel: Kernel, device: torch.device | str, seed: int, *, s
     cases = [
         replace(case, heads=heads, kv_heads=1)
         for case in cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
-        if len(set(case.q_lengths)) == 1
+        if kernel.layout == "paged" or len(set(case.q_lengths)) == 1
         for heads in _HEADS
     ]
     run = partial(_scored, kernel, torch.device(device))
@@ -70,12 +72,12 @@ def _scores_call(kernel: Kernel, device: torch.device, case: Case, seed: int) ->
         paged = inputs.paging is not None
         k = inputs.k[:, 0] if paged and inputs.page_layout == "HND" else inputs.k[:, :, 0]
         generator = torch.Generator().manual_seed(seed)
-        weights = torch.randn(inputs.q.shape[:3], generator=generator, dtype=torch.float32, device="cpu").to(device)
+        weights = torch.randn(inputs.q.shape[:-1], generator=generator, dtype=torch.float32, device="cpu").to(device)
         k_scale = (torch.rand(k.shape[:2], generator=generator, dtype=torch.float32, device="cpu") + 0.5).to(device)
-        table = inputs.paging.page_table if inputs.paging is not None else None
+        paging: Any = inputs.paging or Paging(None)
         given = IndexScores(
-            inputs.q, k, weights, k_scale, inputs.seqused_k, table, kernel.variant, None,
-            tuple(inputs.arguments.items()),
+            inputs.q, k, weights, k_scale, inputs.seqused_k, paging.cu_seqlens_q, paging.page_table, None,
+            paging.max_seqlen_q, kernel.variant, None, tuple(inputs.arguments.items()),
         )  # fmt: skip
         try:
             index_scores.score(given, index_scores.check(given))

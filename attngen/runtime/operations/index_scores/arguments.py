@@ -17,7 +17,7 @@ from attngen.lang.variant import Variant
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import Call, refuse_unreadable
 from attngen.runtime.arguments.paging import Paging, as_rows, bind_paged
-from attngen.runtime.arguments.shapes import bind, check_rank
+from attngen.runtime.arguments.shapes import bind, check_rank, check_written
 from attngen.runtime.operations.shared.records import Fields, OptionalTensor, TensorArgument
 from attngen.runtime.reference.eager import (
     CHUNK_ELEMENTS,
@@ -45,7 +45,10 @@ class IndexScores(NamedTuple):
     weights: TensorArgument
     k_scale: OptionalTensor
     seqused_k: OptionalTensor
+    cu_seqlens_q: OptionalTensor
     page_table: OptionalTensor
+    out: Annotated[Tensor | None, "Tensor(a!)?"]
+    max_seqlen_q: Annotated[int | None, "SymInt?"]
     variant: Annotated[str | Variant, "str"]
     package: Annotated[str | None, "str"]
     arguments: Annotated[tuple[tuple[str, object], ...], "str"]
@@ -65,7 +68,7 @@ class _FieldsOfVariant(Fields):
 
         def settings_of(call: IndexScores) -> tuple[object, ...]:
             others = (part for name, value in call.arguments for part in (name, _setting(value)))
-            return (call.variant, call.package, *others)
+            return (call.max_seqlen_q, call.variant, call.package, *others)
 
         self.tensors_of, self.settings_of = tensors_of, settings_of
 
@@ -92,22 +95,27 @@ def check(given: IndexScores) -> Bound:
     resolved = find(given.variant, given.package)
     _check_variant(resolved.variant)
     paged = given.page_table is not None
-    check_rank("q", given.q, 4, "batch x seqlen_q x heads x head_dim")
     check_rank("k", given.k, 3, ("pages x page_size" if paged else "batch x seqlen_k") + " x head_dim")
     k = given.k.unsqueeze(2)
     used = given.seqused_k
     if paged:
-        paging = Paging(given.page_table)
+        paging = Paging(given.page_table, given.cu_seqlens_q, given.max_seqlen_q)
         call = bind_paged(resolved.variant, as_rows(given.q), k, k, paging, seqused_k=used, arguments=arguments)
     else:
+        for name in ("cu_seqlens_q", "max_seqlen_q"):
+            if getattr(given, name) is not None:
+                raise CallError(f"{name} goes with page_table: without, sequences have as many queries")
+        check_rank("q", given.q, 4, "batch x seqlen_q x heads x head_dim")
         call = bind(resolved.variant, given.q, k, k, None, seqused_k=used, arguments=arguments)
     if call.kv_dtype != call.dtype:
         raise CallError(f"q has dtype {given.q.dtype}, but k has {given.k.dtype}")
     floats = torch.float64 if given.q.dtype == torch.float64 else torch.float32
-    wanted = {"weights": tuple(given.q.shape[:3]), "k_scale": tuple(given.k.shape[:2])}
+    wanted = {
+        "weights": tuple(given.q.shape[:-1]), "k_scale": tuple(given.k.shape[:2]), "out": scores_shape(call),
+    }  # fmt: skip
     for name, shape in wanted.items():
         tensor = getattr(given, name)
-        if tensor is None and name == "k_scale":
+        if tensor is None and name != "weights":
             continue
         if not isinstance(tensor, Tensor):
             raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -116,6 +124,8 @@ def check(given: IndexScores) -> Bound:
                 f"{name} must be {floats} of shape {shape} on {call.device}, got {tensor.dtype} of shape "
                 f"{tuple(tensor.shape)} on {tensor.device}"
             )
+    if given.out is not None:
+        check_written("out", given.out)
     return Bound(call, resolved)
 
 
@@ -134,9 +144,10 @@ def check_contents(given: IndexScores, bound: Bound) -> None:
         debugging.check_scale("k_scale", given.k_scale)  # others may have rows that no call has written
 
 
-def scores_shape(call: Call) -> tuple[int, int, int]:
+def scores_shape(call: Call) -> tuple[int, ...]:
     """Shape of the scores."""
-    return call.batch, call.seqlen_q, call.seqlen_k
+    of_queries = (call.batch, call.seqlen_q) if call.cu_seqlens_q is None else (call.total_q,)
+    return *of_queries, call.seqlen_k
 
 
 def score(given: IndexScores, bound: Bound) -> Tensor:
@@ -144,6 +155,7 @@ def score(given: IndexScores, bound: Bound) -> Tensor:
     call = bound.call
     compute = torch.float64 if given.q.dtype == torch.float64 else torch.float32
     out = torch.full(scores_shape(call), -torch.inf, dtype=compute, device=call.device)
+    of_rows, weights = out.view(-1, call.seqlen_k), given.weights.reshape(-1, call.heads)
     k = given.k.unsqueeze(2)
     for b, place in enumerate(lengths(call)):
         sequence = one_sequence(call, given.q, k, k, b, place)
@@ -151,20 +163,22 @@ def score(given: IndexScores, bound: Bound) -> Tensor:
         if not keys or not call.heads:
             continue
         scale = _scales(given, call, b, keys)
-        for rows in _row_ranges(call, keys):
+        queries, _, first, _ = place
+        for rows in _row_ranges(call, queries, keys):
             visible = _visible(call, sequence, rows, compute)
             products = torch.einsum("qhd,kd->qhk", sequence.q[rows].to(compute), sequence.k[:, 0].to(compute))
-            scores = (products.relu() * given.weights[b, rows, :, None]).sum(1)
+            own = slice(first + rows.start, first + rows.stop)
+            scores = (products.relu() * weights[own, :, None]).sum(1)
             scores = scores if scale is None else scores * scale
-            out[b, rows, :keys] = scores.where(visible, torch.full_like(scores, -torch.inf))
-    return out
+            of_rows[own, :keys] = scores.where(visible, torch.full_like(scores, -torch.inf))
+    return out if given.out is None else given.out.copy_(out)
 
 
-def _row_ranges(call: Call, keys: int) -> Iterator[slice]:
+def _row_ranges(call: Call, queries: int, keys: int) -> Iterator[slice]:
     most = CHUNK_ELEMENTS.get(call.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     step = max(1, most // (call.heads * keys))
-    for first in range(0, call.seqlen_q, step):
-        yield slice(first, min(first + step, call.seqlen_q))
+    for first in range(0, queries, step):
+        yield slice(first, min(first + step, queries))
 
 
 def _visible(call: Call, sequence: OneSequence, rows: slice, compute: torch.dtype) -> Tensor:

@@ -20,6 +20,9 @@ def index_scores(
     k_scale: Tensor | None = None,
     seqused_k: Tensor | None = None,
     page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    out: Tensor | None = None,
     package: str | None = None,
     **arguments: object,
 ) -> Tensor:
@@ -32,7 +35,8 @@ def index_scores(
     Source: DeepSeek-V3.2, "lightning indexer".
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float8_e4m3fn, bfloat16 or float16.
+        q: (batch, seqlen_q, heads, head_dim), float8_e4m3fn, bfloat16 or float16. With ``cu_seqlens_q`` packed,
+            (total_q, heads, head_dim), and so are ``weights`` and the scores.
         k: (batch, seqlen_k, head_dim) in the dtype of q: all heads share the keys. With ``page_table`` a cache, (pages,
             page_size, head_dim). Strides of the last axis of q and k are 1; others are multiples of 16 bytes, so that a
             cache may have scales behind the keys of each page.
@@ -42,13 +46,19 @@ def index_scores(
             a sink or dropout is refused, and so is a mask that differs from head to head.
         k_scale: (batch, seqlen_k), or (pages, page_size), float32 and positive: multiplies the scores of a key.
         seqused_k: (batch,) int32, the number of keys of each sequence that count; pages need it.
-        page_table: (batch, max_pages) int32, the pages of each sequence in the order of its keys.
+        page_table: (batch, max_pages) int32, the pages of each sequence in the order of its keys. Entries beyond a
+            sequence's length are not read.
+        cu_seqlens_q: (batch + 1,) int32, where packed queries of each sequence begin; with ``page_table``.
+        max_seqlen_q: At least the largest number of packed queries of a sequence.
+        out: Tensor for the scores, whose rows may have any stride. Of pages, columns from ``seqused_k`` of a sequence
+            on get -inf or stay as they are, so that a call takes no longer for what a table has room for; ``topk`` with
+            ``lengths`` does not read them. Rows that belong to no sequence stay as they are.
         package: Look for kernels in this package only.
         **arguments: Scalars and tensors of the variant.
 
     Returns:
-        (batch, seqlen_q, seqlen_k) float32, with pages (batch, seqlen_q, max_pages * page_size); -inf where the mask
-        hides a key, so that ``topk`` never selects it.
+        (batch, seqlen_q, seqlen_k) float32, with pages (batch, seqlen_q, max_pages * page_size), of packed queries
+        (total_q, max_pages * page_size); -inf where the mask hides a key, so that ``topk`` never selects it.
 
     Raises:
         CallError: Arguments are wrong or do not fit each other.
@@ -57,7 +67,10 @@ def index_scores(
     tensors = (q, k, weights, k_scale)
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise CallError("index_scores is not differentiable; call it under torch.no_grad()")
-    call = IndexScores(q, k, weights, k_scale, seqused_k, page_table, variant, package, tuple(arguments.items()))
+    call = IndexScores(
+        q, k, weights, k_scale, seqused_k, cu_seqlens_q, page_table, out, max_seqlen_q, variant, package,
+        tuple(arguments.items()),
+    )  # fmt: skip
     return SCORES.serve(call, _traced)
 
 
@@ -65,4 +78,6 @@ def _traced(call: IndexScores) -> Tensor:
     """Call the operator; what is traced is this function and nothing below it."""
     from attngen.runtime.operations.index_scores import operator as index_scores_operator
 
-    return index_scores_operator.call(call)
+    if call.out is None:
+        return index_scores_operator.call(call)
+    return call.out.copy_(index_scores_operator.call(call._replace(out=None)))

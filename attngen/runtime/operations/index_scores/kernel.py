@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import gcd
+from math import gcd, prod
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ _FEW_RESIDENT = 4
 #: Not measured.
 _FEW_COST = 1.5
 
+#: Place of the scores among the tensors of a call.
+_OUT = FIELDS.tensors.index("out")
+
 #: Copies by TMA begin at multiples of so many bytes in shared memory (PTX ISA, "cp.async.bulk.tensor").
 _COPY_ALIGNMENT = 128
 
@@ -49,8 +52,11 @@ class PreparedScores:
 
     def run(self, call: IndexScores, addresses: list[int]) -> Tensor:
         """Launch the call and return its scores."""
-        out: Tensor = call.q.new_empty(self._shape, dtype=torch.float32)
-        self._launches([*addresses, out.data_ptr()])
+        out = call.out
+        if out is None:
+            out = call.q.new_empty(self._shape, dtype=torch.float32)
+            addresses[_OUT] = out.data_ptr()
+        self._launches(addresses)
         return out
 
 
@@ -69,27 +75,27 @@ def prepare_on(kernel: Kernel, given: IndexScores, bound: Bound, driver: Driver)
     if reason is not None:
         return reason
     launch = _launch_for(kernel, call)
-    query_tiles = -(-call.seqlen_q // launch.tile_m)
-    chunk = _chunk(launch, call, query_tiles, driver.multiprocessors(given.q.device.index or 0))
-    chunks = -(-call.seqlen_k // chunk)
-    blocks = call.batch * query_tiles * chunks
+    batches, query_tiles = _query_tiles(launch, call)
+    tiles = _tiles_of_block(launch, call, batches * query_tiles, driver.multiprocessors(given.q.device.index or 0))
+    chunks = -(-call.seqlen_k // (tiles * launch.tile_n))
+    blocks = batches * query_tiles * chunks
     if blocks > MOST:
         return "more blocks than 31 bits count"
     paged = call.page_table is not None
     sizes: dict[str, float] = {
-        "heads": call.heads, "seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k, "total_q": call.total_q,
-        "total_k": call.total_k, "chunk": chunk, "chunks": chunks, "query_tiles": query_tiles,
-        **_sizes_of_variant(kernel, call),
+        "heads": call.heads, "seqlen_q": call.seqlen_q, "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
+        "total_q": call.total_q, "total_k": call.total_k, "chunk": tiles * launch.tile_n, "chunks": chunks,
+        "query_tiles": query_tiles, **_sizes_of_variant(kernel, call),
     }  # fmt: skip
     box_rows = launch.tile_n
     if paged:
         box_rows = gcd(call.page_size, launch.tile_n)
         sizes |= {
             "page_size": call.page_size, "num_pages": call.num_pages, "box_rows": box_rows,
-            "page_size_reciprocal": reciprocal(call.page_size),
+            "page_size_reciprocal": reciprocal(call.page_size), "batch": call.batch, "least_tiles": _LEAST_TILES,
+            "hides_rest": int(given.out is None),
         }  # fmt: skip
     shape = scores_shape(call)
-    strides = _strides(given, call) | {("out", "b"): shape[1] * shape[2], ("out", "s"): shape[2]}
     dtype = kernel.dtype_of("q").name
 
     def map_of(tensor: Tensor, rows: int | None) -> Callable[[Argument], TensorMap]:
@@ -100,9 +106,10 @@ def prepare_on(kernel: Kernel, given: IndexScores, bound: Bound, driver: Driver)
 
         return made
 
-    maps = {"q": map_of(given.q, None), "k": map_of(given.k, box_rows)}
+    q = given.q if call.cu_seqlens_q is None else given.q[None]
+    maps = {"q": map_of(q, None), "k": map_of(given.k, box_rows)}
     own = [f"tensor:{name}" for name, value in given.arguments if isinstance(value, Tensor)]
-    operands = LaunchOperands((*FIELDS.tensors, *own, "out"), sizes, strides, maps)
+    operands = LaunchOperands((*FIELDS.tensors, *own), sizes, _strides(given, call, shape), maps)
     grid = Grid(launch.entry, blocks)
     launches = HelperLaunches(kernel, operands, [grid], driver, given.q.device.index or 0)
     return PreparedScores(launches, shape, given.variant)
@@ -117,7 +124,7 @@ def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
     ):
         if built != asked:
             return f"{kernel.full_name}: {label} is {built}, the call has {asked}"
-    if not (call.batch and call.seqlen_q and call.seqlen_k and call.heads):
+    if not (call.batch and call.seqlen_q and call.total_q and call.seqlen_k and call.heads):
         return "there is no score"
     most = max(map(_heads_of, kernel.launches))
     if call.heads > most:
@@ -138,6 +145,8 @@ def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
         tensor = call.tensors[declared.name]
         if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             return f"the last dimension of {declared.name} is not contiguous"
+    if given.out is not None and given.out.shape[-1] > 1 and given.out.stride(-1) != 1:
+        return "the last dimension of out is not contiguous"
     return None
 
 
@@ -151,24 +160,41 @@ def _launch_for(kernel: Kernel, call: Call) -> KernelLaunch:
     """The fastest launch: the fewest heads that suffice, and tiles for many or for few queries."""
     heads = min(count for count in map(_heads_of, kernel.launches) if count >= call.heads)
     few, many = sorted((one for one in kernel.launches if _heads_of(one) == heads), key=lambda one: one.tile_m)
-    of_few, of_many = (-(-call.seqlen_q // one.tile_m) * one.tile_m for one in (few, many))
+    of_few, of_many = (prod(_query_tiles(one, call)) * one.tile_m for one in (few, many))
     return few if _FEW_COST * of_few < of_many else many
 
 
-def _chunk(launch: KernelLaunch, call: Call, query_tiles: int, multiprocessors: int) -> int:
-    """Keys of a block, few enough that blocks run in several rounds, so that a partial last round costs little."""
+def _query_tiles(launch: KernelLaunch, call: Call) -> tuple[int, int]:
+    """Parts of the batch whose queries have tiles of their own, and the tiles of each: those of a sequence, or, of
+    packed queries, as many as there may be of all sequences (packed_tiles.cuh)."""
+    if call.cu_seqlens_q is None:
+        return call.batch, -(-call.seqlen_q // launch.tile_m)
+    return 1, (call.total_q + call.batch * (launch.tile_m - 1)) // launch.tile_m
+
+
+def _tiles_of_block(launch: KernelLaunch, call: Call, query_tiles: int, multiprocessors: int) -> int:
+    """Tiles of keys of a block, few enough that blocks run in several rounds, so that a partial last round costs
+    little."""
     resident = multiprocessors * (1 if launch.entry.threads > 256 else _FEW_RESIDENT)
     tiles = -(-call.seqlen_k // launch.tile_n)
-    chunks = max(-(-_ROUNDS * resident // (call.batch * query_tiles)), 1)
-    return launch.tile_n * max(-(-tiles // chunks), min(_LEAST_TILES, tiles))
+    chunks = max(-(-_ROUNDS * resident // query_tiles), 1)
+    return max(-(-tiles // chunks), min(_LEAST_TILES, tiles))
 
 
-def _strides(given: IndexScores, call: Call) -> dict[tuple[str, str | int | None], int]:
-    """Strides of the tensors that kernels read by address; 0 for those that are not given."""
-    strides: dict[tuple[str, str | int | None], int] = {}
-    for name, axes in (("weights", "bsh"), ("k_scale", ("b" if call.page_table is None else "page", "s"))):
-        tensor = getattr(given, name)
-        strides |= {(name, axis): 0 if tensor is None else tensor.stride(i) for i, axis in enumerate(axes)}
+def _strides(given: IndexScores, call: Call, shape: tuple[int, ...]) -> dict[tuple[str, str | int | None], int]:
+    """Strides of the tensors that kernels read by address; 0 for those that are not given, and between the sequences
+    of packed rows."""
+    rows = ("b", "s") if call.cu_seqlens_q is None else ("s",)
+    scale, columns = given.k_scale, shape[-1]
+    of_out = (shape[-2] * columns, columns)[-len(rows) :] if given.out is None else given.out.stride()
+    of_keys = ("b" if call.page_table is None else "page", "s")
+    strides: dict[tuple[str, str | int | None], int] = {("weights", "b"): 0, ("out", "b"): 0}
+    for name, axes, steps in (
+        ("weights", (*rows, "h"), given.weights.stride()),
+        ("out", rows, of_out),
+        ("k_scale", of_keys, (0, 0) if scale is None else scale.stride()),
+    ):
+        strides |= {(name, axis): step for axis, step in zip(axes, steps)}  # noqa: B905
     if call.page_table is not None:
         strides["page_table", "b"] = call.page_table.stride(0)
     for name, tensor in call.tensors.items():

@@ -88,6 +88,44 @@ def test_pages_hold_the_same_keys() -> None:
     torch.testing.assert_close(paged, dense)
 
 
+def packed() -> dict[str, Any]:
+    """Packed queries over pages: five of a sequence, none, one of a sequence without keys, and three."""
+    given = operands(1, queries=9)
+    return {
+        "q": given["q"][0], "k": torch.randn(7, 4, 16), "weights": given["weights"][0],
+        "k_scale": torch.rand(7, 4) + 0.1, "cu_seqlens_q": torch.tensor([0, 5, 5, 6, 9], dtype=torch.int32),
+        "max_seqlen_q": 5, "seqused_k": torch.tensor([7, 3, 0, 12], dtype=torch.int32),
+        "page_table": torch.tensor([[4, 0, 99], [2, 99, 99], [99, 99, 99], [6, 1, 3]], dtype=torch.int32),
+    }  # fmt: skip
+
+
+def test_packed_queries_over_pages() -> None:
+    given = packed()
+    scores = attngen.index_scores(**given)
+    assert scores.shape == (9, 12)
+    for b, (first, end) in enumerate([(0, 5), (5, 5), (5, 6), (6, 9)]):
+        keys = int(given["seqused_k"][b])
+        pages = given["page_table"][b, : -(-keys // 4)].long()
+        own = {name: given[name][None, first:end].double() for name in ("q", "weights")}
+        k = given["k"][pages].reshape(1, -1, 16)[:, :keys].double()
+        visible = torch.arange(keys) <= torch.arange(end - first)[:, None] + keys - (end - first)
+        wanted = by_hand(own["q"], k, own["weights"], visible) * given["k_scale"][pages].reshape(1, 1, -1)[..., :keys]
+        torch.testing.assert_close(scores[first:end, :keys].double(), wanted[0], atol=1e-5, rtol=1e-5)
+        assert (scores[first:end, keys:] == -torch.inf).all()
+
+
+def test_the_callers_tensor_gets_the_scores() -> None:
+    given = packed()
+    out = torch.empty(9, 20)[:, :12]
+    assert attngen.index_scores(**given, out=out) is out
+    assert torch.equal(out, attngen.index_scores(**given))
+
+    def program(q: Tensor) -> Tensor:
+        return attngen.index_scores(**{**given, "q": q * 1}, out=torch.zeros(9, 12))
+
+    assert torch.equal(torch.compile(program, fullgraph=True, backend="eager")(given["q"]), out)
+
+
 def test_8_bits_and_double_precision() -> None:
     given = operands(head_dim=32)
     eight = {**given, "q": given["q"].to(torch.float8_e4m3fn), "k": given["k"].to(torch.float8_e4m3fn)}
@@ -115,6 +153,12 @@ def test_selected_keys_are_visible_ones() -> None:
         ({"variant": "softcap", "cap": 3.0}, "softcap: index_scores, which takes a mask alone, does not serve 'score'"),
         ({"window": 3}, "causal: unknown argument 'window'"),
         ({"page_table": torch.zeros(2, 3).int()}, "seqused_k is needed"),
+        ({"cu_seqlens_q": torch.zeros(3).int()}, "cu_seqlens_q goes with page_table"),
+        ({**packed(), "max_seqlen_q": None}, "max_seqlen_q is needed with cu_seqlens_q"),
+        ({**packed(), "max_seqlen_q": 4}, "max_seqlen_q is 4, but sequence 0 has length 5"),
+        ({**packed(), "cu_seqlens_q": torch.zeros(3).int()}, "cu_seqlens_q must have shape (batch + 1,) = (5,)"),
+        ({"out": torch.zeros(2, 5, 12)}, "out must be torch.float32 of shape (2, 5, 11) on cpu"),
+        ({"out": torch.zeros(2, 1, 11).expand(2, 5, 11)}, "out is written, but its rows share memory"),
     ],
 )
 def test_what_it_refuses(changes: dict[str, Any], message: str) -> None:

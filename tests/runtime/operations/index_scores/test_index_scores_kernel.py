@@ -6,6 +6,7 @@ Copies land at once and products are sums in float32; threads, barriers, address
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,15 +38,20 @@ def operands(
     }
 
 
-def both(host: HostDriver, launch: str, **given: Any) -> None:
-    """Score by a launch of a kernel and in torch."""
+def both(host: HostDriver, launch: str, **given: Any) -> torch.Tensor:
+    """Score by a launch of a kernel and in torch; what both gave."""
     launches = len(host.launches)
     scores = attngen.index_scores(**given)
     assert [name.split("_heads_")[1] for name, _ in host.launches[launches:]] == [launch]
-    own = ("q", "k", "weights", "k_scale", "seqused_k", "page_table")
-    arguments = tuple((name, value) for name, value in given.items() if name not in (*own, "variant"))
-    call = IndexScores(*map(given.get, own), given.get("variant", "causal"), None, arguments)
-    torch.testing.assert_close(scores, index_scores.score(call, index_scores.check(call)), rtol=1e-4, atol=1e-3)
+    arguments = tuple((name, value) for name, value in given.items() if name not in IndexScores._fields)
+    fields = {**dict.fromkeys(IndexScores._fields), "variant": "causal", **given, "arguments": arguments, "out": None}
+    call = IndexScores(**{name: fields[name] for name in IndexScores._fields})
+    wanted = index_scores.score(call, index_scores.check(call))
+    if given.get("out") is not None:  # columns behind the keys of a sequence may hold anything
+        assert scores is given["out"]
+        scores = scores.where(wanted > -torch.inf, -torch.inf)
+    torch.testing.assert_close(scores, wanted, rtol=1e-4, atol=1e-3)
+    return wanted
 
 
 @pytest.mark.exhaustive
@@ -81,6 +87,64 @@ def test_pages(host: HostDriver, page_size: int) -> None:
     table[1, -(-50 // page_size) :] = 2**30  # never read
     given |= {"k": pages, "k_scale": torch.rand(pages.shape[:2]) + 0.5}
     both(host, "64_few", **given, page_table=table, seqused_k=torch.tensor([192, 50], dtype=torch.int32))
+
+
+def packed(
+    starts: list[int], used: list[int], heads: int = 64, *, page_size: int = 16, listed: int = 12, head_dim: int = 128
+) -> dict[str, Any]:
+    """Packed queries over pages, of which no entry behind a sequence may be read."""
+    total, batch = starts[-1], len(used)
+    pages = torch.randn(batch * listed + 1, page_size, head_dim).bfloat16()
+    table = torch.randperm(batch * listed).int().view(batch, listed)
+    for b, length in enumerate(used):
+        table[b, -(-length // page_size) :] = 2**30
+    return {
+        "q": torch.randn(total, heads, head_dim).bfloat16(), "k": pages, "weights": torch.randn(total, heads),
+        "k_scale": torch.rand(pages.shape[:2]) + 0.5, "page_table": table,
+        "seqused_k": torch.tensor(used, dtype=torch.int32), "cu_seqlens_q": torch.tensor(starts, dtype=torch.int32),
+        "max_seqlen_q": max(end - start for start, end in pairwise(starts)),
+    }  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_packed_queries_over_pages(host: HostDriver) -> None:
+    """A prompt, no query, one query without keys, decoding, and part of a prompt."""
+    both(host, "64", **packed([0, 60, 60, 61, 62, 90], [60, 70, 0, 192, 130]))
+
+
+@pytest.mark.exhaustive
+@few(
+    ("launch", "heads", "starts"),
+    [
+        ("64_few", 40, [0, 1, 2, 2, 3]), ("64_few", 64, [0, 3, 3, 4, 6]), ("32_few", 32, [0, 1, 4, 6, 6]),
+        ("32", 20, [0, 40, 41, 41, 60]), ("128", 100, [0, 9, 9, 10, 17]), ("128_few", 128, [0, 0, 0, 1, 2]),
+    ],
+    always=1,
+)  # fmt: skip
+def test_packed_queries_of_every_launch(host: HostDriver, launch: str, heads: int, starts: list[int]) -> None:
+    both(host, launch, **packed(starts, [192, 33, 7, 100], heads, page_size=64, listed=3, head_dim=64))
+
+
+@pytest.mark.exhaustive
+def test_many_sequences_are_searched(host: HostDriver) -> None:
+    lengths = [(7 * b) % 5 for b in range(40)]
+    starts = [sum(lengths[:b]) for b in range(41)]
+    both(host, "64_few", **packed(starts, [max(one, 3 * b % 64) for b, one in enumerate(lengths)], listed=4))
+
+
+def test_scores_of_the_callers(host: HostDriver) -> None:
+    """Columns behind the keys of a sequence, and rows of no sequence, stay as they are."""
+    given = packed([0, 9, 9, 10], [70, 100, 3])
+    more = {"q": torch.zeros(2, 64, 128).bfloat16(), "weights": torch.zeros(2, 64)}
+    given |= {name: torch.cat([given[name], rows]) for name, rows in more.items()}
+    out = torch.full((12, 200), torch.nan)[:, :192]
+    both(host, "64_few", **given, out=out)
+    assert out[:9, 128:].isnan().all()
+    assert out[9, 64:].isnan().all()
+    assert out[10:].isnan().all()
+    assert (out[9, 3:64] == -torch.inf).all()
+    one = operands(2, 192, 64)
+    both(host, "64_few", **one, out=torch.empty(2, 2, 256)[..., :192])
 
 
 def test_calls_without_a_kernel_run_in_torch(host: HostDriver) -> None:
