@@ -7,6 +7,7 @@
 // When those of the next chunk might not fit, candidates are cut to the k largest, whose least is the new threshold. At the
 // end the k largest are written in the order of their indices.
 #include "pdl.cuh"
+#include "slots.cuh"
 #include "topk.cuh"
 
 constexpr int kVectors = 2;  // of four scores, that a thread loads at once
@@ -19,9 +20,10 @@ extern __shared__ char shared_memory[];
 
 __device__ __forceinline__ float minus_infinity() { return score_of(kKeyOfMinusInfinity); }
 
-// Writes the indices of the k largest of some scores. Shared memory holds `kCapacity` candidates.
-template <int kCapacity>
-__device__ __forceinline__ void select_largest(const float* scores, int length, int k, int* out) {
+// Writes the indices of the k largest of some scores, or their slots in a cache. Shared memory holds `kCapacity` candidates.
+template <int kCapacity, typename Slots>
+__device__ __forceinline__ void select_largest(
+    const float* scores, int length, int k, int* out, const Slots& slots_of_row) {
   Selection& shared = *reinterpret_cast<Selection*>(shared_memory);
   uint32_t* const keys = reinterpret_cast<uint32_t*>(shared_memory + sizeof(Selection));
   uint32_t* const indices = keys + kCapacity;
@@ -109,6 +111,7 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
   if (count > k) cut = cut_of(shared, keys, indices, count, selected, 0);
 
   // In the order of indices: a bit for each score of a window, in the words of the histogram.
+  const auto slot_of = slots_of_row();
   int written = 0, turn = 0;
   for (int window = 0; window < length; window += 32 * kBins) {
     for (int i = thread; i < count; i += kThreads) {
@@ -129,7 +132,7 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
 #pragma unroll
     for (int i = 0; i < kBinsOfThread; ++i) {
       for (uint32_t word = words[i]; word; word &= word - 1) {
-        out[to++] = window + 32 * (kBinsOfThread * thread + i) + __ffs(word) - 1;
+        out[to++] = slot_of(window + 32 * (kBinsOfThread * thread + i) + __ffs(word) - 1);
       }
     }
     written += block_total(shared, turn);
@@ -139,23 +142,33 @@ __device__ __forceinline__ void select_largest(const float* scores, int length, 
 }
 // Selects at most 3072 scores of each row.
 extern "C" __global__ void __launch_bounds__(kThreads, 3) topk_sm90a(
-    const float* scores_ptr, const int* lengths_ptr, int* out_ptr,
+    const float* scores_ptr, const int* lengths_ptr, const int* page_table_ptr, const int* cu_seqlens_q_ptr,
+    int* out_ptr,
     long long stride_scores,
-    int columns, int k
+    long long page_table_stride,
+    long long stride_out,
+    int columns, int k, int batch, int queries, int page_size, int page_size_reciprocal
 ) {
   launch_dependents();
   wait_dependencies();  // nothing in global memory is read or written before
   const int row = blockIdx.x, length = lengths_ptr == nullptr ? columns : max(0, min(lengths_ptr[row], columns));
-  select_largest<8192>(scores_ptr + row * stride_scores, length, k, out_ptr + static_cast<long long>(row) * k);
+  select_largest<8192>(scores_ptr + row * stride_scores, length, k, out_ptr + row * stride_out, [&] {
+    return Slots(page_table_ptr, page_table_stride, cu_seqlens_q_ptr, batch, row, queries, page_size, page_size_reciprocal);
+  });
 }
 // Selects at most 19456 scores of each row.
 extern "C" __global__ void __launch_bounds__(kThreads, 1) topk_sm90a_large(
-    const float* scores_ptr, const int* lengths_ptr, int* out_ptr,
+    const float* scores_ptr, const int* lengths_ptr, const int* page_table_ptr, const int* cu_seqlens_q_ptr,
+    int* out_ptr,
     long long stride_scores,
-    int columns, int k
+    long long page_table_stride,
+    long long stride_out,
+    int columns, int k, int batch, int queries, int page_size, int page_size_reciprocal
 ) {
   launch_dependents();
   wait_dependencies();  // nothing in global memory is read or written before
   const int row = blockIdx.x, length = lengths_ptr == nullptr ? columns : max(0, min(lengths_ptr[row], columns));
-  select_largest<24576>(scores_ptr + row * stride_scores, length, k, out_ptr + static_cast<long long>(row) * k);
+  select_largest<24576>(scores_ptr + row * stride_scores, length, k, out_ptr + row * stride_out, [&] {
+    return Slots(page_table_ptr, page_table_stride, cu_seqlens_q_ptr, batch, row, queries, page_size, page_size_reciprocal);
+  });
 }

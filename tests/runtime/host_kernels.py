@@ -163,7 +163,8 @@ def library(name: str) -> ctypes.CDLL:
     (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
     for name in (
         "append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh", "pieces.cuh",
-        "ring.cuh", "topk.cuh", "index.cuh", "packed_tiles.cuh", "division.cuh", "expression.cuh",
+        "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "packed_tiles.cuh", "division.cuh", "expression.cuh",
+        "search_by_warp.cuh",
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name].split("#ifdef __CUDA_ARCH__")[0]

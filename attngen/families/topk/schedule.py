@@ -2,7 +2,8 @@
 
 It reads a row once. A block has a row and keeps candidates in shared memory: scores above a threshold, which is a lower
 bound of the k-th largest. Whenever the candidates might overflow, a radix select cuts them to the k largest, whose
-least is the next threshold. So memory binds unless scores ascend along the row.
+least is the next threshold. So memory binds unless scores ascend along the row. It writes the places of scores in their
+row, or the slots of a cache where a page table has these places.
 """
 
 from __future__ import annotations
@@ -67,10 +68,13 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 _ARGUMENTS = (
     Argument("scores_ptr", "pointer", "*fp32", of="scores", divisibility=4),
     Argument("lengths_ptr", "pointer", "*i32", of="lengths", divisibility=4),
+    Argument("page_table_ptr", "pointer", "*i32", of="page_table", divisibility=4),
+    Argument("cu_seqlens_q_ptr", "pointer", "*i32", of="cu_seqlens_q", divisibility=4),
     Argument("out_ptr", "pointer", "*i32", of="out", divisibility=4),
     Argument("stride_scores", "stride", "i64", of="scores", axis="row"),
-    arguments.size("columns"),
-    arguments.size("k"),
+    Argument("page_table_stride", "stride", "i64", of="page_table", axis="b"),
+    Argument("stride_out", "stride", "i64", of="out", axis="row"),
+    *map(arguments.size, ("columns", "k", "batch", "queries", "page_size", "page_size_reciprocal")),
 )
 
 SCHEDULE = Schedule(

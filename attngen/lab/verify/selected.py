@@ -125,7 +125,7 @@ def _selected(kernel: Kernel, device: torch.device, name: str, columns: int, k: 
     prepared = topk.prepare_on(kernel, call, topk.check(call), drivers.current())
     if isinstance(prepared, str):
         raise LoadError(prepared)
-    actual = prepared.run(call, addresses_of([scores, call.lengths]))
+    actual = prepared.run(call, addresses_of(topk.FIELDS.tensors_of(call)))
     on_cpu = Topk(scores.cpu(), k, lengths)
     expected = topk.select(on_cpu, topk.check(on_cpu))
     others = int((actual.cpu() != expected).sum())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from math import prod
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attngen.errors import CallError
+from attngen.lang.divisors import reciprocal
 from attngen.operations import TOPK, TOPK_VARIANT
 from attngen.runtime.arguments.checked import refuse_unreadable
+from attngen.runtime.arguments.shapes import check_written
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands
@@ -28,27 +31,33 @@ class Topk(NamedTuple):
     scores: TensorArgument
     k: Integer
     lengths: OptionalTensor = None
+    page_table: OptionalTensor = None
+    cu_seqlens_q: OptionalTensor = None
+    page_size: Annotated[int | None, "int?"] = None
+    out: Annotated[Tensor | None, "Tensor(a!)?"] = None
 
 
 FIELDS = Fields(Topk)
 
-#: Tensors of a launch, in the order of their addresses.
-_TENSORS = (*FIELDS.tensors, "out")
+#: Place of the result among the tensors of a call.
+_OUT = FIELDS.tensors.index("out")
 
 
 @dataclass(frozen=True, slots=True)
 class TopkSizes:
-    """Rows, scores of each, and the shape of the result."""
+    """Rows, scores of each, the shape of the result, and with a page table its rows, and those of scores for each."""
 
     rows: int
     columns: int
     shape: tuple[int, ...]
+    batch: int = 0
+    queries: int = 1
 
 
 def check(call: Topk) -> TopkSizes:
     """Check shapes, dtypes and devices. Raises CallError."""
-    scores, k, lengths = call
-    refuse_unreadable({"scores": scores, "lengths": lengths})
+    scores, k, lengths = call[:3]
+    refuse_unreadable({name: getattr(call, name) for name in FIELDS.tensors})
     if not isinstance(scores, Tensor):
         raise CallError(f"scores must be a torch.Tensor, got {type(scores).__name__}")
     if scores.dtype != torch.float32:
@@ -58,22 +67,77 @@ def check(call: Topk) -> TopkSizes:
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise CallError(f"k must be a positive integer, got {k!r}")
     outer, columns = tuple(scores.shape[:-1]), scores.shape[-1]
-    if lengths is not None:
-        if not isinstance(lengths, Tensor) or lengths.dtype != torch.int32:
-            kind = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-            raise CallError(f"lengths must be an int32 tensor, got {kind}")
-        if lengths.device != scores.device:
-            raise CallError(f"lengths are on {lengths.device}, but scores on {scores.device}")
-        if tuple(lengths.shape) != outer:
-            raise CallError(f"lengths must have shape {outer}, one for each row of scores, got {tuple(lengths.shape)}")
-    rows = 1
-    for extent in outer:
-        rows *= extent
-    return TopkSizes(rows, columns, (*outer, k))
+    for name in FIELDS.tensors[1:]:
+        tensor = getattr(call, name)
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.int32:
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CallError(f"{name} must be an int32 tensor, got {kind}")
+        if tensor.device != scores.device:
+            raise CallError(f"{name} is on {tensor.device}, but scores on {scores.device}")
+    if lengths is not None and tuple(lengths.shape) != outer:
+        raise CallError(f"lengths must have shape {outer}, one for each row of scores, got {tuple(lengths.shape)}")
+    if call.out is not None:
+        if tuple(call.out.shape) != (*outer, k):
+            raise CallError(f"out must have shape {(*outer, k)}, got {tuple(call.out.shape)}")
+        check_written("out", call.out)
+    rows = prod(outer)
+    return TopkSizes(rows, columns, (*outer, k), *_check_table(call, outer, rows))
+
+
+def _check_table(call: Topk, outer: tuple[int, ...], rows: int) -> tuple[int, int]:
+    """Check the page table of a call. Returns its rows, and how many rows of scores each has, 1 for packed rows."""
+    table, starts, page_size = call.page_table, call.cu_seqlens_q, call.page_size
+    if table is None:
+        for name in ("cu_seqlens_q", "page_size"):
+            if getattr(call, name) is not None:
+                raise CallError(f"{name} goes with page_table: without, the result is indices")
+        return 0, 1
+    if table.dim() != 2:
+        raise CallError(f"page_table must have shape (batch, max_pages), got {tuple(table.shape)}")
+    if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
+        raise CallError(f"page_size must be a positive integer with page_table, got {page_size!r}")
+    batch = table.shape[0]
+    if starts is None:
+        if not outer or outer[0] != batch:
+            raise CallError(
+                f"scores must have {batch} rows at first, as page_table has, or cu_seqlens_q says which are whose"
+            )
+        return batch, max(rows // max(batch, 1), 1)
+    if len(outer) != 1 or tuple(starts.shape) != (batch + 1,):
+        raise CallError(
+            f"with cu_seqlens_q of shape (batch + 1,) = ({batch + 1},) scores are (total_q, columns), got "
+            f"{tuple(starts.shape)} and {tuple(call.scores.shape)}"
+        )
+    return batch, 1
 
 
 def select(call: Topk, sizes: TopkSizes) -> Tensor:
     """The selection in torch: a stable sort, some rows at a time."""
+    indices = _indices(call, sizes)
+    if call.page_table is not None:
+        indices = _slots(call, sizes, indices)
+    return indices if call.out is None else call.out.copy_(indices)
+
+
+def _slots(call: Topk, sizes: TopkSizes, indices: Tensor) -> Tensor:
+    """Slots of a cache for indices, -1 where these are."""
+    assert call.page_table is not None
+    assert call.page_size is not None
+    row = torch.arange(sizes.rows, device=indices.device)
+    if call.cu_seqlens_q is None:
+        b = row // sizes.queries
+    else:
+        b = torch.searchsorted(call.cu_seqlens_q[:-1].contiguous(), row, right=True) - 1
+    own = indices.view(sizes.rows, -1).long()
+    entry = own.clamp(min=0) // call.page_size
+    slots = call.page_table[b[:, None], entry] * call.page_size + own % call.page_size
+    return slots.where(own >= 0, -1).to(torch.int32).view(indices.shape)
+
+
+def _indices(call: Topk, sizes: TopkSizes) -> Tensor:
+    """The selected indices in torch."""
     rows = call.scores.reshape(sizes.rows, sizes.columns)
     lengths = None if call.lengths is None else call.lengths.reshape(sizes.rows)
     step = max(_SORTED // max(sizes.columns, 1), 1)
@@ -112,8 +176,11 @@ class PreparedTopk:
 
     def run(self, call: Topk, addresses: list[int]) -> Tensor:
         """Launch the call and return its result."""
-        out: Tensor = call.scores.new_empty(self._shape, dtype=torch.int32)
-        self._launches([*addresses, out.data_ptr()])
+        out = call.out
+        if out is None:
+            out = call.scores.new_empty(self._shape, dtype=torch.int32)
+            addresses[_OUT] = out.data_ptr()
+        self._launches(addresses)
         return out
 
 
@@ -133,15 +200,31 @@ def prepare_on(kernel: Kernel, call: Topk, sizes: TopkSizes, driver: Driver) -> 
     stride = _row_stride(scores)
     if stride is None:
         return "rows of scores are not contiguous, or not evenly spaced"
-    if call.lengths is not None and not call.lengths.is_contiguous():
-        return "lengths are not contiguous"
+    into = call.k if call.out is None else _row_stride(call.out)
+    if into is None:
+        return "rows of out are not contiguous, or not evenly spaced"
+    for name in ("lengths", "cu_seqlens_q"):
+        tensor = getattr(call, name)
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{name} is not contiguous"
+    table = call.page_table
+    if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
+        return "rows of page_table are not contiguous"
     most = max(launch.tile_m for launch in kernel.launches)
     if call.k > most:
         return f"{kernel.full_name} selects at most {most} scores, not {call.k}"
     if sizes.rows > MOST or sizes.columns > MOST - 2 * kernel.tile_n:
         return "more scores than 32 bits count"
     launch = min((one for one in kernel.launches if one.tile_m >= call.k), key=lambda one: one.tile_m)
-    operands = LaunchOperands(_TENSORS, {"columns": sizes.columns, "k": call.k}, {("scores", "row"): stride})
+    page_size = call.page_size or 1
+    numbers = {
+        "columns": sizes.columns, "k": call.k, "batch": sizes.batch, "queries": sizes.queries, "page_size": page_size,
+        "page_size_reciprocal": reciprocal(page_size),
+    }  # fmt: skip
+    strides: dict[tuple[str, str | int | None], int] = {
+        ("scores", "row"): stride, ("out", "row"): into, ("page_table", "b"): 0 if table is None else table.stride(0),
+    }  # fmt: skip
+    operands = LaunchOperands(FIELDS.tensors, numbers, strides)
     grid = Grid(launch.entry, sizes.rows)
     return PreparedTopk(kernel, operands, grid, driver, scores.device.index or 0, sizes.shape)
 

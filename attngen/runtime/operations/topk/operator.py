@@ -1,6 +1,6 @@
 """The operator of ``torch.library`` that selects scores: ``scores__topk`` in the namespace of this runtime.
 
-No variant can have its name.
+No variant can have its name. Its result is a new tensor.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from attngen.runtime.operations.shared.library import define_once
-from attngen.runtime.operations.topk.kernel import FIELDS, SELECTION, Topk
+from attngen.runtime.operations.topk.kernel import SELECTION, Topk
 
 NAME = "scores__topk"
 NAMES = (NAME,)
+
+_SCHEMA = (
+    "(Tensor scores, int k, Tensor? lengths=None, Tensor? page_table=None, Tensor? cu_seqlens_q=None, "
+    "int? page_size=None) -> Tensor"
+)
 
 
 @torch.compiler.assume_constant_result
 def defined() -> str:
     """Define the operator at the first use, and return its namespace."""
-    return define_once(NAME, FIELDS.schema("Tensor"), _select, fake=_like)
+    return define_once(NAME, _SCHEMA, _select, fake=_like)
 
 
 def _select(*arguments: Any) -> Tensor:
@@ -35,5 +40,5 @@ def _like(*arguments: Any) -> Tensor:
 
 def call(given: Topk) -> Tensor:
     """Call the operator with a checked call."""
-    selected: Tensor = getattr(getattr(torch.ops, defined()), NAME)(*given)
+    selected: Tensor = getattr(getattr(torch.ops, defined()), NAME)(*given[:-1])
     return selected

@@ -11,6 +11,8 @@ import torch
 import attngen
 from attngen.errors import CallError
 
+TABLE = torch.zeros(2, 2, dtype=torch.int32)
+
 
 def by_hand(row: list[float], k: int) -> list[int]:
     """Select one score after the other."""
@@ -50,6 +52,25 @@ def test_lengths_cut_rows() -> None:
     assert attngen.topk(scores, 2, lengths=lengths).tolist() == [[1, 2], [-1, -1], [2, 3]]
 
 
+def test_slots_of_a_cache() -> None:
+    scores = torch.tensor([[1.0, 5.0, 3.0, 4.0, 2.0], [9.0, 1.0, 8.0, 2.0, 7.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+    table = torch.tensor([[7, 3, 99], [0, 5, 6]], dtype=torch.int32)
+    starts, lengths = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([4, 5, 1], dtype=torch.int32)
+    own: dict[str, Any] = {"page_table": table, "page_size": 2}
+    chosen = attngen.topk(scores, 3, lengths=lengths, cu_seqlens_q=starts, **own)
+    assert chosen.tolist() == [[15, 6, 7], [0, 10, 12], [0, -1, -1]]
+    of_batch = scores[:2].unsqueeze(1)
+    assert attngen.topk(of_batch, 2, lengths=lengths[:2, None], **own).tolist() == [[[15, 7]], [[0, 10]]]
+
+
+def test_the_callers_tensor_gets_the_result() -> None:
+    scores, wide = torch.randn(4, 30), torch.zeros(4, 9, dtype=torch.int32)
+    assert attngen.topk(scores, 5, out=wide[:, :5]).tolist() == attngen.topk(scores, 5).tolist() == wide[:, :5].tolist()
+    assert not wide[:, 5:].any()
+    compiled = torch.compile(lambda rows: attngen.topk(rows * 1, 5, out=wide[:, 1:6]), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(scores), attngen.topk(scores, 5))
+
+
 def test_rows_without_scores() -> None:
     assert attngen.topk(torch.empty(2, 0), 3).tolist() == [[-1] * 3] * 2
     assert attngen.topk(torch.empty(0, 5), 3).shape == (0, 3)
@@ -65,6 +86,19 @@ def test_rows_without_scores() -> None:
         ({"scores": torch.randn(2, 3), "k": True}, "k must be a positive integer, got True"),
         ({"scores": torch.randn(2, 3), "k": 1, "lengths": torch.ones(2)}, "lengths must be an int32 tensor"),
         ({"scores": torch.randn(2, 3), "k": 1, "lengths": torch.ones(3).int()}, "lengths must have shape (2,)"),
+        *(
+            ({"scores": torch.randn(2, 3), "k": 1, **more}, message)
+            for more, message in (
+                ({"out": torch.zeros(2, 2).int()}, "out must have shape (2, 1), got (2, 2)"),
+                ({"out": torch.zeros(2, 1)}, "out must be an int32 tensor, got torch.float32"),
+                ({"out": torch.zeros(1, 1).int().expand(2, 1)}, "out is written, but its rows share memory"),
+                ({"page_size": 2}, "page_size goes with page_table"),
+                ({"page_table": TABLE}, "page_size must be a positive integer with page_table, got None"),
+                ({"page_table": TABLE[0], "page_size": 2}, "page_table must have shape (batch, max_pages)"),
+                ({"page_table": TABLE[:1], "page_size": 2}, "scores must have 1 rows at first, as page_table has"),
+                ({"page_table": TABLE, "page_size": 2, "cu_seqlens_q": TABLE[0]}, "of shape (batch + 1,) = (3,)"),
+            )
+        ),
     ],
 )
 def test_what_it_refuses(arguments: dict[str, Any], message: str) -> None:

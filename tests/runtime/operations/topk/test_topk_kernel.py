@@ -77,6 +77,24 @@ def test_long_rows_have_several_windows(host: HostDriver) -> None:
     both(host, torch.randn(1, 2**17 + 5), 300)
 
 
+def test_slots_in_the_callers_rows(host: HostDriver) -> None:
+    """Rows of packed sequences, some without any, and of sequences with two rows each."""
+    scores, starts = torch.randn(6, 3000), torch.tensor([0, 0, 1, 1, 4, 6, 6], dtype=torch.int32)
+    lengths = torch.tensor([3000, 2, 900, 0, 2999, 70], dtype=torch.int32)
+    table, out = torch.randint(0, 999, (6, 48), dtype=torch.int32), torch.full((6, 600), 7, dtype=torch.int32)
+    for k, more in ((500, {"cu_seqlens_q": starts}), (30, {})):
+        own = {"lengths": lengths, "page_table": table, "page_size": 64, **more}
+        given, into = (scores, out[:, :k]) if more else (scores.view(3, 2, 3000), out[:, :k].unflatten(0, (3, 2)))
+        if not more:
+            own |= {"lengths": lengths.view(3, 2), "page_table": table[:3]}
+        launches = len(host.launches)
+        assert attngen.topk(given, k, **own, out=into) is into
+        assert len(host.launches) == launches + 1
+        call = Topk(given, k, **own)
+        assert torch.equal(into, select(call, check(call)))
+    assert (out[:, 500:] == 7).all()
+
+
 @pytest.mark.exhaustive
 def test_large_selections_have_a_launch_of_their_own(host: HostDriver) -> None:
     both(host, torch.randn(1, 8 * CHUNK), 3073)
