@@ -1,13 +1,14 @@
 """SGLang's sparse latent attention (DSA: DeepSeek-V3.2, GLM-5): each token attends to the rows that SGLang's indexer
 selected.
 
-All but the attention is SGLang's own backend: metadata of steps, graphs, writes to the pools, and slots of the selected
-positions. It also decides which prompts are so short that all keys are selected: these run over expanded keys and
-values. Imported by SGLang alone.
+All but the attention, and the selection where the user asks for it (``indexer``), is SGLang's own backend: metadata of
+steps, graphs, writes to the pools, and slots of the selected positions. It also decides which prompts are so short that
+all keys are selected: these run over expanded keys and values. Imported by SGLang alone.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from sglang.srt.models.deepseek_common import utils as models
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from torch import Tensor
 
+from attngen.integrations.engines import indexer as indexing
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.engines.layers import Layer
 from attngen.integrations.engines.listed_rows import COLUMNS, PACKED_BYTES, RANK, attend_to_listed, cache_rows
@@ -57,6 +59,17 @@ class AttngenDSABackend(DeepseekSparseAttnBackend):
         handler.AttentionBackendRegistry.register(NAME, handler.handle_attention_dsa)
         if NAME not in models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
             models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
+        self._indexer = None
+        if indexing.asked():
+            if self._kv_shard_pool is not None:
+                raise ValueError(f"{indexing.VARIABLE} does not serve caches that ranks share; unset it")
+            self._indexer = import_module("attngen.integrations.sglang.indexer")
+            self._indexer.serve()
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
+        """SGLang's metadata of a step for an indexer, of a kind of its own where the user asks for attngen's."""
+        theirs = super().get_indexer_metadata(layer_id, forward_batch)
+        return theirs if self._indexer is None else self._indexer.metadata_of(theirs)
 
     def _compute_flashmla_metadata(self, cache_seqlens: Tensor, seq_len_q: int) -> _NoSchedule:
         del cache_seqlens, seq_len_q

@@ -1,8 +1,9 @@
 """vLLM's sparse latent attention (DeepSeek-V3.2, GLM-5): each query attends to the rows that vLLM's indexer selected.
 
-vLLM projects, writes its caches, scores and selects keys, and turns positions into slots of the cache, once for all
-layers that share a selection where it can. A backend computes attention in the absorbed form over the listed slots.
-Short prompts, whose keys are all selected, run on a prefill backend. Imported by vLLM alone.
+vLLM projects, writes its caches, scores and selects keys (``indexer`` does where the user asks for it), and turns
+positions into slots of the cache, once for all layers that share a selection where it can. A backend computes attention
+in the absorbed form over the listed slots. Short prompts, whose keys are all selected, run on a prefill backend.
+Imported by vLLM alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -20,6 +22,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view
 from vllm.v1.attention.ops.metadata import compute_token_to_req_indices
 
+from attngen.integrations.engines import indexer as indexing
 from attngen.integrations.engines import layers as engines
 from attngen.integrations.engines.listed_rows import COLUMNS, RANK, CacheRows, attend_to_listed, cache_rows
 from attngen.integrations.vllm.mla import PACKED, LatentBackend, not_latent
@@ -129,6 +132,10 @@ class AttngenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
             reasons.append(f"a rank of {self.kv_lora_rank}, only of {RANK},")
         if reasons:
             raise NotImplementedError(f"{SPARSE_MLA_NAME} does not serve {reasons[0]} with sparse latent attention")
+        if indexing.asked() and latent.get("indexer") is not None:
+            from attngen.integrations.vllm import indexer
+
+            indexer.serve(latent["indexer"], get_current_vllm_config().parallel_config)
 
     def _forward_mqa_kernel(
         self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, topk_indices: Tensor, valid_counts: Tensor, *,

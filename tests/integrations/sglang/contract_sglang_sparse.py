@@ -6,7 +6,9 @@ model are not made, and lists of slots are given in the indexer's place.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.attention import dsa_backend
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention import dsa_backend, mqa_logits_utils
+from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import utils as models
@@ -55,17 +59,20 @@ def expanded(counts: Tensor, lengths: Tensor, total: int, most: int) -> Tensor:
 
 def pool_of(made: Any) -> Any:
     """SGLang's pool, with the batch's rows in it."""
-    packed = made.bytes_of_rows is not None
-    stored = made.stored.flatten(0, 1)
-    slots = -(-len(stored) // 64) * 64 + 64
-    pool = DSATokenToKVPool(
-        size=slots - 64, page_size=64, kv_lora_rank=RANK, dtype=torch.float8_e4m3fn if packed else torch.bfloat16,
-        qk_rope_head_dim=WIDE - RANK, layer_num=1, device="cpu", index_head_dim=128, enable_memory_saver=False,
-        kv_cache_dim=656 if packed else WIDE,
-    )  # fmt: skip
+    packed, stored = made.bytes_of_rows is not None, made.stored.flatten(0, 1)
+    pool = empty_pool(len(stored), packed=packed)
     assert pool.dsa_kv_cache_store_fp8 == packed
     pool.kv_buffer[0][: len(stored), 0] = stored.view(pool.kv_buffer[0].dtype)
     return pool
+
+
+def empty_pool(rows: int, *, packed: bool = False) -> Any:
+    """SGLang's pool of so many tokens."""
+    return DSATokenToKVPool(
+        size=-(-rows // 64) * 64, page_size=64, kv_lora_rank=RANK, qk_rope_head_dim=WIDE - RANK, layer_num=1,
+        dtype=torch.float8_e4m3fn if packed else torch.bfloat16, device="cpu", index_head_dim=128,
+        enable_memory_saver=False, kv_cache_dim=656 if packed else WIDE,
+    )  # fmt: skip
 
 
 def backend(made: Any) -> Any:
@@ -122,3 +129,76 @@ def test_which_backend_a_model_gets(monkeypatch: pytest.MonkeyPatch) -> None:
         config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=topk)
         model = SimpleNamespace(attention_arch=AttentionArch.MLA, hf_config=config)
         assert plugin._make(SimpleNamespace(model_config=model)) == name
+
+
+@pytest.fixture
+def own_indexer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's class of indexers, with its own methods again afterwards."""
+    monkeypatch.setenv("ATTNGEN_INDEXER", "1")
+    for name in ("_get_topk_paged", "_get_topk_ragged"):
+        monkeypatch.setattr(dsa_indexer.Indexer, name, getattr(dsa_indexer.Indexer, name))
+    return dsa_indexer.Indexer
+
+
+def backend_for_indices(made: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A backend whose pool has the keys of a batch of an indexer."""
+    pool = empty_pool(64 * len(made.pages))
+    pool.index_k_with_scale_buffer[0][: len(made.pages)] = made.pages.flatten(1)
+    monkeypatch.setattr(import_module("attngen.integrations.sglang.indexer"), "get_token_to_kv_pool", lambda: pool)
+    slots = torch.nn.functional.pad(cases.index_slots(made), (0, 64))
+    return cases.sglang_dsa.AttngenDSABackend(cases.runner(pool, slots))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("mode", cases.STEPS)
+def test_steps_of_an_indexer(mode: str, fused: bool, own_indexer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kind = cases.index_step(mode), ForwardMode[mode]
+    monkeypatch.setattr(envs, "SGLANG_DSA_FUSE_TOPK", SimpleNamespace(get=lambda: fused))
+    one = backend_for_indices(made, monkeypatch)
+    assert one.use_fused_topk == fused
+    one.init_forward_metadata(cases.step(kind, made))
+    chosen = cases.selected(one, cases.indexer(own_indexer), kind, made)
+    made.check(made.positions(chosen) if fused else chosen)
+
+
+def test_prompts_of_an_indexer_in_parts(own_indexer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kind = cases.index_step("EXTEND"), ForwardMode.EXTEND
+    one = backend_for_indices(made, monkeypatch)
+    one.init_forward_metadata(cases.step(kind, made))
+    monkeypatch.setattr(mqa_logits_utils, "mqa_logits_needs_budget_check", lambda **sizes: True)
+    monkeypatch.setattr(own_indexer, "_get_mqa_logits_budget_bytes", lambda self, device: 4 * 100 * 2)
+    assert cases.selected(one, cases.indexer(own_indexer), kind, made, into=made.out) is made.out
+    made.check(made.positions(made.out))
+
+
+def test_an_indexer_in_a_graph(own_indexer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, mode = cases.index_step("DECODE"), ForwardMode.DECODE
+    one = backend_for_indices(made, monkeypatch)
+    one.init_cuda_graph_state(4, 4)
+    batch = cases.step(mode, made)
+    one.init_forward_metadata_out_graph(batch, in_capture=True)
+    captured = one.get_indexer_metadata(0, batch)
+    one.init_forward_metadata_out_graph(batch)  # which fills the tables
+    filled = one.get_indexer_metadata(0, batch)
+    for read in ("get_page_table_64", "get_seqlens_int32"):
+        assert getattr(captured, read)().data_ptr() == getattr(filled, read)().data_ptr()
+    made.check(made.positions(cases.selected(one, cases.indexer(own_indexer), mode, made)))
+
+
+def test_indexers_of_other_backends(own_indexer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep SGLang's methods, whose arguments are those that attngen's take."""
+    made = cases.index_step("DECODE")
+    theirs = {name: getattr(own_indexer, name) for name in ("_get_topk_paged", "_get_topk_ragged")}
+    arguments = {name: list(inspect.signature(method).parameters) for name, method in theirs.items()}
+    own = import_module("attngen.integrations.sglang.indexer")
+    assert list(inspect.signature(own._few_tokens).parameters)[1:] == arguments["_get_topk_paged"][1:]
+    assert list(inspect.signature(own._prompts).parameters)[1:] == arguments["_get_topk_ragged"][1:]
+    backend_for_indices(made, monkeypatch)
+    monkeypatch.setenv("ATTNGEN_INDEXER", "0")
+    one = backend_for_indices(made, monkeypatch)
+    one.init_forward_metadata(cases.step(ForwardMode.DECODE, made))
+    asked = []
+    monkeypatch.setattr(dsa_indexer, "get_token_to_kv_pool", lambda: asked.append(1))
+    with pytest.raises(AttributeError, match="index_page_size"):
+        cases.selected(one, cases.indexer(own_indexer), ForwardMode.DECODE, made)
+    assert asked

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.integrations.engines.index_batches import PAGE, IndexBatch, index_batch
 from tests.integrations.engines.sparse_batches import RANK, WIDE, SparseBatch, sparse_batch
 from tests.integrations.vllm.vllm_mla_cases import attend
 
@@ -67,7 +68,7 @@ def runner(pool: Any, slots: Tensor, **changed: Any) -> Any:
     })  # fmt: skip
 
 
-def step(mode: Any, made: SparseBatch) -> Any:
+def step(mode: Any, made: SparseBatch | IndexBatch) -> Any:
     """A step of SGLang over a batch. Lengths leave out drafts, which ``TARGET_VERIFY`` adds."""
     added = made.queries[0] if mode.is_target_verify() else 0
     known = (torch.tensor(made.lengths) - added).to(made.q.device)
@@ -93,6 +94,37 @@ def batch(name: str, *, packed: bool = False, heads: int = 3) -> SparseBatch:
     """The batch of a step in bf16; lists are filled from the front, as SGLang's are."""
     made = sparse_batch(*STEPS[name], heads=heads, holes=False)
     return made.packed() if packed else replace(made, q=made.q.bfloat16(), cache=made.cache.bfloat16())
+
+
+def index_step(name: str) -> IndexBatch:
+    """The batch of an indexer's step, longer than its selections."""
+    queries, lengths = STEPS[name]
+    return index_batch(queries, tuple(length + 60 * (length > 9) for length in lengths), extra_tokens=2)
+
+
+def index_slots(made: IndexBatch) -> Tensor:
+    """Slots of the tokens of each request, as SGLang's pool of requests lists them; 0 where there is no token."""
+    pages = made.table.where(made.table < len(made.pages), 0)
+    return (pages[:, :, None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten(1).int()
+
+
+def indexer(kind: type, **changed: Any) -> Any:
+    """An indexer of a layer."""
+    made = kind.__new__(kind)
+    fields = {"n_heads": 4, "head_dim": 128, "index_topk": 24, "num_init_tokens": 0, "num_local_tokens": 0, **changed}
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def selected(backend: Any, one: Any, mode: Any, made: IndexBatch, *, into: Tensor | None = None) -> Tensor:
+    """What an indexer selects in a step whose metadata are built, called as SGLang does."""
+    batch = step(mode, made)
+    metadata = backend.get_indexer_metadata(0, batch)
+    given = batch, 0, made.q, made.weights[..., None], metadata
+    if mode.is_decode_or_idle() or mode.is_target_verify():
+        return one._get_topk_paged(*given)
+    return one._get_topk_ragged(False, *given, *([] if into is None else [into]))
 
 
 def layer(heads: int = 3) -> Any:

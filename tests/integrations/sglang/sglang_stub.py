@@ -126,9 +126,11 @@ class DeepseekSparseAttnBackend(AttentionBackend):
     """Metadata of sparse latent attention, and which form a step runs in: the lists are slots already."""
 
     use_mha = False
+    _kv_shard_pool = None
 
     def __init__(self, model_runner: Any) -> None:
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.dsa_kv_cache_store_fp8 = self.token_to_kv_pool.dsa_kv_cache_store_fp8
         self.enable_auto_select_prefill_impl = True
         self.dsa_prefill_impl, self.dsa_decode_impl = "flashmla_auto", "fa3"
@@ -136,12 +138,24 @@ class DeepseekSparseAttnBackend(AttentionBackend):
     def init_forward_metadata(self, batch: Any) -> None:
         added = 3 if batch.forward_mode.is_target_verify() else 0
         counts = [1] * batch.batch_size if batch.forward_mode.is_decode_or_idle() else batch.extend_seq_lens_cpu
-        lengths = zip(counts, (batch.seq_lens + added).tolist(), strict=True)
+        used = batch.seq_lens + added
+        lengths = zip(counts, used.tolist(), strict=True)
         of_tokens = [place + 1 for count, length in lengths for place in range(length - count, length)]
+        seen = torch.tensor(of_tokens, dtype=torch.int32).to(batch.seq_lens.device)
+        pages = self.req_to_token[: len(counts), : int(used.max()) : 64] // 64
         self.forward_metadata = SimpleNamespace(
-            dsa_cache_seqlens_int32=torch.tensor(of_tokens, dtype=torch.int32).clamp(max=24).to(batch.seq_lens.device),
+            dsa_cache_seqlens_int32=seen.clamp(max=24),
+            dsa_seqlens_expanded=seen,
+            cache_seqlens_int32=used.int(),
             flashmla_metadata=self._compute_flashmla_metadata(cache_seqlens=None, seq_len_q=1),  # type: ignore
+            real_page_table=pages.repeat_interleave(counts[0], 0) if added else pages,
+            indexer_seq_lens_cpu=used.cpu(),
+            dsa_extend_seq_lens_list=counts,
+            cu_seqlens_q=torch.tensor([0, *counts], device=used.device).cumsum(0, dtype=torch.int32),
         )
+
+    def get_indexer_metadata(self, layer_id: int, batch: Any) -> DSAIndexerMetadata:
+        return DSAIndexerMetadata(self.forward_metadata)
 
     def forward_extend(self, *given: Any, **more: Any) -> Any:
         return self._forward(self.dsa_prefill_impl, *given, **more)
@@ -166,6 +180,54 @@ class DeepseekSparseAttnBackend(AttentionBackend):
         assert form == "flashmla_sparse"
         lengths = self.forward_metadata.dsa_cache_seqlens_int32
         return self._forward_flashmla_sparse(**given, topk_length=lengths, attn_sink=attn_sink)  # type: ignore
+
+
+@dataclass(frozen=True)
+class DSAIndexerMetadata:
+    attn_metadata: Any
+    force_unfused_topk: bool = False
+
+    def get_seqlens_int32(self) -> Tensor:
+        return self.attn_metadata.cache_seqlens_int32
+
+    def get_seqlens_expanded(self) -> Tensor:
+        return self.attn_metadata.dsa_seqlens_expanded
+
+    def get_page_table_64(self) -> Tensor:
+        return self.attn_metadata.real_page_table
+
+    def get_indexer_seq_len_cpu(self) -> Tensor:
+        return self.attn_metadata.indexer_seq_lens_cpu
+
+    def get_dsa_extend_len_cpu(self) -> list[int]:
+        return self.attn_metadata.dsa_extend_seq_lens_list
+
+
+class Indexer:
+    def _get_topk_paged(self, *args: Any) -> Any:
+        return "theirs", args
+
+    def _get_topk_ragged(self, *args: Any) -> Any:
+        return "theirs", args
+
+    @staticmethod
+    def _get_index_k_read_buffer(pool: Any, layer_id: int) -> Tensor:
+        return pool.index_pages
+
+    @staticmethod
+    def _get_mqa_logits_budget_bytes(device: Any) -> int:
+        return BUDGET[0]
+
+
+#: Whether attention takes slots, not positions.
+FUSED = [True]
+
+#: Bytes of scores that prompts may take, above which steps are split.
+BUDGET = [1 << 30]
+
+
+def _should_chunk(*, num_rows: int, num_cols: int, get_budget_bytes: Any, rocm: bool) -> tuple[bool, int]:
+    return 4 * num_rows * num_cols > get_budget_bytes(), get_budget_bytes()
 
 
 class AttentionBackendRegistry:
@@ -221,6 +283,11 @@ def modules() -> dict[str, ModuleType]:
         "sglang.srt.layers": {}, "sglang.srt.layers.attention": {},
         "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
         "sglang.srt.layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": DeepseekSparseAttnBackend},
+        "sglang.srt.layers.attention.dsa": {},
+        "sglang.srt.layers.attention.dsa.dsa_indexer": {"Indexer": Indexer, "get_token_to_kv_pool": None},
+        "sglang.srt.layers.attention.dsa.dsa_indexer_metadata": {"DSAIndexerMetadata": DSAIndexerMetadata},
+        "sglang.srt.layers.attention.mqa_logits_utils": {"mqa_logits_should_chunk": _should_chunk},
+        "sglang.srt.environ": {"envs": SimpleNamespace(SGLANG_DSA_FUSE_TOPK=SimpleNamespace(get=lambda: FUSED[0]))},
         "sglang.srt.layers.attention.attention_registry": {
             "ATTENTION_BACKENDS": backends,
             "register_attention_backend": lambda name: lambda make: backends.setdefault(name, make),

@@ -7,6 +7,8 @@ reference.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +20,11 @@ from unittest import mock
 import pytest
 import torch
 import vllm
+from vllm import forward_context as forward
 from vllm.config import (
     AttentionConfig,
     CacheConfig,
+    CUDAGraphMode,
     DeviceConfig,
     ModelConfig,
     ParallelConfig,
@@ -37,12 +41,20 @@ from vllm.v1.attention.ops import metadata as metadata_operators
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from attngen.integrations.vllm import plugin
+from tests.integrations.engines.index_batches import PAGE, index_batch
 from tests.integrations.engines.sparse_batches import BLOCK, MIXED, sparse_batch
+from tests.integrations.vllm import vllm_indexer_cases as indexer_cases
 from tests.integrations.vllm import vllm_sparse_mla_cases as cases
 
 SERVED = vllm.__version__.split("+")[0] in plugin.SPARSE_RELEASES or any(
     f"vllm-{release}" in vllm.__file__ for release in plugin.SPARSE_RELEASES
 )
+if SERVED:
+    from vllm.model_executor.layers import sparse_attn_indexer
+    from vllm.v1.attention.backends.mla import indexer as indexer_metadata
+    from vllm.v1.kv_cache_interface import SparseCacheRole
+
+    from attngen.integrations.vllm import indexer
 
 #: DeepSeek-V3.2's form, with few of everything but columns of latent rows.
 TINY = {
@@ -286,3 +298,116 @@ def test_the_caches_rows_are_whole_in_its_blocks() -> None:
             state_content_bytes=656 if name == "fp8_ds_mla" else None,
         )  # fmt: skip
         assert backend().customize_spec(spec).block_stride_alignment == bytes_of_row
+
+
+@pytest.fixture
+def model_module() -> Iterator[Any]:
+    """The module of the models, with its own indexer again afterwards."""
+    module = importlib.import_module("vllm.models.deepseek_v32.attention")
+    theirs = module.sparse_attn_indexer
+    yield module
+    module.sparse_attn_indexer = theirs
+
+
+@contextmanager
+def forward_context(metadata: Any, mode: Any) -> Iterator[None]:
+    """vLLM's context of a step."""
+    given = {"attn_metadata": metadata, "cudagraph_runtime_mode": mode}
+    with mock.patch.object(forward, "_forward_context", SimpleNamespace(**given)):
+        yield
+
+
+def index_builder(config: Any, drafts: int = 0) -> Any:
+    """vLLM's builder of an indexer's metadata, for so many drafts of a request."""
+    if drafts:
+        config.speculative_config = SimpleNamespace(
+            num_speculative_tokens=drafts, enable_adaptive_verification=False, parallel_drafting=False
+        )
+    spec = MLAAttentionSpec(
+        block_size=PAGE, num_kv_heads=1, head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER
+    )
+    with (
+        set_current_vllm_config(config),
+        mock.patch.object(indexer_metadata, "num_compute_units", return_value=1),
+    ):
+        return indexer_metadata.DeepseekV32IndexerMetadataBuilder(
+            spec, [indexer_cases.CACHE], config, torch.device("cpu"), block_table_width=4
+        )
+
+
+def common_of(made: Any) -> Any:
+    """vLLM's metadata of a batch of an indexer."""
+    return CommonAttentionMetadata(
+        query_start_loc=made.starts, query_start_loc_cpu=made.starts, seq_lens=made.used, num_reqs=len(made.lengths),
+        num_actual_tokens=sum(made.queries), max_query_len=max(made.queries), max_seq_len=max(made.lengths),
+        block_table_tensor=made.table, slot_mapping=torch.zeros(len(made.q), dtype=torch.int64),
+        seq_lens_cpu_upper_bound=made.used,
+    )  # fmt: skip
+
+
+@contextmanager
+def indexer_on_the_cpu(budget: int) -> Iterator[None]:
+    """vLLM's operators of an indexer's metadata, in torch, and so many MiB of scores."""
+    with (
+        mock.patch.object(indexer_metadata, "_BUILD_PREFILL_CHUNK_METADATA_KERNEL", indexer_cases.build_chunk),
+        mock.patch.object(indexer_metadata, "_PREPARE_UNIFORM_DECODE_KERNEL", indexer_cases.prepare_decode),
+        mock.patch.object(indexer_metadata.envs, "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", budget),
+    ):
+        yield
+
+
+@pytest.mark.skipif(not SERVED, reason="it is for other releases")
+@pytest.mark.parametrize(
+    ("queries", "lengths", "drafts", "chunks"),
+    [
+        ((1, 1, 70, 9), (33, 200, 70, 130), 0, 1),
+        ((1, 2000, 70), (33, 2000, 70), 0, 17),
+        ((1, 1, 1), (33, 1, 200), 0, 0),
+        ((2, 2, 2), (33, 2, 200), 1, 0),
+        ((4, 4), (33, 200), 3, 0),  # each token a request of its own
+        ((3, 1, 4), (33, 70, 200), 3, 0),
+    ],
+)
+def test_steps_of_an_indexer(
+    model: Any, model_module: Any, queries: Any, lengths: Any, drafts: int, chunks: int
+) -> None:
+    made = index_batch(queries, lengths, extra_tokens=2, width=32 if chunks else 4)
+    theirs = inspect.signature(model_module.sparse_attn_indexer)
+    indexer.serve(indexer_cases.layer(model_module.DeepseekV32Indexer), config_of(model).parallel_config)
+    assert model_module.sparse_attn_indexer.attngen
+    indexer_cases.select(theirs.bind, made)
+    assert "sparse_attn_indexer" in inspect.unwrap(
+        model_module.DeepseekV32Attention._sparse_indexer_and_attn
+    ).__code__.co_names  # fmt: skip
+    builder = index_builder(config_of(model), drafts)
+    with indexer_on_the_cpu(1):
+        built = builder.build(0, common_of(made))
+        assert len(built.prefill.chunks if built.prefill else ()) == chunks
+        for mode in (CUDAGraphMode.NONE, *([CUDAGraphMode.FULL] if not chunks else [])):
+            made.out.fill_(7)
+            with forward_context({indexer_cases.CACHE: built}, mode):
+                indexer_cases.select(model_module.sparse_attn_indexer, made, skip_topk_buffer_clear=False)
+            made.check(made.out)
+        with forward_context(None, CUDAGraphMode.NONE):
+            indexer_cases.select(model_module.sparse_attn_indexer, made, pages=torch.tensor([]))
+
+
+@pytest.mark.skipif(not SERVED, reason="it is for other releases")
+def test_rows_of_an_indexer_on_two_ranks(model: Any, model_module: Any) -> None:
+    """vLLM's ranks share the tokens of prompts and exchange what they selected."""
+    made, halves = index_batch((1, 70, 9), (33, 70, 130)), []
+    indexer.serve(indexer_cases.layer(model_module.DeepseekV32Indexer), config_of(model).parallel_config)
+    builder = index_builder(config_of(model))
+    for rank in range(2):
+        with (
+            indexer_on_the_cpu(1),
+            mock.patch.object(sparse_attn_indexer, "get_tensor_model_parallel_rank", return_value=rank),
+            mock.patch.object(sparse_attn_indexer, "get_tp_group") as group,
+        ):
+            built = builder.build(0, common_of(made))
+            built.prefill.row_shard_sizes = [50, 29]
+            group().all_gatherv.side_effect = lambda local, **_: halves.append(local) or made.out[1:]
+            with forward_context({indexer_cases.CACHE: built}, CUDAGraphMode.NONE):
+                indexer_cases.select(model_module.sparse_attn_indexer, made)
+    assert [len(half) for half in halves] == [50, 29]
+    made.check(torch.cat([made.out[:1], *halves]))

@@ -109,7 +109,10 @@ class Config:
     scheduler_config: Any = field(default_factory=lambda: SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=1024))
     parallel_config: Any = field(
         default_factory=lambda: SimpleNamespace(
-            decode_context_parallel_size=1, cp_kv_cache_interleave_size=1, dcp_comm_backend="ag_rs"
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            dcp_comm_backend="ag_rs",
         )
     )
     additional_config: dict[str, Any] = field(default_factory=dict)
@@ -257,6 +260,48 @@ def _requests_of_tokens(starts: Tensor, out: Tensor, mapped: int, tokens: int) -
     return out[:tokens]
 
 
+class CUDAGraphMode(Enum):
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+
+
+class PrefillRowShard:
+    """A rank's rows of the prompts of a step, here from ``first`` on, of a step whose metadata say so."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    @classmethod
+    def from_metadata(cls, prefill: Any, num_decode_tokens: int) -> PrefillRowShard | None:
+        del num_decode_tokens
+        first = getattr(prefill, "rows_of_rank_from", None)
+        return None if first is None else cls(first)
+
+    def narrow(self, chunk: Any) -> tuple[int, int, Tensor, Tensor] | None:
+        first = max(self.first, chunk.token_start)
+        if first >= chunk.token_end:
+            return None
+        own = slice(first - chunk.token_start, None)
+        return first, chunk.token_end, chunk.cu_seqlen_ks[own], chunk.cu_seqlen_ke[own]
+
+    def exchange_topk(self, buffer: Tensor, width: int) -> None:
+        buffer[: self.first, :width] = 5  # what other ranks selected
+
+
+#: The context that ``get_forward_context`` returns.
+CONTEXT = SimpleNamespace(attn_metadata=None, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+
+
+def sparse_attn_indexer(*args: Any, **options: Any) -> Any:
+    """vLLM's own indexer: what it was given."""
+    return args, options
+
+
+def _reserve(buffer: Tensor, device: torch.device) -> None:
+    del buffer, device
+
+
 class MLAPrefillBackend:
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -282,8 +327,17 @@ def modules() -> dict[str, ModuleType]:
     """The modules of the stub by name."""
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
-        "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
-        "vllm.config": {"VllmConfig": Config, "get_current_vllm_config_or_none": lambda: CURRENT[0]},
+        "vllm.envs": {"VLLM_BATCH_INVARIANT": False, "VLLM_SPARSE_INDEXER_MAX_LOGITS_MB": 1},
+        "vllm.config": {
+            "VllmConfig": Config, "get_current_vllm_config_or_none": lambda: CURRENT[0],
+            "get_current_vllm_config": lambda: CURRENT[0] or Config(), "CUDAGraphMode": CUDAGraphMode,
+        },
+        "vllm.compilation": {},
+        "vllm.compilation.breakable_cudagraph": {"eager_break_during_capture": lambda function: function},
+        "vllm.forward_context": {"get_forward_context": lambda: CONTEXT},
+        "vllm.model_executor.layers.sparse_attn_indexer": {
+            "PrefillRowShard": PrefillRowShard, "_reserve_row_shard_exchange_transient": _reserve
+        },
         "vllm.distributed": {},
         "vllm.distributed.parallel_state": {
             "get_dcp_group": lambda: None, "get_dcp_world_size_and_rank": lambda enabled=True: (1, 0)
