@@ -22,7 +22,6 @@ PAGE = ROOT / "docs" / "models.md"
 #: Names that are none of ours, or that only a reader's own project has.
 OTHERS = {
     "sparse_attn_indexer": "vLLM's",
-    "SparseAttnIndexer": "vLLM's",
     "CustomOp.register_oot": "vLLM's",
     "specs/my_mask.yaml": "the spec of README",
     "kernels/my_masks.yaml": "a spec of a user's project",

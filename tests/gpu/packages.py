@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attngen import resources
 from attngen.build.pipeline import BuiltKernel, Prepared, compile_kernels, plans
-from attngen.operations import APPEND
+from attngen.operations import APPEND, INDEX_SCORES, TOPK
 from attngen.plan import Plan
 from attngen.render import render
 from attngen.runtime.kernels.module import read_kernel
@@ -52,7 +52,7 @@ def _engines(spec: KernelSpec, plan: Plan) -> bool:
 
 
 def _engines_sparse(spec: KernelSpec, plan: Plan) -> bool:
-    return spec.variant.name == "listed_keys" and plan.dtype_name == "bf16"
+    return plan.direction in (INDEX_SCORES, TOPK) or (spec.variant.name == "listed_keys" and plan.dtype_name == "bf16")
 
 
 def _natten(spec: KernelSpec, plan: Plan) -> bool:

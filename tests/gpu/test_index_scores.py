@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -163,6 +164,108 @@ def test_scales_behind_the_keys_of_a_page() -> None:
     table = torch.randperm(20, device="cuda").int().view(2, 10)
     used = torch.tensor([600, 77], dtype=torch.int32, device="cuda")
     check_scores({**given, "k": k, "k_scale": scale}, torch.float8_e4m3fn, page_table=table, seqused_k=used)
+
+
+#: Queries and keys of packed sequences: prompts, parts of them, decoding and drafts, sequences without queries and
+#: without keys; many that decode; and a long prompt beside others.
+PACKED = {
+    "mixed": ([70, 0, 9, 1, 3, 0, 1, 300], [70, 100, 200, 333, 130, 0, 0, 1500]),
+    "decoding": ([b % 3 for b in range(300)], [(37 * b) % 900 for b in range(300)]),
+    "prompt": ([1, 600, 1], [1500, 600, 1]),
+}
+
+
+def packed(name: str, dtype: torch.dtype, page_size: int, heads: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Operands of packed queries over pages, and the other arguments. Rows of pages that no sequence has are NaN."""
+    counts, lengths = PACKED[name]
+    lengths = [max(count, length) if length else 0 for count, length in zip(counts, lengths, strict=True)]
+    listed = [-(-length // page_size) for length in lengths]
+    keys = torch.randn(sum(listed) + 2, page_size, 128, device="cuda")
+    table = torch.full((len(counts), max(listed) + 2), 2**30, dtype=torch.int32, device="cuda")
+    free = torch.randperm(sum(listed), device="cuda").int() + 1
+    for b, (length, number, own) in enumerate(zip(lengths, listed, free.split(listed), strict=True)):
+        table[b, :number] = own
+        if length % page_size:
+            keys[own[-1].item(), length % page_size :] = torch.nan
+    keys[0] = keys[-1] = torch.nan
+    operands = {
+        "q": torch.randn(sum(counts), heads, 128, device="cuda").to(dtype), "k": keys.to(dtype),
+        "weights": torch.randn(sum(counts), heads, device="cuda"),
+        "k_scale": torch.rand(keys.shape[:2], device="cuda") + 0.5,
+    }  # fmt: skip
+    starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cuda")
+    used = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    more = {"page_table": table, "seqused_k": used, "cu_seqlens_q": starts, "max_seqlen_q": max(counts)}
+    return operands, more
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "heads"),
+    [(torch.float8_e4m3fn, 64, 64), (torch.float8_e4m3fn, 16, 32), (torch.bfloat16, 64, 64), (torch.bfloat16, 1, 100)],
+    ids=str,
+)
+def test_packed_queries_over_pages(name: str, dtype: torch.dtype, page_size: int, heads: int) -> None:
+    given, more = packed(name, dtype, page_size, heads)
+    scores = check_scores(given, dtype, **more)
+    # In a tensor of the caller's, what lies behind the keys of a sequence is -inf or as it was.
+    out = torch.full((len(scores), scores.shape[1] + 5), 3.0, device="cuda")[:, :-5]
+    SCORES.prepared.clear()
+    assert attngen.index_scores(**given, **more, out=out) is out
+    assert by_kernel(SCORES, PreparedScores)
+    requests = torch.repeat_interleave(more["seqused_k"], more["cu_seqlens_q"].diff())
+    own = torch.arange(out.shape[1], device="cuda") < requests[:, None]
+    assert torch.equal(out[own], scores[own])
+    assert ((out[~own] == -torch.inf) | (out[~own] == 3.0)).all()
+    tiles = -(-requests // 64) * 64
+    assert (out[torch.arange(out.shape[1], device="cuda") >= tiles[:, None]] == 3.0).all()
+
+
+def test_a_graph_serves_other_sequences() -> None:
+    """Captured for sequences without keys; replayed for others, with tables, lengths and starts in place."""
+    given, more = packed("mixed", torch.float8_e4m3fn, 64, 64)
+    tensors = {name: value for name, value in more.items() if isinstance(value, Tensor)}
+    empty = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    lengths = torch.cat([
+        torch.arange(int(used) - int(count), int(used), device="cuda") + 1
+        for used, count in zip(more["seqused_k"], more["cu_seqlens_q"].diff(), strict=True)
+    ]).clamp(min=0).int()  # fmt: skip
+    none = torch.zeros_like(lengths)
+
+    def select_keys() -> Tensor:
+        scores = torch.empty(len(given["q"]), 64 * more["page_table"].shape[1], device="cuda")
+        attngen.index_scores(**given, **{**more, **empty}, out=scores)
+        table, starts = empty["page_table"], empty["cu_seqlens_q"]
+        return attngen.topk(scores, 40, lengths=none, page_table=table, page_size=64, cu_seqlens_q=starts)
+
+    for _ in range(2):
+        assert (select_keys() == -1).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = select_keys()
+    for name, value in tensors.items():
+        empty[name].copy_(value)
+    none.copy_(lengths)
+    graph.replay()
+    scores = attngen.index_scores(**given, **more)
+    indices = attngen.topk(scores, 40)
+    b = torch.repeat_interleave(torch.arange(len(more["seqused_k"]), device="cuda"), more["cu_seqlens_q"].diff())
+    slots = more["page_table"][b[:, None], indices.clamp(min=0).long() // 64] * 64 + indices % 64
+    assert torch.equal(out, slots.where(indices >= 0, -1).int())
+
+
+def test_slots_in_rows_that_lie_apart() -> None:
+    scores, wide = torch.randn(64, 3, 20001, device="cuda"), torch.full((64, 3, 3000), 7, device="cuda").int()
+    lengths = torch.randint(0, 20002, (64, 3), device="cuda", dtype=torch.int32)
+    table = torch.randint(0, 2**20, (64, 700), device="cuda", dtype=torch.int32)
+    for k in (1, 512, 2048):
+        out = wide[..., :k]
+        SELECTION.prepared.clear()
+        assert attngen.topk(scores, k, lengths=lengths, page_table=table, page_size=32, out=out) is out
+        assert by_kernel(SELECTION, PreparedTopk)
+        call = Topk(scores.cpu(), k, lengths.cpu(), table.cpu(), None, 32)
+        assert torch.equal(out.cpu(), select(call, check(call)))
+    assert (wide[..., 2048:] == 7).all()
 
 
 def chosen(scores: Tensor, k: int, lengths: Tensor | None = None) -> Tensor:

@@ -1,5 +1,5 @@
-"""Sparse latent attention of vLLM and SGLang on the GPU, with stubs in the engines' places, against float64; and a
-captured graph that serves other lists."""
+"""Sparse latent attention of vLLM and SGLang on the GPU, with stubs in the engines' places, and the indexer of both,
+against float64; and captured graphs that serve other lists and longer requests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from attngen.integrations.engines.indexer import Requests, index_keys, require_kernels, rows_of, select_keys
 from attngen.integrations.engines.listed_rows import attend_to_listed, cache_rows
+from attngen.runtime.operations.index_scores.kernel import SCORES, PreparedScores
 from attngen.runtime.registry.lookup import registry
 from tests.gpu.packages import indexed
+from tests.integrations.engines.index_batches import PAGE, index_batch
 from tests.integrations.engines.sparse_batches import BLOCK, SparseBatch, sparse_batch
 from tests.integrations.engines.stubs import imported_with
 from tests.integrations.sglang import sglang_stub
@@ -77,6 +80,48 @@ def test_sglangs_backend(mode: str, packed: bool) -> None:
         )
         backend.init_forward_metadata(cases.step(kind, made))
         cases.check(backend, kind, made)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_the_indexer(heads: int) -> None:
+    """Prompts, decoding and drafts, whose keys lie in pages with their scales behind them."""
+    require_kernels("cuda")
+    made = index_batch((70, 300, 1, 3), (70, 1700, 901, 333), heads=heads, topk=256, extra_tokens=2).to("cuda")
+    for batch in (made, made.spread(4096)):
+        requests = Requests(batch.table, batch.used, 1700, batch.starts)
+        keys = index_keys(batch.pages, PAGE)
+        batch.check(select_keys(batch.q, batch.weights, keys, requests, batch.seen, 256))
+        slots = select_keys(batch.q, batch.weights, keys, requests, batch.seen, 256, slots=True)
+        batch.check(batch.positions(slots))
+        for first in range(0, len(batch.q), 100):
+            rows = slice(first, min(first + 100, len(batch.q)))
+            part = rows_of(requests, rows.start, rows.stop)
+            select_keys(
+                batch.q[rows], batch.weights[rows], keys, part, batch.seen[rows], 256, out=batch.out[rows]
+            )  # fmt: skip
+        batch.check(batch.out)
+    assert all(isinstance(one, PreparedScores) for one in SCORES.prepared.values())
+
+
+def test_a_graph_of_the_indexer_serves_longer_requests() -> None:
+    """Drafts of two tokens; captured with one key each, in tables that have room for more."""
+    made = index_batch((2,) * 8, (2, 70, 901, 333, 64, 65, 1000, 128), heads=64, topk=256, width=64).to("cuda")
+    q, weights = (one.unflatten(0, (8, 2)) for one in (made.q, made.weights))
+    given = [torch.zeros_like(made.table), torch.ones_like(made.used), torch.ones(8, 2, device="cuda").int()]
+
+    def selected() -> Any:
+        requests = Requests(given[0], given[1], 64 * PAGE)
+        return select_keys(q, weights, index_keys(made.pages, PAGE), requests, given[2], 256)
+
+    for _ in range(2):
+        selected()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = selected()
+    for tensor, new in zip(given, (made.table, made.used, made.seen.view(8, 2)), strict=True):
+        tensor.copy_(new)
+    graph.replay()
+    made.check(out.flatten(0, 1))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -12,9 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attngen.errors import NoKernelError
 from attngen.integrations.engines.layers import Layer
+from attngen.operations import INDEX_SCORES, TOPK, TOPK_VARIANT
 from attngen.runtime.operations.index_scores.call import index_scores
+from attngen.runtime.operations.shared.path import kernels_of
 from attngen.runtime.operations.topk.call import topk
+from attngen.runtime.registry.binding import find
 
 #: The environment variable with which users ask for it, in both engines.
 VARIABLE = "ATTNGEN_INDEXER"
@@ -31,6 +35,18 @@ _CAUSAL = Layer().causal().variant
 def asked() -> bool:
     """Whether the user asks for attngen's indexer."""
     return os.environ.get(VARIABLE, "0") not in ("", "0")
+
+
+def require_kernels(device: torch.device | str) -> None:
+    """Raise NoKernelError where calls on a device would run in torch, which is slow and waits for the GPU."""
+    if torch.device(device).type != "cuda":
+        return
+    scores, wanted = find(_CAUSAL, None).kernels, (INDEX_SCORES, "fp8_e4m3", "paged", KEY_BYTES)
+    forms = [(kernel.direction, kernel.dtype, kernel.layout, kernel.head_dim_qk) for kernel in scores]
+    if wanted not in forms or not kernels_of(TOPK, TOPK_VARIANT, torch.float32):
+        raise NoKernelError(
+            f"{VARIABLE} needs kernels that are not built; run 'attngen build specs/integrations/engines_sparse.yaml'"
+        )
 
 
 class IndexKeys(NamedTuple):

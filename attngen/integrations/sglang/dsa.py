@@ -63,6 +63,7 @@ class AttngenDSABackend(DeepseekSparseAttnBackend):
         if indexing.asked():
             if self._kv_shard_pool is not None:
                 raise ValueError(f"{indexing.VARIABLE} does not serve caches that ranks share; unset it")
+            indexing.require_kernels(model_runner.device)
             self._indexer = import_module("attngen.integrations.sglang.indexer")
             self._indexer.serve()
 

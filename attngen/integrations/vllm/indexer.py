@@ -29,6 +29,7 @@ from attngen.integrations.engines.indexer import (
     VARIABLE,
     Requests,
     index_keys,
+    require_kernels,
     select_keys,
 )
 from attngen.integrations.engines.layers import bound_of
@@ -41,12 +42,13 @@ _served: set[str] = set()
 
 
 def serve(indexer: Any, parallel: Any) -> None:
-    """Select keys for a layer with ``indexer``, vLLM's module. Raises NotImplementedError for one that is not
-    served."""
+    """Select keys for a layer with ``indexer``, vLLM's module. Raises NotImplementedError for one that is not served,
+    and NoKernelError."""
     module = sys.modules[type(indexer).__module__]
     reason = _refusal(indexer, parallel, module)
     if reason is not None:
         raise NotImplementedError(f"{VARIABLE} does not serve {reason}; unset it")
+    require_kernels(indexer.topk_indices_buffer.device)
     _served.add(indexer.k_cache.prefix)
     theirs = getattr(module, _NAME)
     if not hasattr(theirs, "attngen"):

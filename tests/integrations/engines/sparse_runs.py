@@ -4,9 +4,9 @@ engines' own: ``python -m tests.integrations.engines.sparse_runs [vllm] [sglang]
 Run it where an engine is installed with its binaries (``pip install vllm==0.33.0``, which its indexer needs), beside a
 checkout of attngen. Models of DeepSeek-V3.2's and GLM-5's form, with random weights in bf16, generate greedily from
 prompts that are shorter and longer than what a query selects, in chunks, over caches in 16 bits and of 656 bytes a
-token, eagerly and in CUDA graphs. Each engine runs twice, in processes of their own. Until tokens differ first, their
-log-probabilities must be alike, and there the two tokens must be about as likely. Kernels that the user has not built,
-by ``specs/integrations/engines_sparse.yaml``, are compiled at their first call.
+token, eagerly and in CUDA graphs. Each engine runs three times, in processes of their own: with its own backend, with
+attngen's, and with attngen's indexer, too. Until tokens differ first, their log-probabilities must be alike, and there
+the two tokens must be about as likely. ``specs/integrations/engines_sparse.yaml`` is built first.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ ROOT = Path(__file__).parents[3]
 
 #: Backends by engine: its own, then attngen's.
 BACKENDS = {"vllm": ("FLASHMLA_SPARSE", "ATTNGEN_MLA_SPARSE"), "sglang": ("dsa", "attngen")}
+
+#: Runs with attngen's backend: with the engine's indexer, and with attngen's.
+INDEXERS = {"": "0", ", attngen's indexer": "1"}
 
 #: Caches by engine: what it calls them.
 CACHES = {"vllm": ("auto", "fp8_ds_mla"), "sglang": ("bfloat16", "fp8_e4m3")}
@@ -104,12 +107,13 @@ def run_sglang(folder: str, backend: str, cache: str, graphs: bool) -> list[Any]
     return made
 
 
-def results_of(engine: str, *given: str) -> list[Any]:
+def results_of(engine: str, *given: str, indexer: str = "0") -> list[Any]:
     """Results of a run of an engine in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
         command = [sys.executable, "-m", "tests.integrations.engines.sparse_runs", "--run", str(out), engine, *given]
-        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "ATTNGEN_JIT": "1", "HF_HUB_OFFLINE": "1"})
+        settings = {"ATTNGEN_INDEXER": indexer, "ATTNGEN_JIT": "1", "HF_HUB_OFFLINE": "1"}
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, **settings})
         made: list[Any] = json.loads(out.read_text())
         return made
 
@@ -125,15 +129,19 @@ def differences(own: list[Any], ours: list[Any]) -> Iterator[float]:
 
 
 def compare(engine: str, name: str, folder: str) -> bool:
-    """Whether both backends of an engine agree on a model, with all caches, eagerly and in graphs."""
-    agree = True
+    """Whether attngen's backend and indexer agree with an engine's own on a model, with all caches, eagerly and in
+    graphs."""
+    agree, (theirs, backend) = True, BACKENDS[engine]
     for cache in CACHES[engine]:
         for graphs in ("", "graphs"):
-            own, ours = (results_of(engine, folder, backend, cache, graphs) for backend in BACKENDS[engine])
-            gaps = list(differences(own, ours))
-            agree = agree and max(gaps) < GAP
-            what = f"{engine} {name} {cache} {graphs or 'eager'}"
-            print(f"{what}: {len(gaps)} tokens of {TOKENS * len(own)}, largest difference {max(gaps):.3f}", flush=True)
+            own = results_of(engine, folder, theirs, cache, graphs)
+            for label, indexer in INDEXERS.items():
+                gaps = list(differences(own, results_of(engine, folder, backend, cache, graphs, indexer=indexer)))
+                agree = agree and max(gaps) < GAP
+                what = f"{engine} {name} {cache} {graphs or 'eager'}{label}"
+                print(
+                    f"{what}: {len(gaps)} tokens of {TOKENS * len(own)}, largest difference {max(gaps):.3f}", flush=True
+                )
     return agree
 
 
@@ -151,6 +159,8 @@ def main() -> int:
     engines = given.engines or [name for name in BACKENDS if find_spec(name) is not None]
     if not engines:
         parser.error("neither vllm nor sglang is installed here")
+    spec = ROOT / "specs" / "integrations" / "engines_sparse.yaml"
+    subprocess.run([sys.executable, "-m", "attngen", "build", str(spec)], check=True, cwd=ROOT)
     agree = True
     for name in MODELS:
         with tempfile.TemporaryDirectory() as folder:

@@ -5,8 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attngen.integrations.engines.indexer import Requests, asked, index_keys, rows_of, select_keys
+from attngen import resources
+from attngen.build.pipeline import prepare_unrendered
+from attngen.errors import NoKernelError
+from attngen.integrations.engines.indexer import (
+    Requests,
+    asked,
+    index_keys,
+    require_kernels,
+    rows_of,
+    select_keys,
+)
+from attngen.runtime.registry.lookup import package_of_kernels, registry
+from attngen.schema import load_spec
 from tests.integrations.engines.index_batches import PAGE, index_batch
+from tests.runtime.host_kernels import as_kernels
 
 
 def test_packed_requests_and_pages_that_lie_apart() -> None:
@@ -44,6 +57,17 @@ def test_parts_of_a_step(size: int) -> None:
             out=made.out[rows],
         )  # fmt: skip
     made.check(made.out)
+
+
+def test_kernels_must_be_built() -> None:
+    require_kernels("cpu")
+    registry.clear()
+    with pytest.raises(NoKernelError, match="run 'attngen build specs/integrations/engines_sparse.yaml'"):
+        require_kernels("cuda")
+    spec = load_spec(resources.specs_dir() / "integrations/engines_sparse.yaml")
+    registry.add(package_of_kernels(as_kernels([one.plan for one in prepare_unrendered(spec)]), "here"))
+    require_kernels("cuda")
+    registry.clear()
 
 
 def test_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def indexer(kind: type, **changed: Any) -> Any:
 
 
 def selected(backend: Any, one: Any, mode: Any, made: IndexBatch, *, into: Tensor | None = None) -> Tensor:
-    """What an indexer selects in a step whose metadata are built, called as SGLang does."""
+    """Selection of an indexer in a step whose metadata are built, called as SGLang does."""
     batch = step(mode, made)
     metadata = backend.get_indexer_metadata(0, batch)
     given = batch, 0, made.q, made.weights[..., None], metadata

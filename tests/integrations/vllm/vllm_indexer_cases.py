@@ -18,7 +18,7 @@ def layer(kind: type, **changed: Any) -> Any:
     made = kind.__new__(kind)
     fields = {
         "n_head": 4, "head_dim": 128, "quant_block_size": 128, "k_cache": SimpleNamespace(prefix=CACHE),
-        "indexer_op": SimpleNamespace(use_fp4_cache=False), **changed,
+        "indexer_op": SimpleNamespace(use_fp4_cache=False), "topk_indices_buffer": torch.empty(0), **changed,
     }  # fmt: skip
     for name, value in fields.items():
         object.__setattr__(made, name, value)
