@@ -22,9 +22,9 @@ NAME = "keys__index_scores"
 NAMES = (NAME,)
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor weights, Tensor? k_scale, Tensor? seqused_k, Tensor? cu_seqlens_q, "
-    "Tensor? page_table, SymInt? max_seqlen_q, str variant, str? package, str[] tensor_names, Tensor[] tensors, "
-    "str[] scalar_names, Scalar[] scalars) -> Tensor"
+    "(Tensor q, Tensor k, Tensor weights, Tensor? k_scale, Tensor? seqused_k, Tensor? page_table, str variant, "
+    "str? package, str[] tensor_names, Tensor[] tensors, str[] scalar_names, Scalar[] scalars, "
+    "Tensor? cu_seqlens_q=None, SymInt? max_seqlen_q=None) -> Tensor"
 )
 
 
@@ -35,8 +35,8 @@ def defined() -> str:
 
 
 def _call_of(arguments: tuple[Any, ...]) -> IndexScores:
-    q, k, weights, k_scale, used, starts, table, longest, variant, package, *own = arguments
-    tensor_names, tensors, scalar_names, scalars = own
+    q, k, weights, k_scale, used, table, variant, package, *own = arguments
+    tensor_names, tensors, scalar_names, scalars, starts, longest = (*own, None, None)[:6]
     passed = (*zip(tensor_names, tensors, strict=True), *zip(scalar_names, scalars, strict=True))
     return IndexScores(q, k, weights, k_scale, used, starts, table, None, longest, variant, package, passed)
 
@@ -47,7 +47,7 @@ def _score(*arguments: Any) -> Tensor:
 
 def _like(*arguments: Any) -> Tensor:
     """Scores of the right shape, for tracing."""
-    q, k, _, _, _, _, page_table, *_ = arguments
+    q, k, _, _, _, page_table, *_ = arguments
     keys = k.shape[1] if page_table is None else page_table.shape[1] * k.shape[1]
     return q.new_empty((*q.shape[:-2], keys), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
@@ -64,7 +64,8 @@ def call(given: IndexScores) -> Tensor:
     if any(not isinstance(value, int | float | bool) for _, value in scalars):
         raise CallError("arguments of a variant are tensors and numbers")
     scores: Tensor = getattr(getattr(torch.ops, defined()), NAME)(
-        *given[:7], given.max_seqlen_q, _name_of(given.variant), given.package, [name for name, _ in tensors],
+        *given[:5], given.page_table, _name_of(given.variant), given.package, [name for name, _ in tensors],
         [value for _, value in tensors], [name for name, _ in scalars], [value for _, value in scalars],
+        given.cu_seqlens_q, given.max_seqlen_q,
     )  # fmt: skip
     return scores
