@@ -393,6 +393,29 @@ def test_steps_of_an_indexer(
 
 
 @pytest.mark.skipif(not SERVED, reason="it is for other releases")
+def test_layers_whose_indexer_is_served(model: Any, model_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_INDEXER", "1")
+    monkeypatch.setattr(indexer, "_served", set())
+    made, config = sparse_batch((1,), (20,)), config_of(model)
+    one = indexer_cases.layer(model_module.DeepseekV32Indexer, topk_indices_buffer=cases.buffer(made))
+    with (
+        on_the_cpu(),
+        set_current_vllm_config(config),
+        mock.patch.object(sparse_mla_attention, "get_tensor_model_parallel_world_size", return_value=1),
+    ):
+        for given in (one, None):  # the second shares the selection of the first
+            MLAAttention(
+                num_heads=3, scale=cases.SCALE, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+                q_lora_rank=32, kv_lora_rank=512, kv_b_proj=Expansion(3), cache_config=config.cache_config,
+                prefix=f"layers.{given is None:d}.attn", attn_backend=backend(), use_sparse=True, indexer=given,
+                topk_indices_buffer=one.topk_indices_buffer,
+                prefill_backend_cls=MLAPrefillBackendEnum["ATTNGEN"].get_class(),
+            )  # fmt: skip
+    assert indexer._served == {indexer_cases.CACHE}
+    assert model_module.sparse_attn_indexer.attngen
+
+
+@pytest.mark.skipif(not SERVED, reason="it is for other releases")
 def test_rows_of_an_indexer_on_two_ranks(model: Any, model_module: Any) -> None:
     """vLLM's ranks share the tokens of prompts and exchange what they selected."""
     made, halves = index_batch((1, 70, 9), (33, 70, 130)), []

@@ -13,6 +13,7 @@ from attngen.errors import CallError
 from attngen.lang.divisors import reciprocal
 from attngen.operations import TOPK, TOPK_VARIANT
 from attngen.runtime.arguments.checked import refuse_unreadable
+from attngen.runtime.arguments.debug import check_offsets
 from attngen.runtime.arguments.shapes import check_written
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
@@ -98,7 +99,9 @@ def _check_table(call: Topk, outer: tuple[int, ...], rows: int) -> tuple[int, in
         raise CallError(f"page_table must have shape (batch, max_pages), got {tuple(table.shape)}")
     if not isinstance(page_size, int) or isinstance(page_size, bool) or page_size < 1:
         raise CallError(f"page_size must be a positive integer with page_table, got {page_size!r}")
-    batch = table.shape[0]
+    batch, columns, room = table.shape[0], call.scores.shape[-1], table.shape[1] * page_size
+    if columns > room:
+        raise CallError(f"scores have {columns} columns, but rows of page_table have room for {room} keys")
     if starts is None:
         if not outer or outer[0] != batch:
             raise CallError(
@@ -256,7 +259,9 @@ class TopkHelper(Helper[Topk, TopkSizes, Tensor]):
         return check(call)
 
     def check_contents(self, call: Topk, sizes: TopkSizes) -> None:
-        """Every score and every length has a meaning."""
+        """Check where packed rows begin: every score, length and page number has a meaning."""
+        if call.cu_seqlens_q is not None:
+            check_offsets("cu_seqlens_q", call.cu_seqlens_q.tolist(), sizes.rows)
 
     def in_torch(self, call: Topk, sizes: TopkSizes) -> Tensor:
         return select(call, sizes)

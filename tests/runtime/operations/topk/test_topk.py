@@ -11,7 +11,7 @@ import torch
 import attngen
 from attngen.errors import CallError
 
-TABLE = torch.zeros(2, 2, dtype=torch.int32)
+TABLE, OFFSETS = torch.zeros(2, 2, dtype=torch.int32), torch.tensor([0, 1, 5], dtype=torch.int32)
 
 
 def by_hand(row: list[float], k: int) -> list[int]:
@@ -97,6 +97,14 @@ def test_rows_without_scores() -> None:
                 ({"page_table": TABLE[0], "page_size": 2}, "page_table must have shape (batch, max_pages)"),
                 ({"page_table": TABLE[:1], "page_size": 2}, "scores must have 1 rows at first, as page_table has"),
                 ({"page_table": TABLE, "page_size": 2, "cu_seqlens_q": TABLE[0]}, "of shape (batch + 1,) = (3,)"),
+                (
+                    {"page_table": TABLE, "page_size": 1},
+                    "but rows of page_table have room for 2 keys",
+                ),
+                (
+                    {"page_table": TABLE, "page_size": 2, "cu_seqlens_q": OFFSETS},
+                    "cu_seqlens_q ends at 5",
+                ),
             )
         ),
     ],
