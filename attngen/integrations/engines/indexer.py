@@ -16,6 +16,7 @@ from attngen.errors import NoKernelError
 from attngen.integrations.engines.layers import Layer
 from attngen.operations import INDEX_SCORES, TOPK, TOPK_VARIANT
 from attngen.runtime.operations.index_scores.call import index_scores
+from attngen.runtime.operations.shared.launches import takes
 from attngen.runtime.operations.shared.path import kernels_of
 from attngen.runtime.operations.topk.call import topk
 from attngen.runtime.registry.binding import find
@@ -41,9 +42,11 @@ def require_kernels(device: torch.device | str) -> None:
     """Raise NoKernelError where calls on a device would run in torch, which is slow and waits for the GPU."""
     if torch.device(device).type != "cuda":
         return
-    scores, wanted = find(_CAUSAL, None).kernels, (INDEX_SCORES, "fp8_e4m3", "paged", KEY_BYTES)
-    forms = [(kernel.direction, kernel.dtype, kernel.layout, kernel.head_dim_qk) for kernel in scores]
-    if wanted not in forms or not kernels_of(TOPK, TOPK_VARIANT, torch.float32):
+    wanted = (INDEX_SCORES, "fp8_e4m3", "paged", KEY_BYTES)
+    scores = [one for one in find(_CAUSAL, None).kernels if takes(one, "cu_seqlens_q")]
+    selections = [one for one in kernels_of(TOPK, TOPK_VARIANT, torch.float32) if takes(one, "page_table")]
+    forms = [(one.direction, one.dtype, one.layout, one.head_dim_qk) for one in scores]
+    if wanted not in forms or not selections:
         raise NoKernelError(
             f"{VARIABLE} needs kernels that are not built; run 'attngen build specs/integrations/engines_sparse.yaml'"
         )

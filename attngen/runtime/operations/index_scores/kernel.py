@@ -19,7 +19,7 @@ from attngen.runtime.device.tensormap import TensorMap
 from attngen.runtime.kernels.module import Kernel, KernelLaunch
 from attngen.runtime.operations.index_scores import arguments as index_scores
 from attngen.runtime.operations.index_scores.arguments import FIELDS, Bound, IndexScores, scores_shape
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands, takes
 from attngen.runtime.operations.shared.operands import MOST
 from attngen.runtime.operations.shared.path import Helper, first_that_takes
 
@@ -124,6 +124,8 @@ def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
     ):
         if built != asked:
             return f"{kernel.full_name}: {label} is {built}, the call has {asked}"
+    if call.cu_seqlens_q is not None and not takes(kernel, "cu_seqlens_q"):
+        return f"{kernel.full_name} was built before kernels took packed queries; build it again"
     if not (call.batch and call.seqlen_q and call.total_q and call.seqlen_k and call.heads):
         return "there is no score"
     most = max(map(_heads_of, kernel.launches))

@@ -45,6 +45,11 @@ Key = str | tuple[str, str | int | None]
 Resized = Sequence[tuple[int, bytes]]
 
 
+def takes(kernel: Kernel, tensor: str) -> bool:
+    """Whether a kernel has a parameter for a tensor: one that was built by an earlier version may have none."""
+    return any(one.of == tensor for one in kernel.main.entry.layout.parameters)
+
+
 class HelperLaunches:
     """The launches of a helper kernel for one kind of call. Calling it enqueues them on the current stream.
 

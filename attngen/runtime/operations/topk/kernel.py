@@ -17,7 +17,7 @@ from attngen.runtime.arguments.debug import check_offsets
 from attngen.runtime.arguments.shapes import check_written
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.kernels.module import Kernel
-from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands
+from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, LaunchOperands, takes
 from attngen.runtime.operations.shared.operands import MOST
 from attngen.runtime.operations.shared.path import Helper, first_that_takes, kernels_of
 from attngen.runtime.operations.shared.records import Fields, Integer, OptionalTensor, TensorArgument
@@ -211,6 +211,8 @@ def prepare_on(kernel: Kernel, call: Topk, sizes: TopkSizes, driver: Driver) -> 
         if tensor is not None and not tensor.is_contiguous():
             return f"{name} is not contiguous"
     table = call.page_table
+    if (table is not None or into != call.k) and not takes(kernel, "page_table"):
+        return f"{kernel.full_name} was built before kernels took page tables and wider rows of out; build it again"
     if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
         return "rows of page_table are not contiguous"
     most = max(launch.tile_m for launch in kernel.launches)

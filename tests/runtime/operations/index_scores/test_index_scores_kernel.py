@@ -14,6 +14,7 @@ import torch
 
 import attngen
 from attngen.runtime.operations.index_scores import arguments as index_scores
+from attngen.runtime.operations.index_scores import kernel as index_scores_kernel
 from attngen.runtime.operations.index_scores.arguments import IndexScores
 from attngen.runtime.operations.index_scores.kernel import SCORES
 from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
@@ -145,6 +146,14 @@ def test_scores_of_the_callers(host: HostDriver) -> None:
     assert (out[9, 3:64] == -torch.inf).all()
     one = operands(2, 192, 64)
     both(host, "64_few", **one, out=torch.empty(2, 2, 256)[..., :192])
+
+
+def test_kernels_of_earlier_versions_take_no_packed_queries(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_scores_kernel, "takes", lambda kernel, tensor: False)
+    attngen.index_scores(**packed([0, 1, 2], [3, 4]))
+    assert not host.launches
+    (reason,) = SCORES.prepared.values()
+    assert "was built before kernels took packed queries" in str(reason)
 
 
 def test_calls_without_a_kernel_run_in_torch(host: HostDriver) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import attngen
+from attngen.runtime.operations.topk import kernel as topk_kernel
 from attngen.runtime.operations.topk.kernel import SELECTION, Topk, check, select
 from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
 from tests.sampling import sampled
@@ -93,6 +94,16 @@ def test_slots_in_the_callers_rows(host: HostDriver) -> None:
         call = Topk(given, k, **own)
         assert torch.equal(into, select(call, check(call)))
     assert (out[:, 500:] == 7).all()
+
+
+def test_kernels_of_earlier_versions_take_no_page_tables(host: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topk_kernel, "takes", lambda kernel, tensor: False)
+    scores, wide = torch.randn(2, 60), torch.zeros(2, 9, dtype=torch.int32)
+    attngen.topk(scores, 5, out=wide[:, :5])
+    attngen.topk(scores, 5, page_table=torch.zeros(2, 1, dtype=torch.int32), page_size=64)
+    assert not host.launches
+    attngen.topk(scores, 5, out=torch.zeros(2, 5, dtype=torch.int32))
+    assert len(host.launches) == 1
 
 
 @pytest.mark.exhaustive
