@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 #: Directions of kernels that are not attention.
-APPEND, BLOCK_MASK, INDEX_SCORES, QUANTIZE = "append", "block_mask", "index_scores", "quantize"
-TOPK, WIDEN = "topk", "widen"
+APPEND, BLOCK_MASK, INDEX_SCORES, MERGE = "append", "block_mask", "index_scores", "merge"
+QUANTIZE, TOPK, WIDEN = "quantize", "topk", "widen"
 
 #: What such kernels compute, where no variant of a spec says it. No variant can have these names.
-APPEND_VARIANT, BLOCK_MASK_VARIANT, QUANTIZE_VARIANT = "append-kv", "block-mask", "quantize-qkv"
-TOPK_VARIANT, WIDEN_VARIANT = "topk-scores", "widen-kv"
+APPEND_VARIANT, BLOCK_MASK_VARIANT, MERGE_VARIANT = "append-kv", "block-mask", "merge-parts"
+QUANTIZE_VARIANT, TOPK_VARIANT, WIDEN_VARIANT = "quantize-qkv", "topk-scores", "widen-kv"
 
 
 class Operation(NamedTuple):
@@ -79,7 +79,17 @@ OPERATIONS = (
         facts="attngen.families.append.explain:facts",
         trial="attngen.lab.verify.appended:try_append",
     ),
-    Operation("merge", {"call": ("merge",)}),
+    Operation(
+        "merge",
+        {"call": ("merge",)},
+        operators=("operator",),
+        directions=(MERGE,),
+        variant=MERGE_VARIANT,
+        schedules=("merge.schedule",),
+        specs="attngen.schema.helper_kernels:mergers",
+        facts="attngen.families.merge.explain:facts",
+        trial="attngen.lab.verify.merged:try_merge",
+    ),
     Operation("shared_prefix", {"call": ("shared_prefix",)}, results=("SharedPrefix",)),
     Operation(
         "quantize",

@@ -1,4 +1,4 @@
-"""The common part of plans of kernels that move rows and multiply nothing: append, quantize, widen."""
+"""The common part of plans of kernels that move rows and multiply nothing, such as append."""
 
 from __future__ import annotations
 

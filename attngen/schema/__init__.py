@@ -2,7 +2,7 @@
 
 from attngen.schema.expand import expand, spec_hash
 from attngen.schema.export import json_schema
-from attngen.schema.helper_kernels import appends, block_maskers, quantizers, selectors, wideners
+from attngen.schema.helper_kernels import appends, block_maskers, mergers, quantizers, selectors, wideners
 from attngen.schema.kernel_spec import KernelSpec
 from attngen.schema.loading import Spec, declare_variant, doubts_of_fields
 from attngen.schema.presets import preset, preset_names
@@ -19,6 +19,7 @@ __all__ = [
     "json_schema",
     "load_spec",
     "load_spec_text",
+    "mergers",
     "preset",
     "preset_names",
     "quantizers",

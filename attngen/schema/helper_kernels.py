@@ -1,4 +1,4 @@
-"""Specs of the kernels that come with those of attention: append, quantize, widen, select, and make block masks."""
+"""Specs of the kernels that come with those of attention: append, merge, quantize, widen, select, make block masks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from attngen.operations import (
     BLOCK_MASK,
     BLOCK_MASK_VARIANT,
     INDEX_SCORES,
+    MERGE,
+    MERGE_VARIANT,
     QUANTIZE,
     QUANTIZE_VARIANT,
     TOPK,
@@ -56,6 +58,28 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
                 head_dim_qk=max(first.head_dim_qk, kernel.head_dim_qk),
                 head_dim_v=max(first.head_dim_v, kernel.head_dim_v),
             )
+    return tuple(by_key.values())
+
+
+def mergers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
+    """The kernels that merge results over two sets of keys, such as a prefix that sequences share and their own pages:
+    one for each arch and dtype of outputs of kernels with pages.
+
+    No entry of a spec asks for them. Head dims are numbers of their calls.
+    """
+    by_key: dict[tuple[str, str], KernelSpec] = {}
+    for kernel in kernels:
+        if kernel.layout != "paged" or kernel.direction == INDEX_SCORES:
+            continue
+        dtype = QUANTIZED_DTYPES.get(kernel.dtype, kernel.dtype)
+        by_key.setdefault(
+            (kernel.arch, dtype),
+            KernelSpec(
+                package=kernel.package, variant=Variant(MERGE_VARIANT), arch=kernel.arch, head_dim_qk=1, head_dim_v=1,
+                dtype=dtype, direction=MERGE, backend="cuda", spec_file=kernel.spec_file, location=kernel.location,
+                places=kernel.places,
+            ),
+        )  # fmt: skip
     return tuple(by_key.values())
 
 

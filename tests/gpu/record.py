@@ -68,7 +68,7 @@ FAMILIES = {
     "backward": ("backward", "backward_stress", "cut_tiles", "mla_backward"),
     "decode": ("decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "decode_stress", "dependent_launches"),
     "pages and caches": (
-        "append", "cached", "paged", "pages", "serving_loop", "shared_prefix", "transformers_paged", "widen",
+        "append", "cached", "merge", "paged", "pages", "serving_loop", "shared_prefix", "transformers_paged", "widen",
     ),
     "8 bits": ("fp8", "quantize", "caches_8_bits"),
     "packed heads": ("packed_heads",),

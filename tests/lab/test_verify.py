@@ -87,7 +87,7 @@ def test_what_runs_only_on_a_gpu_names_the_spec_that_needs_none(tmp_path: Path) 
     told = "cuda kernels run only on a GPU; a copy of the spec with 'backend: triton'"
     assert f"{told} and 'dtype: fp16' verifies the same mask and score without a GPU" in output
     assert f"{told}, 'dtype: fp16' and 'layout: dense' verifies the same mask and score without a GPU" in output
-    assert "not run: 1 kernel: cuda kernels run only on a GPU\n" in output  # the one that appends has no mask
+    assert "not run: 2 kernels: cuda kernels run only on a GPU\n" in output  # those that append and merge: no mask
     spec.write_text(
         "schema: 1\narch: sm90a\nkernels: [{variant: causal, head_dim: 64, dtype: fp16, backend: triton}]\n"
     )

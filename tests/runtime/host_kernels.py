@@ -26,7 +26,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
-from attngen.schema import appends, block_maskers, expand, load_spec_text, quantizers, selectors, wideners
+from attngen.schema import appends, block_maskers, expand, load_spec_text, mergers, quantizers, selectors, wideners
 from tests.host_compiler import COMPILER, HOST, compile_host
 from tests.render.headers import headers
 
@@ -86,6 +86,9 @@ kernels:
 
 #: Dtypes of the kernels that append, and of their caches where these have fewer bits.
 APPENDED = ("bf16", "fp16", "fp32", "bf16_kv_fp8_e4m3", "fp16_kv_fp8_e4m3")
+
+#: Dtypes of the kernels that merge.
+MERGED = ("bf16", "fp16")
 
 
 @cache
@@ -151,11 +154,23 @@ def prepared_block_maskers(arch: str = "sm90a") -> list[Prepared]:
 
 
 @cache
+def prepared_mergers(*dtypes: str, arch: str = "sm90a") -> list[Prepared]:
+    """Return the kernels of these dtypes that merge, all that there are by default."""
+    first = mergers(expand(load_spec_text(SPEC)))[0]
+    prepared = []
+    for dtype in dtypes or MERGED:
+        spec = replace(first, dtype=dtype, arch=arch)
+        planned = plan(spec)
+        prepared.append(Prepared(spec, planned))
+    return prepared
+
+
+@cache
 def library(name: str) -> ctypes.CDLL:
     """Return the launch of a symbol for this machine."""
     every = [
         *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
-        *prepared_for_indices(), *prepared_block_maskers(),
+        *prepared_for_indices(), *prepared_block_maskers(), *prepared_mergers(),
     ]  # fmt: skip
     (source,) = (one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
     symbol = name
@@ -255,6 +270,11 @@ def kernels_for_indices() -> list[Kernel]:
 def block_masking_kernels() -> list[Kernel]:
     """Return the one that makes block masks."""
     return as_kernels([one.plan for one in prepared_block_maskers()])
+
+
+def merging_kernels() -> list[Kernel]:
+    """Return those that merge."""
+    return as_kernels([one.plan for one in prepared_mergers()])
 
 
 def as_kernels(planned: Sequence[Plan]) -> list[Kernel]:

@@ -18,10 +18,11 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.operations.append.path import APPEND
 from attngen.runtime.operations.attention import kernel_call, layers, mixed, pairs, recall
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
+from attngen.runtime.operations.merge.kernel import MERGES
 from attngen.runtime.operations.topk.kernel import SELECTION
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.host_compiler import COMPILER
-from tests.runtime.host_kernels import HostDriver, kernels, kernels_for_indices
+from tests.runtime.host_kernels import HostDriver, kernels, kernels_for_indices, merging_kernels
 from tests.runtime.operations.attention.test_mixed import leaving_out
 from tests.runtime.pages import cache, starts_of
 from tests.runtime.states import GUARDED, OTHERS, STATES, compiled, outcome
@@ -126,8 +127,14 @@ STORES = {
     "writes of a cache": Store(of_cache, tokens, (layers, "append"), 2),
     "topk": Store(lambda: lambda scores: attngen.topk(scores, 5), lambda: [torch.randn(3, 40)],
                   (type(SELECTION), "check")),
+    "merge": Store(
+        lambda: lambda a, b, *lses: attngen.merge([a, b], lses)[0],
+        lambda: [random(2, 5, 4, 64), random(2, 5, 4, 64), torch.randn(2, 4, 5), torch.randn(2, 4, 5)],
+        (type(MERGES), "check"), compiles=True,
+    ),
 }  # fmt: skip
-ON_HOST = ("append", "writes of a cache", "topk")
+#: Kernels of stores that run on the host.
+ON_HOST = {"append": kernels, "writes of a cache": kernels, "topk": kernels_for_indices, "merge": merging_kernels}
 
 
 @pytest.fixture
@@ -141,7 +148,7 @@ def _gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     check = debug.check_lengths  # which also runs on the CPU, where one call is of a part of the sequences
     monkeypatch.setattr(debug, "check_lengths", lambda call: check(call) if debug.active() else None)
     if name in ON_HOST:
-        known = kernels_for_indices() if name == "topk" else kernels()
+        known = ON_HOST[name]()
     elif name == "pairs":
         few = leaving_out(variant(), "most_queries", "beside", split_kv=True)
         known = [few, leaving_out(variant(), "least_queries", "beside")]
@@ -157,7 +164,7 @@ def forget() -> None:
     """Empty all stores."""
     for one in (recall.SEEN, kernel_call.PREPARED, pairs._PAIRS, layers._ALIKE):
         one.clear()
-    for helper in (APPEND, SELECTION):
+    for helper in (APPEND, SELECTION, MERGES):
         for kept in (helper.prepared, helper._kinds, helper._seen):
             kept.clear()
 

@@ -153,7 +153,7 @@ def test_an_unknown_direction_is_an_error() -> None:
         lambda: catalogue.schedules("gather"),
         lambda: try_pinned(unknown, torch.device("cpu"), 0, small=True),
     ):
-        with pytest.raises(InternalError, match="has kernels of direction 'gather'; known: append, quantize, widen"):
+        with pytest.raises(InternalError, match="has kernels of direction 'gather'; known: append, merge, quantize"):
             ask()
     interpreted = SimpleNamespace(direction="gather", backend="triton", dtype_name="fp16")
     assert reason_against(interpreted) == "the interpreter runs attention, no gather"

@@ -7,16 +7,16 @@ grouping of the parts. A prefix that a batch shares is computed once and merged 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from attngen.errors import CallError, suggest
+from attngen.errors import CallError
 from attngen.runtime.arguments import arrays
-from attngen.runtime.arguments.checked import ATTENTION_DTYPES, LAYOUTS
+from attngen.runtime.operations.merge import in_torch
+from attngen.runtime.operations.merge.arguments import Merge, check, check_parts
+from attngen.runtime.operations.merge.kernel import MERGES, is_for_kernel
 
 
 def merge(
@@ -27,6 +27,10 @@ def merge(
     Any number of parts, in any order. A log-sum-exp of -inf means that the row saw no key of the part: the part adds
     nothing, whatever its output holds. Both results are differentiable. A sink must be part of at most one of the
     parts.
+
+    On a GPU two parts in 16 bits without gradients are one launch, which allocates the results alone and may be
+    captured in a graph: any spec with ``layout: paged`` builds the kernel of its dtype. It moves rows 16 bytes at a
+    time, which must be aligned to as many. All other calls run a few operations of torch.
 
     Args:
         outs: Outputs of one shape, dtype and device: (batch, seqlen, heads, head_dim), or packed (total, heads,
@@ -48,28 +52,18 @@ def merge(
             functools.partial(merge, layout=layout), {"outs": parts, "lses": logs}
         )
         return served
-    _check(parts, logs, layout)
-    compute = torch.float64 if torch.float64 in (parts[0].dtype, *(log.dtype for log in logs)) else torch.float32
-    by_part = torch.stack(torch.broadcast_tensors(*(log.to(compute) for log in logs)))
-    # No gradient flows through the reference: the results do not depend on it.
-    peak = by_part.detach().amax(dim=0)
-    seen = peak != -math.inf
-    peak = torch.where(seen, peak, 0.0)
-    weights = torch.exp(by_part - peak)
-    total = torch.where(seen, weights.sum(dim=0), 1.0)
-    lse = torch.where(seen, peak + torch.log(total), -math.inf)
-    shares = _beside_rows(weights / total, parts[0].dim(), layout)
-    unseen = _beside_rows(by_part == -math.inf, parts[0].dim(), layout)
-    # Shares have the dtype of the arithmetic, and their products with the parts, too.
-    weighted = [
-        share * torch.where(absent, 0.0, part) for part, share, absent in zip(parts, shares, unseen, strict=True)
-    ]
-    return functools.reduce(torch.add, weighted).to(parts[0].dtype), lse
+    if is_for_kernel(parts, logs):
+        return MERGES.serve(Merge(parts[0], parts[1], logs[0], logs[1], layout), _traced)
+    check_parts(parts, logs, layout)
+    return in_torch.merge(parts, logs, layout)
 
 
-def _beside_rows(rows: Tensor, rank: int, layout: str) -> tuple[Tensor, ...]:
-    """Return numbers of each part and row, laid out as log-sum-exps are, so that they broadcast to the outputs."""
-    return ((rows if rank == 4 and layout == "bhsd" else rows.transpose(-1, -2))[..., None]).unbind(0)
+def _traced(call: Merge) -> tuple[Tensor, Tensor]:
+    """Call the operator; what is traced is this function and nothing below it."""
+    from attngen.runtime.operations.merge import operator as merge_operator
+
+    check(call)
+    return merge_operator.call(call)
 
 
 def _listed(name: str, tensors: Any) -> tuple[Any, bool]:
@@ -89,33 +83,3 @@ def _listed(name: str, tensors: Any) -> tuple[Any, bool]:
                 raise CallError(f"{name}[{i}] must be a torch.Tensor, got {type(tensor).__name__}")
             of_arrays = True
     return listed, of_arrays
-
-
-def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...], layout: str) -> None:
-    """Raise CallError unless outputs and log-sum-exps fit each other."""
-    if layout not in LAYOUTS:
-        raise CallError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}{suggest(str(layout), LAYOUTS)}")
-    if not outs or len(outs) != len(lses):
-        raise CallError(f"merge takes as many log-sum-exps as outputs, at least one, got {len(outs)} and {len(lses)}")
-    first = outs[0]
-    leader = next((out for out in outs if out.dim() == 4 and out.shape[0] != 1), first)
-    if first.dtype not in ATTENTION_DTYPES:
-        raise CallError(f"outs[0] has dtype {first.dtype}; allowed: {', '.join(map(str, ATTENTION_DTYPES))}")
-    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if out.dim() not in (3, 4) or out.dim() != first.dim():
-            raise CallError(
-                f"outs[{i}] must have {'3 or 4' if i == 0 else first.dim()} dimensions, got shape {tuple(out.shape)}"
-            )
-        if out.dtype != first.dtype or out.device != first.device:
-            raise CallError(
-                f"outs[0] has {first.dtype} on {first.device}, but outs[{i}] has {out.dtype} on {out.device}"
-            )
-        if lse.dtype not in (torch.float32, torch.float64) or lse.device != first.device:
-            raise CallError(f"lses[{i}] must be float32 on {first.device}, got {lse.dtype} on {lse.device}")
-        rows = tuple(out.shape[:-1])
-        wanted = rows if layout == "bhsd" and out.dim() == 4 else (*rows[:-2], rows[-1], rows[-2])
-        if tuple(lse.shape) != wanted:
-            raise CallError(f"lses[{i}] must have shape {wanted} beside outs[{i}], got {tuple(lse.shape)}")
-        shared = out.dim() == 4 and out.shape[0] == 1
-        if out.shape[1:] != leader.shape[1:] or not (shared or out.shape[0] == leader.shape[0]):
-            raise CallError(f"one of outs has shape {tuple(leader.shape)}, but outs[{i}] has {tuple(out.shape)}")

@@ -1,0 +1,1 @@
+"""Merging results over two sets of keys."""
