@@ -28,7 +28,7 @@ kernels:
 
 
 def to_build() -> list[Prepared]:
-    return [one for one in prepare(load_spec_text(SPEC)) if one.plan.direction == "forward"]
+    return [one for one in prepare(load_spec_text(SPEC)) if one.plan.direction in ("forward", "merge")]
 
 
 @known

@@ -24,7 +24,7 @@ from attngen.lab.bench.serving.peers import ServingPeer, missing, serving_peers
 from attngen.lab.bench.serving.report import ServingReport, ServingResult, ServingRow
 from attngen.lab.bench.timing import Contender, Sampler
 from attngen.lab.verify.gpu import Gpu
-from attngen.operations import APPEND, APPEND_VARIANT, WIDEN
+from attngen.operations import APPEND, APPEND_VARIANT, MERGE, WIDEN
 from attngen.plan.naming import head_dim_label
 from attngen.runtime.operations.attention.entry import attention, attention_paged
 from attngen.runtime.operations.attention.introspection import explain
@@ -105,7 +105,7 @@ def _call_of(kernel: Prepared) -> tuple[str, tuple[int, int]]:
 def _kernels(
     prepared: Sequence[Prepared], cells: Sequence[ServingCell], options: BenchOptions, capability: int | None
 ) -> list[Prepared]:
-    """The kernels that cells may run on, those that widen a cache last. Raises CallError if there is none."""
+    """The kernels that cells may run on, those launched beside them last. Raises CallError if there is none."""
     calls = {call for cell in cells for lane in cell.lanes for call in lane.calls}
 
     def runs(kernel: Prepared, *directions: str) -> bool:
@@ -128,7 +128,9 @@ def _kernels(
             f"the cells of the serving suite take forward kernels of {variants} in {DTYPE} at head_dim {dims}, dense "
             f"or paged; the spec has none{here}"
         )
-    return [*kept, *(kernel for kernel in prepared if runs(kernel, WIDEN) and kernel.plan.dtype_name == DTYPE)]
+    shares = any(lane.shared for cell in cells for lane in cell.lanes)
+    beside = (WIDEN, MERGE) if shares else (WIDEN,)
+    return [*kept, *(kernel for kernel in prepared if runs(kernel, *beside) and kernel.plan.dtype_name == DTYPE)]
 
 
 class _Shelf:
