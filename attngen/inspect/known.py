@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from attngen.inspect.record import Record
 
 #: Whose fault a failure is. A kernel that the compiler gets wrong is refused, so that no call runs it.
-TEST, COMPILER, KERNEL, UNKNOWN = "the test", "the compiler", "a kernel", "unknown"
+TEST, COMPILER, KERNEL, HOST, UNKNOWN = "the test", "the compiler", "a kernel", "code on the host", "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,17 @@ KNOWN = (
             card, ("tests/gpu/test_fuzzed.py::test_fuzzed_specs_keep_the_contract[fuzzed_69]",), COMPILER, _OVERWRITTEN
         )
         for card in (H100, H200)
+    ),
+    KnownFailure(
+        H200, ("tests/gpu/test_engines.py::test_a_graph_serves_another_batch[5]",), HOST,
+        "vLLM's backend with ATTNGEN_SHARED_PREFIX: a graph kept the prefix that a run of the same metadata before its "
+        "capture had found",
+        "a capture finds it again, in the graph; not run on a card since",
+    ),
+    KnownFailure(
+        H200, ("tests/gpu/test_fp8.py::test_a_call_finds_the_kernel_of_its_dtypes[q_dtype0-kv_dtype0-None]",), TEST,
+        "one of 307,200 random outputs differed by 0.0625, 0.06 being allowed",
+        "the test allows what probabilities in 8 bits may err; not run on a card since",
     ),
 )  # fmt: skip
 

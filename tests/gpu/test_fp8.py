@@ -56,5 +56,7 @@ def test_a_call_finds_the_kernel_of_its_dtypes(
     out = attngen.attention(*given, **options)
     wanted = attngen.attention(*given, **options, backend="reference")
     assert out.dtype == wanted.dtype == (out_dtype or torch.bfloat16)
-    torch.testing.assert_close(out.float(), wanted.float(), atol=0.06, rtol=0.0)
+    # a probability in 8 bits has 4 bits, and so has that of the reference at most
+    sizes = attngen.attention(*given[:2], v.to(kv_dtype).float().abs().to(kv_dtype), **options, backend="reference")
+    assert ((out.float() - wanted.float()).abs() <= sizes.float() / 16 + 1e-2).all()
     registry.clear()

@@ -159,7 +159,7 @@ class AttngenMetadata:
     batches: dict[int, PagedBatch] = field(default_factory=dict)
     plain: bool = False  # nothing but ``causal`` decides what a decoder's layer without a mask of its own sees
     shares: bool = False  # causal layers read keys of blocks that requests share once
-    prefixes: dict[int, SharedPrefix] = field(default_factory=dict)
+    prefixes: dict[tuple[int, bool], SharedPrefix] = field(default_factory=dict)  # by block size, and if in a graph
 
     def batch(self, block_size: int) -> PagedBatch:
         """The requests, with a block table without most of the columns that no request reaches."""
@@ -177,10 +177,11 @@ class AttngenMetadata:
     def prefix(self, block_size: int) -> SharedPrefix:
         """The blocks that requests begin with in common. The first layer of a step finds them, and so does each replay
         of a graph that captured the layer."""
-        prefix = self.prefixes.get(block_size)
+        key = block_size, self.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
+        prefix = self.prefixes.get(key)
         if prefix is None:
             batch = self.batch(block_size)
-            prefix = self.prefixes[block_size] = shared_prefix(
+            prefix = self.prefixes[key] = shared_prefix(
                 batch.page_table, batch.seqused_k, block_size, cu_seqlens_q=batch.cu_seqlens_q,
                 max_seqlen_q=batch.max_seqlen_q, total_q=batch.tokens,
             )  # fmt: skip
