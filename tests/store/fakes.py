@@ -1,4 +1,7 @@
-"""Stand-ins for a compiler: they take milliseconds, keep a log of what they compiled, and fail on demand."""
+"""Stand-ins for a compiler: they take milliseconds, keep a log of what they compiled, and fail on demand.
+
+Each worker process imports this module, which therefore imports little.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
-
-from attngen.build import compiles, first_call, pipeline
 from attngen.compile.artifact import Artifact
 from attngen.errors import ChoiceError, CompileError, Location, SpecError
 from attngen.formats import MANIFEST_FORMAT
 from attngen.store import files as store_files
 from attngen.store import worker
+
+if TYPE_CHECKING:
+    import pytest
 
 #: Names the file that gets one line for each compile.
 LOG = "ATTNGEN_TEST_LOG"
@@ -31,6 +34,8 @@ QUICK = "tests.store.fakes:compile_quickly"
 
 def compile_by(patch: pytest.MonkeyPatch, compiler: str = QUICK) -> None:
     """Have builds call a stand-in; their workers load no compiler then, which takes longer than all else they do."""
+    from attngen.build import compiles, pipeline
+
     patch.setattr(pipeline, "COMPILER", compiler)
     for module in (pipeline, compiles):
         patch.setattr(module, "LOAD", None)
@@ -259,12 +264,16 @@ _loaded_compilers: tuple[int, list[str]] = (0, [])
 
 def load_of_build() -> None:
     """Load the compilers of a build, and count threads: a fork ends those of OpenBLAS."""
+    from attngen.build import compiles
+
     worker._named(compiles.LOAD)()
     _count()
 
 
 def load_of_jit() -> None:
     """The same for ``attngen.jit``."""
+    from attngen.build import first_call
+
     worker._named(first_call.LOAD)()
     _count()
 
