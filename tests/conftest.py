@@ -12,7 +12,6 @@ import os
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ _share_cores()
 forked.hold_nvrtc()
 
 #: Workers of jobs start as forks of a process that has imported what they need; tests of the workers have fresh ones.
-jobs.subprocess = SimpleNamespace(Popen=forked.popen, PIPE=subprocess.PIPE)  # type: ignore[assignment]
+jobs.subprocess = forked.starting(forked.ATTNGEN)  # type: ignore[assignment]
 
 
 def pytest_configure(config: pytest.Config) -> None:

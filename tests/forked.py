@@ -16,8 +16,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 ROOT = Path(__file__).parents[1]
@@ -29,6 +30,9 @@ ATTNGEN = (
     "import attngen.compile.cuda, attngen.compile.triton, attngen.plan, attngen.render, attngen.schema\n"
     "import attngen.build.pipeline, attngen.lab.verify.interpreted\n"
 )
+
+#: The same without torch, whose forks take twice as long: for jobs that compile nothing.
+WITHOUT_TORCH = ATTNGEN.replace("import torch\n", "").replace(", attngen.lab.verify.interpreted", "")
 
 
 def hold_nvrtc() -> None:
@@ -105,9 +109,14 @@ def close() -> None:
     preload.cache_clear()
 
 
-def popen(command: Sequence[str | os.PathLike[str]], **options: Any) -> Popen:
+def popen(command: Sequence[str | os.PathLike[str]], program: str = ATTNGEN, **options: Any) -> Popen:
     """Start a program in a fork, as ``subprocess.Popen`` does in a fresh process."""
-    return preload().popen(command, **options)
+    return preload(program).popen(command, **options)
+
+
+def starting(program: str) -> SimpleNamespace:
+    """In place of the module ``subprocess``: forks of a process that has run a program."""
+    return SimpleNamespace(Popen=partial(popen, program=program), PIPE=subprocess.PIPE)
 
 
 class Popen:

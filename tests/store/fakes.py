@@ -35,7 +35,10 @@ QUICK = "tests.store.fakes:compile_quickly"
 def compile_by(patch: pytest.MonkeyPatch, compiler: str = QUICK) -> None:
     """Have builds call a stand-in; their workers load no compiler then, which takes longer than all else they do."""
     from attngen.build import compiles, pipeline
+    from attngen.store import jobs
+    from tests import forked
 
+    patch.setattr(jobs, "subprocess", forked.starting(forked.WITHOUT_TORCH))
     patch.setattr(pipeline, "COMPILER", compiler)
     for module in (pipeline, compiles):
         patch.setattr(module, "LOAD", None)
