@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -41,19 +41,19 @@ class Receipt:
     kernels: tuple[tuple[str, str], ...]
 
 
-def hash_files(paths: Iterable[Path]) -> dict[str, str]:
+def hash_files(paths: Iterable[str]) -> dict[str, str]:
     """Return path → SHA-256 of each file; OSError if one cannot be read."""
-    return {str(path): sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {path: sha256(_read(path)).hexdigest() for path in paths}
 
 
 def generator_digest() -> str:
     """Return a hash over everything but the spec that decides what a build makes."""
     package = Path(__file__).resolve().parents[1]
     files = [
-        *package.rglob("*.py"),
-        *(path for path in resources.templates_dir().rglob("*") if path.is_file()),
-        *(resources.specs_dir() / "presets").glob("*.yaml"),
-        *resources.tuned_dir().glob("*.yaml"),
+        *_below(package, ".py"),
+        *_below(resources.templates_dir()),
+        *map(str, (resources.specs_dir() / "presets").glob("*.yaml")),
+        *map(str, resources.tuned_dir().glob("*.yaml")),
     ]
     return digest(
         {
@@ -77,7 +77,7 @@ def read_receipt(
             return None
         kernels = tuple((name, key) for name, key in fields.pop("kernels"))
         receipt = Receipt(kernels=kernels, **fields)
-        unchanged = hash_files(map(Path, receipt.inputs)) == receipt.inputs
+        unchanged = hash_files(receipt.inputs) == receipt.inputs
         return receipt if unchanged and generator_digest() == receipt.generator else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
@@ -96,6 +96,17 @@ def _name(spec: Path, selected: Sequence[Sequence[str]], tuned: Sequence[Path]) 
     # realpath takes links that lead to each other, too: reading the spec says what is wrong
     read = [os.path.realpath(spec), list(map(list, selected)), *map(os.path.realpath, tuned)]
     return digest(read)[:32] + ".json"
+
+
+def _below(folder: Path, suffix: str = "") -> Iterator[str]:
+    """Yield the paths of all files in a folder and below; there are a thousand, which ``Path`` takes long to list."""
+    for name, _, files in os.walk(folder):
+        yield from (os.path.join(name, file) for file in files if file.endswith(suffix))
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 def _version(name: str) -> str | None:

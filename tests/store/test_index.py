@@ -87,7 +87,7 @@ def test_a_receipt_holds_as_long_as_its_inputs(store: Store, tmp_path: Path) -> 
     spec, mask = tmp_path / "a.yaml", tmp_path / "masks.yaml"
     spec.write_text("one")
     mask.write_text("two")
-    receipt = Receipt(hash_files([spec, mask]), generator_digest(), "mine", (("fwd", "ab"),))
+    receipt = Receipt(hash_files([str(spec), str(mask)]), generator_digest(), "mine", (("fwd", "ab"),))
     write_receipt(store, spec, [], receipt)
     assert read_receipt(store, spec, []) == receipt
     assert read_receipt(store, spec, [("sm90a",)]) is None
@@ -105,7 +105,7 @@ def test_a_receipt_holds_as_long_as_its_inputs(store: Store, tmp_path: Path) -> 
 def test_a_damaged_receipt_counts_as_none(store: Store, tmp_path: Path) -> None:
     spec = tmp_path / "a.yaml"
     spec.write_text("one")
-    write_receipt(store, spec, [], Receipt(hash_files([spec]), generator_digest(), "mine", (("fwd", "ab"),)))
+    write_receipt(store, spec, [], Receipt(hash_files([str(spec)]), generator_digest(), "mine", (("fwd", "ab"),)))
     (path,) = (store.root / "receipts").iterdir()
     whole = path.read_bytes()
     for content in (b"", whole[:-5], whole.replace(b"mine", b"mins"), b"[]", b'{"digest": 1}'):
