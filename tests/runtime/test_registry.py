@@ -6,7 +6,6 @@ import json
 import re
 import warnings
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from attngen.errors import CallError, LoadError, NoKernelError
 from attngen.formats import MANIFEST_FORMAT, VERSION
 from attngen.lang.variant import Scalar
 from attngen.lang.variant import Tensor as Declared
+from attngen.runtime.registry import discovery
 from attngen.runtime.registry import lookup as registry_module
 from attngen.runtime.registry.lookup import (
     BrokenKernelWarning,
@@ -35,7 +35,8 @@ def package(name: str, *variants: Any) -> Package:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *points: Any) -> None:
-    monkeypatch.setattr(metadata, "entry_points", lambda group: list(points) if group == "attngen.kernels" else [])
+    points_of = {discovery.ENTRY_POINTS: list(points)}
+    monkeypatch.setattr(discovery, "metadata", SimpleNamespace(entry_points=lambda group: points_of.get(group, [])))
 
 
 def point(name: str, target: Any) -> Any:
