@@ -31,13 +31,16 @@ BY_SEQUENCE = variant("by_sequence", "q_pos >= kv + b")
 DROPPED = variant("dropped", "q_pos >= kv", dropout=True)
 
 
-def run(rank: int, world: int, meeting: str) -> None:
-    """Make all checks as process ``rank`` of ``world``. Raises AssertionError."""
+def run(rank: int, world: int, meeting: str, compiled: bool) -> None:
+    """Make all checks as process ``rank`` of ``world``, or that of a compiled program. Raises AssertionError."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-        for check in (_dense, _own_tensors, _varlen, _paged, _compiled, _refused, _refused_elsewhere):
+        if compiled:
+            _compiled(mesh)
+            return
+        for check in (_dense, _own_tensors, _varlen, _paged, _refused, _refused_elsewhere):
             check(mesh)
         _two_axes(world)
     finally:
