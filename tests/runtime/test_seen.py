@@ -180,6 +180,7 @@ def test_modes_are_looked_at(gpu: FakeDriver) -> None:
 
 @needs_guards
 def test_what_is_noted_keeps_no_tensor_alive() -> None:
+    gc.freeze()  # a collection would look at all that lives for longer
     record = (*(torch.randn(3, 4) for _ in range(3)), None)
     noted = seen(record, (torch.randn(5),), range(4), 5, frozenset(), {})
     assert isinstance(noted, SeenTensors)

@@ -141,6 +141,7 @@ def test_captured_tensors_are_not_kept_alive() -> None:
         table = torch.randn(LENGTH)
         return (lambda b, h, q, kv: table[kv] > 0), weakref.ref(table)
 
+    gc.freeze()  # a collection would look at all that lives for longer
     q, k, v = (t.detach() for t in qkv())
     for _ in range(3):  # the next one may lie where the last one lay
         mask_mod, table = made()
