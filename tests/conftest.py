@@ -37,6 +37,7 @@ def _share_cores() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(limits.available_cores()))
 
 
+gc.disable()  # until all is collected: what is imported and collected lives to the end
 _share_cores()
 forked.hold_nvrtc()
 
@@ -97,6 +98,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     atexit.register(gc.unfreeze)
+
+
+def pytest_runtestloop() -> None:
+    gc.enable()  # in the process that collects nothing, too
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -204,9 +204,10 @@ class Popen:
 
 def serve(descriptor: int, program: str, places: list[str]) -> None:
     """Run a program, then fork for each request until the other end is closed."""
+    gc.disable()  # nothing of a module is garbage
     exec(compile(program, "<preload>", "exec"), {"__name__": "__preload__"})
-    gc.collect()
     gc.freeze()  # a collection in a fork would copy all pages that it shares
+    gc.enable()
     base = [path for path in sys.path if path not in places and path]
     channel = socket.socket(fileno=descriptor)
     waiting: dict[int, socket.socket] = {}
