@@ -1,7 +1,7 @@
 """The C++ compiler of this machine, for kernels and headers that tests run on the CPU.
 
 It takes longer to read the standard library than most sources: what ``tests/host`` includes of it is compiled ahead,
-once for each set of options, and the worker processes of a run share it.
+once for each set of options. The worker processes of a run share that, and kernels that several of them run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fcntl import LOCK_EX, flock
 from functools import cache
 from pathlib import Path
@@ -51,16 +51,23 @@ def compile_host(
     return done
 
 
+def shared(name: str, make: Callable[[Path], object]) -> Path:
+    """A file that one process of the run makes, and all others take."""
+    share()
+    made = Path(os.environ[_SHARED]) / name
+    made.parent.mkdir(exist_ok=True)
+    with open(f"{made}.lock", "w") as lock:
+        flock(lock, LOCK_EX)
+        if not made.exists():
+            make(made)
+    return made
+
+
 @cache
 def _ahead(options: Iterable[str]) -> list[str]:
     """Options that take the standard library as it was compiled with these."""
-    share()
-    folder = Path(os.environ[_SHARED]) / hashlib.sha256(repr(options).encode()).hexdigest()[:16]
-    folder.mkdir(exist_ok=True)
-    header, made = HOST / "standard.h", folder / "standard.h.gch"
-    with open(folder / "lock", "w") as lock:
-        flock(lock, LOCK_EX)
-        if not made.exists():
-            command = [str(COMPILER), *_OPTIONS, *options, "-x", "c++-header", str(header), "-o", str(made)]
-            subprocess.run(command, check=True)
-    return [f"-I{folder}", "-include", header.name]
+    header = HOST / "standard.h"
+    command = [str(COMPILER), *_OPTIONS, *options, "-x", "c++-header", str(header), "-o"]
+    name = f"{hashlib.sha256(repr(options).encode()).hexdigest()[:16]}/standard.h.gch"
+    made = shared(name, lambda made: subprocess.run([*command, str(made)], check=True))
+    return [f"-I{made.parent}", "-include", header.name]

@@ -27,7 +27,7 @@ from attngen.runtime.device.interface import Launch
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import appends, block_maskers, expand, load_spec_text, mergers, quantizers, selectors, wideners
-from tests.host_compiler import COMPILER, HOST, compile_host
+from tests.host_compiler import COMPILER, HOST, compile_host, shared
 from tests.render.headers import headers
 
 SPEC = """
@@ -183,15 +183,14 @@ def library(name: str) -> ctypes.CDLL:
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name].split("#ifdef __CUDA_ARCH__")[0]
-    made, defined = folder / "kernel.so", {"KERNEL": symbol}
+    defined = {"KERNEL": symbol}
     if source.name.startswith(("quantize", "index")):
         defined["ANY_THREADS"] = "1"
     if source.name.startswith("index"):
         defined["MOST_THREADS"] = "384"
-    compile_host(HOST / "blocks.cpp", made, folder, define=defined)
-    loaded = ctypes.CDLL(str(made))
+    made = shared(f"{symbol}.so", lambda made: compile_host(HOST / "blocks.cpp", made, folder, define=defined))
     shutil.rmtree(folder)
-    return loaded
+    return ctypes.CDLL(str(made))
 
 
 @dataclass
