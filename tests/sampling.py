@@ -61,18 +61,23 @@ def covering(facts: Mapping[str, tuple[Any, Iterable[Any]]]) -> list[str]:
     return kept
 
 
-def sampled(*, always: int | None = None, **axes: Axis) -> pytest.MarkDecorator:
+def sampled(*, always: int | Container[int] | None = None, every: int = 1, **axes: Axis) -> pytest.MarkDecorator:
     """Return the parametrization of a test by all combinations of the values of ``axes``.
 
     The sample goes once along the longest axis and round and round along the others, so that it has every value of
-    each, and pairs of the short ones as far as the longest reaches; ``always`` keeps so many of it. CI has all of it,
-    and a tenth of the other combinations. A mapping gives its values names.
+    each, and pairs of the short ones as far as the longest reaches; ``always`` keeps so many of it, or those at the
+    places that it names. CI has all of it, and a tenth of the other combinations, or ``every`` so many-th of both. A
+    mapping gives its values names.
     """
     named = [_named(axis) for axis in axes.values()]
     diagonal = _diagonal([len(axis) for axis in named])
-    kept = set(diagonal[:always])
+    kept = {
+        choice for place, choice in enumerate(diagonal)
+        if always is None or (place < always if isinstance(always, int) else place in always)
+    }  # fmt: skip
     choices = list(product(*(range(len(axis)) for axis in named)))
-    often = {*diagonal, *_tenth([choice for choice in choices if choice not in diagonal])}
+    rest_of_all = [choice for choice in choices if choice not in diagonal]
+    often = {*kept, *diagonal[::every], *sorted(_tenth(rest_of_all))[::every]}
     cases = []
     for choice in choices:
         names, values = zip(*(axis[i] for axis, i in zip(named, choice, strict=True)), strict=True)
