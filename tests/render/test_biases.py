@@ -14,6 +14,7 @@ from attngen.plan import Plan
 from attngen.plan.attempts import attempts
 from attngen.render import render
 from tests.plan.specs import kernel_spec, planned
+from tests.sampling import few
 
 TABLE = "bias: {{dtype: {}}}, table: {{dtype: fp32, shape: [h, 6]}}"
 OF_HEADS = "bias: {dtype: bf16, shape: [h, seqlen_q, seqlen_k]}"
@@ -36,7 +37,7 @@ def tiled(plan: Plan) -> int:
     return plan.structure.biases
 
 
-@pytest.mark.parametrize(
+@few(
     ("score", "tensors", "count"),
     [
         ("s + bias[h, q, kv]", OF_HEADS, 1),
@@ -60,6 +61,7 @@ def tiled(plan: Plan) -> int:
         ("s + bias[kv % 2, q, kv]", OF_HEADS.replace("h,", "2,"), 0),  # another one for each key
         ("s + bias[h, kv]", "bias: {dtype: bf16, shape: [h, seqlen_k]}", 0),
     ],
+    always=range(0, 999, 3),
 )
 def test_biases_that_come_as_tiles(score: str, tensors: str, count: int) -> None:
     plan = scored(score, tensors)
@@ -105,7 +107,7 @@ def test_consumers_load_elements_where_tiles_do_not_fit(fields: dict[str, str]) 
     assert "u_bias[" in render(plan).text or "+ u_bias" in render(plan).text
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@few("head_dim", [64, 96, 128, 192, 256], always=range(0, 999, 3))
 @pytest.mark.parametrize("mask", ["True", "kv <= q_pos", "0 <= q_pos - kv and q_pos - kv < 500"])
 def test_tiles_fit_shared_memory(mask: str, head_dim: int) -> None:
     plan = scored("s + bias[h, q, kv]", OF_HEADS, mask, head_dim=head_dim)
@@ -118,9 +120,10 @@ def test_tiles_fit_shared_memory(mask: str, head_dim: int) -> None:
     assert plan.structure.shared_bytes <= ARCHES["sm90a"].shared_memory
 
 
-@pytest.mark.parametrize(
+@few(
     ("dtype", "more", "bounded"),
     [("bf16", "", True), ("fp32", "", True), ("bf16", ", range: {min: -100.0, max: 0.0}", False), ("fp16", "", False)],
+    always=range(0, 999, 2),
 )
 def test_logits_are_bounded_where_a_bias_may_be_the_least_value_of_its_dtype(
     dtype: str, more: str, bounded: bool
@@ -135,6 +138,7 @@ def test_logits_are_bounded_where_a_bias_may_be_the_least_value_of_its_dtype(
         assert ("-131072.0f" in forward) == ("-131072.0f" in backward) == bounded
 
 
+@pytest.mark.exhaustive
 def test_a_sum_with_biases_alone_is_multiplied_once() -> None:
     text = render(scored("s + bias[h, q, kv]", OF_HEADS)).text
     assert "= x * softmax_scale + element_of<bf16>(bias_pairs, i, row);" in text
@@ -163,7 +167,7 @@ HIDING = "bias: {{dtype: int8, shape: [seqlen_q, seqlen_k]{}}}, table: {{dtype: 
 IN_RANGE = ", range: {min: 0, max: 4}"
 
 
-@pytest.mark.parametrize(
+@few(
     ("score", "mask", "values", "hides"),
     [
         ("s + table[h, bias[q, kv]]", "bias[q, kv] <= 2", IN_RANGE, True),
@@ -175,6 +179,7 @@ IN_RANGE = ", range: {min: 0, max: 4}"
         ("s * table[h, bias[q, kv]]", "bias[q, kv] <= 2", IN_RANGE, False),
         ("s + table[h, bias[q, kv]] + tanh(table[h, bias[q, kv]])", "bias[q, kv] <= 2", IN_RANGE, False),
     ],
+    always=range(0, 999, 2),
 )
 def test_entries_hide_pairs(score: str, mask: str, values: str, *, hides: bool) -> None:
     forward, passed = scored(score, HIDING.format(values), mask), backward(score, HIDING.format(values), mask)
@@ -191,6 +196,7 @@ def test_a_single_number_beside_a_bias_is_no_table() -> None:
     assert "entry_of" not in text
 
 
+@pytest.mark.exhaustive
 def test_what_fits_comes_as_tiles() -> None:
     """Beside 128 columns a backward has room for four bytes of a pair."""
     both = f"{OF_FLOATS}, d: {{dtype: int8, shape: [seqlen_q, seqlen_k]}}"
@@ -237,7 +243,7 @@ def tiled_by_keys(plan: Plan) -> int:
     return plan.structure.biases
 
 
-@pytest.mark.parametrize(
+@few(
     ("score", "tensors", "count"),
     [
         ("s + bias[h, q, kv]", OF_HEADS, 1),
@@ -253,6 +259,7 @@ def tiled_by_keys(plan: Plan) -> int:
         ("s + bias[h, q_pos, kv]", OF_HEADS, 0),
         ("s + bias[b // 4, h, q, kv]", OF_GROUPS, 1),
     ],
+    always=range(0, 999, 3),
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_biases_that_come_as_tiles_in_a_backward(score: str, tensors: str, count: int, head_dim: int) -> None:
@@ -275,7 +282,7 @@ def test_the_derivative_reads_the_same_tiles() -> None:
     assert "const float derivative = " in text
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@few("head_dim", [64, 80, 96, 128], always=range(0, 999, 3))
 @pytest.mark.parametrize("mask", ["True", "kv <= q_pos", "0 <= q_pos - kv and q_pos - kv < 500"])
 def test_tiles_of_a_backward_fit_shared_memory(mask: str, head_dim: int) -> None:
     plan = backward("s + bias[h, q, kv]", OF_HEADS, mask, head_dim=head_dim)
@@ -306,13 +313,14 @@ def test_the_last_attempts_of_a_backward_load_elements() -> None:
     assert {0, 1} == {*tiles}
 
 
-@pytest.mark.parametrize(
+@few(
     ("tensors", "fields", "hides"),
     [
         (OF_HEADS, {}, False),  # what lies beyond the tensor arrives as zeros
         (OF_HEADS, {"layout": "varlen"}, True),
         ("bias: {dtype: bf16, shape: [h, rows, seqlen_k]}", {}, True),
     ],
+    always=range(0, 999, 3),
 )
 def test_elements_of_other_queries_are_hidden(tensors: str, fields: dict[str, Any], hides: bool) -> None:
     text = render(backward("s + bias[h, q, kv]", tensors, **fields)).text

@@ -6,12 +6,13 @@ import pytest
 
 from attngen.render import render
 from tests.plan.specs import planned
+from tests.sampling import few
 
 DOCUMENTS = "doc: {dtype: int32, shape: [b, seqlen_k], monotone: {axis: 1}}"
 CLIPPED = "kv_hi = min(kv_lo + kBlockN, seqlen_k) - 1"
 
 
-@pytest.mark.parametrize("tile_map", ["auto", "never"])
+@few("tile_map", ["auto", "never"])
 @pytest.mark.parametrize(
     ("mask", "tensors", "clipped"),
     [
@@ -41,7 +42,7 @@ ALLOWED = "allowed: {dtype: bool, shape: [seqlen_q, columns]}"
 SELECTED = "allowed: {dtype: bool, shape: [rows, columns]}"
 
 
-@pytest.mark.parametrize(
+@few(
     ("mask", "tensors", "cell"),
     [
         ("doc[b, q] == doc[b, kv]", "doc: {dtype: int32, shape: [b, seqlen_k]}", (32, 32)),
@@ -55,6 +56,7 @@ SELECTED = "allowed: {dtype: bool, shape: [rows, columns]}"
             (128, 128),
         ),  # long bounds
     ],
+    always=range(0, 999, 3),
 )
 def test_cells_of_tiles(mask: str, tensors: str, cell: tuple[int, int]) -> None:
     declared = (
@@ -65,7 +67,7 @@ def test_cells_of_tiles(mask: str, tensors: str, cell: tuple[int, int]) -> None:
     assert "kCellRows = {}, kCellKeys = {};".format(*cell) in render(plan).text
 
 
-@pytest.mark.parametrize(
+@few(
     ("mask", "scanned", "in_order"),
     [
         ("allowed[q, kv]", True, True),
@@ -75,6 +77,7 @@ def test_cells_of_tiles(mask: str, tensors: str, cell: tuple[int, int]) -> None:
         ("allowed[q, kv + q]", False, False),
         ("allowed[kv, q]", False, False),
     ],
+    always=range(0, 999, 3),
 )
 def test_bools_of_pairs_are_read_16_at_a_time_where_keys_follow_each_other(
     mask: str, scanned: bool, in_order: bool

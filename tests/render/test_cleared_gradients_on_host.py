@@ -41,6 +41,7 @@ DECLARED = """variants:
         ("allowed[q, kv]", 64, (2500, 136), 2, "bf16"),  # by a tile map, of two words
     ],
     always=(3,),
+    often=(0, 2),
 )
 def test_each_entry_is_stored_or_cleared(
     mask: str, head_dim: int, lengths: tuple[int, int], kv_heads: int, dtype: str, tmp_path: Path

@@ -155,7 +155,7 @@ def value(expression: str, **names: int) -> int:
     return number
 
 
-@sampled(group=[1, 2, 4, 8, 16, 32, 64], layout=["dense", "varlen"])
+@sampled(always=3, group=[1, 2, 4, 8, 16, 32, 64], layout=["dense", "varlen"])
 def test_rows_of_a_packed_tile_are_the_heads_of_a_query_then_the_next(layout: str, group: int) -> None:
     """Row r of a tile is query r / group and head r % group, wherever rows are written, masked or scored."""
     kernel = planned("alibi", backend="cuda", layout=layout, pack_gqa="true", tile="{m: 192}")
@@ -309,6 +309,7 @@ def test_a_turn_in_8_bits_is_passed_after_the_products_where_the_plan_says_so(he
     assert (step.index("pingpong_arrive();") > step.index("wait_products<0>();")) == keeps
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("descale", ["head", "128"])
 def test_scales_of_the_next_tile_of_work_are_multiplied_when_it_begins(descale: str) -> None:
     """No consumer waits for them before its last products are issued."""

@@ -20,6 +20,7 @@ from tests.sampling import few
 @few(
     ("keys", "queries", "warps", "dtype"),
     [(128, 64, 8, "bf16"), (128, 32, 8, "fp16"), (128, 128, 8, "bf16"), (64, 64, 4, "fp16")],
+    often=(0, 3),
 )
 def test_sums_are_those_of_all_pairs(keys: int, queries: int, warps: int, dtype: str, tmp_path: Path) -> None:
     random = Random(f"{keys} {queries} {warps}")

@@ -37,7 +37,7 @@ from tests.sampling import few
 
 
 @needs_generated
-@few("name", SPECS, always=[*map([*SPECS].index, ("hopper", "fp8", "others"))])
+@few("name", SPECS, always=[*map([*SPECS].index, ("fp8", "others"))])
 def test_generated_sources_are_up_to_date(name: str, tmp_path: Path) -> None:
     folder = generate(SPECS[name], tmp_path).folder
     fresh = {f"{name}/{path.name}": path.read_text() for path in folder.iterdir()}
@@ -110,6 +110,7 @@ out.mkdir(parents=True)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(which("git") is None, reason="needs git")
 def test_differences_from_the_commit_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def commit(line: str, number: str) -> None:

@@ -44,6 +44,7 @@ def test_an_unused_header_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert rendered(tmp_path / "copy", monkeypatch, unheard_of="#pragma once\n") == sources
 
 
+@pytest.mark.exhaustive
 def test_a_header_is_in_the_keys_of_those_that_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = '#include "deep.cuh"\n'  # in a header of Hopper's kernels
     before = rendered(tmp_path / "before", monkeypatch, wgmma=link, deep="#pragma once\n")

@@ -89,6 +89,7 @@ def operations(expr: Expr) -> int:
 
 
 @sampled(
+    every=2,
     always=1,
     name=["product", "grid", "blocks", "diffusion", "slanted", "window"],
     along={"forward": KEYS, "backward": QUERIES},

@@ -11,6 +11,7 @@ from attngen.families.hopper_forward.structure import HopperForward
 from attngen.plan.model import Plan
 from attngen.render import render
 from tests.plan.specs import planned
+from tests.sampling import few
 
 
 def masked(mask: str, tensors: str, **fields: str) -> tuple[int, str]:
@@ -177,7 +178,7 @@ def test_what_is_unknown_of_a_tensor_costs_its_loads_alone() -> None:
     assert other == steps
 
 
-@pytest.mark.parametrize(
+@few(
     ("score", "tensors", "fields"),
     [
         ("s + f[kv]", "f: {dtype: int32, shape: [n_keys]}", ["u_f_kv_float_times_LOG2E"]),
@@ -191,8 +192,7 @@ def test_what_is_unknown_of_a_tensor_costs_its_loads_alone() -> None:
         ("s + f[q, kv]", "f: {dtype: fp32, shape: [seqlen_q, n_keys]}", []),  # one for each pair
         ("s + f[q]", "f: {dtype: fp32, shape: [seqlen_q]}", []),
         ("s if f[kv] > 0 else 0.5 * s", "f: {dtype: int64, shape: [n_keys]}", []),  # 8 bytes
-    ],
-)  # fmt: skip
+    ], always=range(0, 999, 2))  # fmt: skip
 def test_which_parts_of_a_score_are_values_of_a_key(score: str, tensors: str, fields: list[str]) -> None:
     plan = scored(score, tensors)
     assert isinstance(plan.structure, HopperForward)
@@ -247,7 +247,7 @@ def divided(mask: str, **fields: object) -> Plan:
     return planned("own", declared=declared, dtype="bf16", tile_map="never", **given, **fields)
 
 
-@pytest.mark.parametrize(
+@few(
     ("mask", "head_dim", "values"),
     [
         ("(q_pos - kv) % n == 0", 128, ["u_kv_mod_n"]),
@@ -257,8 +257,7 @@ def divided(mask: str, **fields: object) -> Plan:
         ("abs(q % n - kv % n) <= w and abs(q // n % m - kv // n % m) <= w", 128, ["u_kv_div_n_mod_m"]),
         ("q_pos // n == kv // n", 128, []),  # a range of keys, which rows know
         ("kv // 64 % 4 == q % 4", 128, []),
-    ],
-)  # fmt: skip
+    ], always=range(0, 999, 3))  # fmt: skip
 def test_the_loader_divides_for_keys(mask: str, head_dim: int, values: list[str]) -> None:
     plan = divided(mask, head_dim=head_dim)
     loader, consumer = render(plan).text.split("// A consumer: 64 query rows.")
@@ -309,6 +308,7 @@ def test_in_a_backward_with_tensors(mask: str, score: str, values: list[str]) ->
     assert f" = {{{', '.join(values)}}};" in render(plan).text
 
 
+@pytest.mark.exhaustive
 def test_no_kernel_divides_by_scalars() -> None:
     """All roles multiply by reciprocals instead."""
     for mask in ("(q_pos - kv) % n == 0", "abs(q // (n * m) - kv // (n * m)) <= w", "q_pos // n == kv // n"):

@@ -13,6 +13,7 @@ from attngen.lang.tables import ENTRY_BYTES
 from attngen.plan import Plan
 from attngen.render import render
 from tests.plan.specs import planned
+from tests.sampling import few
 
 WINDOWS = "table[h, (y(q) - y(kv) + 6) * 13 + (x(q) - x(kv) + 6)]"
 SHIFTED = "table[h, near(q // 64 - kv // 64), near(q % 64 - kv % 64)]"
@@ -37,7 +38,7 @@ def places(plan: Plan) -> set[str]:
     return set(re.findall(r"const int u_table_place = (.*);", render(plan).text))
 
 
-@pytest.mark.parametrize("passes", ["forward", "backward"])
+@few("passes", ["forward", "backward"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 def test_consumers_hold_copies(passes: str, head_dim: int, layout: str) -> None:

@@ -13,7 +13,7 @@ from attngen.render import render
 from attngen.resources import templates_dir
 from attngen.schema import expand, load_spec_text
 from tests.render.cuda_sources import identifiers
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 PACKAGE = Path(attngen.__file__).parent
 TEMPLATES = sorted(path for part in ("cuda", "triton") for path in (templates_dir() / part).rglob("*.*"))
@@ -46,7 +46,7 @@ def test_no_name_of_a_kernel_is_of_the_users_namespace() -> None:
     }
 
 
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@few("backend", ["triton", "cuda"])
 def test_kinds_of_names_do_not_meet(backend: str) -> None:
     """A scalar that is called as what belongs to a tensor, or as a temporary that is made of one."""
     text = (
@@ -86,7 +86,7 @@ def test_all_symbols_of_the_analysis_are_found() -> None:
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
-@sampled(passes=["forward", "backward"], layout=["dense", "varlen"])
+@sampled(always=1, passes=["forward", "backward"], layout=["dense", "varlen"])
 def test_symbols_of_the_analysis_are_free(backend: str, passes: str, layout: str) -> None:
     """Scalars that are called like them change nothing but their own names."""
     field = "backward: {backend: " + backend + "}" if passes == "backward" else f"backend: {backend}"
@@ -110,7 +110,7 @@ def test_symbols_of_the_analysis_are_free(backend: str, passes: str, layout: str
     assert text_of(names).split() == plain.split()
 
 
-@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@few("backend", ["triton", "cuda"])
 @pytest.mark.parametrize("name", ["acc", "tile", "unusual", "long"])
 def test_a_let_value_keeps_its_name(backend: str, name: str) -> None:
     """A value that is used twice becomes a temporary, which is named as in the spec."""

@@ -139,6 +139,7 @@ def difference(program: Path, families: list[Family], cases: list[Case]) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 def test_kernels_and_host_cut_lists_alike(families: list[Family], tmp_path: Path) -> None:
     """And parts cover each tile of each item once, ranges are even, and partial results have slots of their own."""
