@@ -39,6 +39,7 @@ def test_a_split_kernel_waits_before_it_touches_memory() -> None:
 
 @pytest.mark.exhaustive
 @sampled(
+    every=2,
     always=1,
     arch=[name for name in ARCHES if name in ("sm80", "sm90a", "sm100a", "sm120a")],
     dtype=["bf16", "fp16", "fp32"],

@@ -13,6 +13,7 @@ from tests.compile.test_append import waits_before_memory
 from tests.runtime.host_kernels import prepared_block_maskers
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "arch",
     [

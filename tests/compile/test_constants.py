@@ -39,6 +39,7 @@ def test_all_kernels_of_constants_compile(tmp_path: Path) -> None:
     assert compiled(prepare(load_spec_text(SPEC)), tmp_path) == 11
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_of_nothing_multiplies_nothing() -> None:
     sources = {kernel.plan.name: kernel.source.text for kernel in prepare(load_spec_text(SPEC))}
     (triton,) = (text for name, text in sources.items() if name.startswith("fwd_sm90a_tma") and "hidden" in name)

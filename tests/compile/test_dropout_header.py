@@ -14,6 +14,7 @@ import torch
 import attngen
 from attngen.resources import root
 from attngen.runtime.arguments.dropout import kept, rate_of
+from tests.sampling import few
 
 HEADER = root() / "templates" / "cuda" / "include" / "dropout.cuh"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -78,10 +79,11 @@ int main() {
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize(
+@few(
     ("program", "queries", "keys"),
     [(BY_QUERIES, slice(128, 192), slice(144, 192)), (BY_KEYS, slice(224, 336), slice(256, 384))],
     ids=["by queries", "by keys"],
+    always=range(0, 999, 2),
 )
 def test_lanes_drop_what_the_reference_drops(program: str, queries: slice, keys: slice, tmp_path: Path) -> None:
     text = HEADER.read_text().replace('#include "types.cuh"', "").replace("#pragma once", "")

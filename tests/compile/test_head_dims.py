@@ -58,6 +58,7 @@ def plan_of(backend: str, direction: str, layout: str, head_dim: object) -> Plan
     return plan(spec_of(backend, direction, layout, head_dim))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize(("direction", "layout", "head_dim"), cases("cuda"))
 def test_in_cuda(direction: str, layout: str, head_dim: object) -> None:
@@ -71,6 +72,7 @@ def test_in_cuda(direction: str, layout: str, head_dim: object) -> None:
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize(("direction", "layout", "head_dim"), cases("triton"))
 def test_in_triton(direction: str, layout: str, head_dim: object) -> None:
@@ -86,6 +88,7 @@ def test_in_triton(direction: str, layout: str, head_dim: object) -> None:
         ("sm80", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"),
         ("sm90a", "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16"),
     ],
+    often=(1,),
 )
 def test_float32_on_tensor_cores(arch: str, product: str) -> None:
     planned = plan(kernel_spec(arch=arch, dtype="fp32", head_dim=64))

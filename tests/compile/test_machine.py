@@ -32,11 +32,13 @@ def test_bytes_say_what_the_text_says() -> None:
     assert any(i.target is not None and i.target < place for place, i in enumerate(parsed))
 
 
+@pytest.mark.exhaustive
 def test_right_code_is_not_disassembled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attngen.compile.hazards.disassemble", None)
     assert overwritten_operands(cubin()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_register_of_q_given_to_p_is_found() -> None:
     code = decode(cubin())
     start, end = next((i.target, n) for n, i in enumerate(code) if i.target is not None and i.target < n)
@@ -64,6 +66,7 @@ def with_result(data: bytes, place: int, register: int) -> bytes:
     return data[:at] + bytes([register]) + data[at + 1 :]
 
 
+@pytest.mark.exhaustive
 def test_an_unknown_operation_may_write_four_registers() -> None:
     at = next(n for n, i in enumerate(decode(cubin())) if len(i.writes) == 1)
     known = decode(cubin())[at].writes

@@ -49,6 +49,7 @@ def check_forward(bounds: tuple[int, int] | None, consumers: int, pack_gqa: bool
     assert ".entry" in to_ptx(source)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @sampled(
     always=1,
@@ -63,11 +64,13 @@ def test_records_of_forwards_are_aligned(
     check_forward(bounds, consumers, pack_gqa, layout)
 
 
+@pytest.mark.exhaustive
 def test_three_spans_of_one_range_are_padded() -> None:
     """Three spans take 24 bytes, so that the second record would not begin at a word of 16 bytes."""
     check_forward((1, 0), 2, False, "dense")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @sampled(
     always=1,
@@ -93,6 +96,7 @@ def test_a_value_behind_a_condition_on_the_pair_comes_with_the_tile_of_keys() ->
     assert ".entry" in to_ptx(source)
 
 
+@pytest.mark.exhaustive
 def test_partial_results_beyond_q_k_and_v_have_a_region() -> None:
     """Those of shared tiles, where Q, K and V are small."""
     source = render(planned("full", backend="cuda", split_kv="tiles", head_dim=128, tile="{m: 128, n: 16}"))
@@ -100,6 +104,7 @@ def test_partial_results_beyond_q_k_and_v_have_a_region() -> None:
     assert ".entry" in to_ptx(source)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @sampled(
     always=1,
@@ -117,6 +122,7 @@ def test_records_of_backwards_are_aligned(head_dim: int, deterministic: bool, la
 # --- packed words ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, consumers=[1, 2, 3], tile_n=[16, 32, 64])
 def test_a_word_holds_the_last_tile_of_the_longest_sequence_and_all_flags(consumers: int, tile_n: int) -> None:
     plan = planned("sliding_window", backend="cuda", tile=f"{{m: {64 * consumers}, n: {tile_n}}}")

@@ -56,7 +56,8 @@ def expected(plan: Plan) -> tuple[int, int]:
     return 2 * blocks * keys * (columns + own.columns_v // 16), fragments
 
 
-@few(("arch", "fields"), KERNELS, always=1)
+@pytest.mark.exhaustive
+@few(("arch", "fields"), KERNELS, always=1, often=range(0, 99, 2))
 def test_the_cubin_of_a_card_is_as_planned(arch: str, fields: dict[str, object]) -> None:
     plan = planned("causal", **{"arch": arch, "backend": None, **fields})  # type: ignore[arg-type]
     artifact = compile_source(plan, render(plan))

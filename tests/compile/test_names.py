@@ -22,7 +22,7 @@ from attngen.schema.names import check_symbol
 from attngen.store import Store
 from tests.compile.frontend import to_ptx
 from tests.plan.specs import planned
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 _CPP = """
 alignas alignof and and_eq asm atomic_cancel atomic_commit atomic_noexcept auto bitand bitor bool break case catch char
@@ -137,7 +137,8 @@ def test_names_of_the_kernels_are_found_and_free() -> None:
     assert legal(SOME) == SOME
 
 
-@sampled(always=1, kind=KINDS, passes=["forward", "backward"])
+@pytest.mark.exhaustive
+@sampled(every=2, always=1, kind=KINDS, passes=["forward", "backward"])
 def test_names_of_the_kernel_compile_in_cuda(kind: str, passes: str) -> None:
     check(kind, SOME[:: 3 if kind == "tensor" else 2], passes)
 
@@ -152,7 +153,7 @@ def test_names_of_the_kernel_compile_in_triton(tmp_path: Path) -> None:
     assert kernel.manifest["backend"] == "triton"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@few("kind", KINDS, always=range(0, 999, 3))
 def test_names_of_the_kernel_are_python(kind: str) -> None:
     """No parameter of a kernel is there twice, none is a keyword."""
     for names in in_groups(list(dict.fromkeys([*WORDS, *OWN]))[KINDS.index(kind) :: 72], 30):

@@ -282,6 +282,7 @@ def test_a_cupy_that_is_too_old_is_refused(install: Install) -> None:
     assert f"CuPy 14 or later is needed, found {distribution} 13.6.0; pip" in str(toolchain.missing("cuda", "sm90a"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fresh_workers")
 def test_a_broken_cupy_stops_a_build(install: Install, tmp_path: Path) -> None:
     (distribution,) = toolchain.installed_cupy()
@@ -295,6 +296,7 @@ def test_a_broken_cupy_stops_a_build(install: Install, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_an_nvrtc_that_cupy_does_not_find_is_an_error_of_the_toolchain() -> None:
     lost = """
 from cuda import pathfinder
@@ -319,6 +321,7 @@ kernels:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_build_stops_with_one_error_and_no_other_backend(tmp_path: Path, broken: Path) -> None:
     (tmp_path / "mine.yaml").write_text(SPEC)
     store = Store(tmp_path / "cache")
@@ -328,6 +331,7 @@ def test_a_build_stops_with_one_error_and_no_other_backend(tmp_path: Path, broke
     assert all(artifact is not None and artifact.manifest["dtype"] == "fp32" for artifact in manifests)
 
 
+@pytest.mark.exhaustive
 def test_commands_say_it_once_and_exit_1(tmp_path: Path, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNGEN_CACHE", str(tmp_path / "cache"))
     (tmp_path / "mine.yaml").write_text(SPEC)
@@ -353,6 +357,7 @@ def test_doctor_shows_cupy_nvrtc_and_the_drivers_of_its_cubins() -> None:
     assert newest in finding.text
 
 
+@pytest.mark.exhaustive
 def test_every_compile_stops_when_nvrtc_does_not_work(tmp_path: Path, broken: Path) -> None:
     """attngen.jit, verify, bench and tune compile by this function, which keeps nothing of a broken compiler."""
     kernel = kernel_spec("causal", backend="cuda")

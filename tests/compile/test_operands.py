@@ -16,7 +16,12 @@ from tests.sampling import few
 
 
 @pytest.mark.exhaustive
-@few(("head_dim", "tile"), [(64, "{m: 192, n: 128}"), (128, "{m: 128, n: 128}"), (256, "{m: 128, n: 64}")], always=(1,))
+@few(
+    ("head_dim", "tile"),
+    [(64, "{m: 192, n: 128}"), (128, "{m: 128, n: 128}"), (256, "{m: 128, n: 64}")],
+    always=(1,),
+    often=(1,),
+)
 def test_a_kernel_of_one_byte_operands_compiles_as_planned(head_dim: int, tile: str) -> None:
     """The kernel's own assertions hold, and it has half the products of a kernel of two bytes."""
     fields = {"backend": "cuda", "head_dim": head_dim, "tile": tile}

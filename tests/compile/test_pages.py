@@ -225,7 +225,8 @@ def loaded(path: Path, caches: dict[str, Cache], numbers: Sequence[int], tile_n:
     return [int(word) for word in done.stdout.split()]
 
 
-@few("page_size", [1, 7, 16, 48, 64, 256], always=(1,))
+@pytest.mark.exhaustive
+@few("page_size", [1, 7, 16, 48, 64, 256], always=(1,), often=(1, 3))
 def test_a_tile_holds_the_keys_of_its_pages_and_zeros(program: SimpleNamespace, page_size: int) -> None:
     """Every row of V after the end is 0, and whole boxes of K; nothing else of the cache, or of the table, is read."""
     tile_n, random = program.tile_n, Random(page_size)
@@ -252,6 +253,7 @@ def test_a_tile_holds_the_keys_of_its_pages_and_zeros(program: SimpleNamespace, 
                             assert element == (held if column < cache.columns else 0), (name, key, column, length)
 
 
+@pytest.mark.exhaustive
 def test_pages_outside_the_cache_are_zeros(program: SimpleNamespace) -> None:
     """Nothing outside the cache is read, whatever a table says of a sequence's keys."""
     tile_n = program.tile_n

@@ -26,6 +26,7 @@ from attngen.errors import CompileError
 from attngen.plan.model import Argument
 from attngen.records import read
 from tests.compile.plans import CLASSIFIER, DESCRIPTOR, POINTER, SPILLING, Plan, Source
+from tests.sampling import few
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,7 +127,7 @@ def test_parameters_are_those_of_the_ptx() -> None:
     assert [p["offset"] for p in parameters] == [offset for offset, _ in parameter_places(artifact.cubin)]
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@few("arch", ARCHES, always=range(0, 999, 3))
 def test_every_arch_compiles_without_a_gpu(arch: str) -> None:
     artifact = compiled(replace(POINTER, arch_name=arch))
     assert f".target sm_{arch.removeprefix('sm').removeprefix('ptx')}" in artifact.texts["ptx"]
@@ -294,6 +295,7 @@ def test_a_plan_whose_types_the_compiler_changes() -> None:
     assert "unknown type 'u16'" in refused(wrong)
 
 
+@pytest.mark.exhaustive
 def test_too_much_shared_memory_names_the_budget() -> None:
     text = Source("x").text.replace("tl.constexpr(64)", "tl.constexpr(128)")
     arguments = tuple(

@@ -15,17 +15,20 @@ from attngen.plan import plan
 from attngen.render import render
 from tests.compile.test_append import waits_before_memory
 from tests.runtime.host_kernels import prepared_wideners
+from tests.sampling import few
 
 READING = [name for name, arch in ARCHES.items() if arch.capability >= 89]
 
 
-@pytest.mark.parametrize(
+@pytest.mark.exhaustive
+@few(
     ("arch", "dtype"),
     [
         pytest.param(arch, dtype, marks=[] if (arch, dtype) == ("sm90a", "bf16") else pytest.mark.exhaustive)
         for arch in READING
         for dtype in ("bf16", "fp16")
     ],
+    often=(0,),
 )
 def test_a_lane_reads_8_bytes_and_writes_16(arch: str, dtype: str) -> None:
     (spec,) = (one.spec for one in prepared_wideners() if one.spec.dtype == dtype)

@@ -32,6 +32,7 @@ def test_every_preset(interpreter: Interpreter, name: str, layout: str, third: i
     assert interpreter.call("gradient_problems", spec(name, layout=layout), 21, third) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(
     always=1, head_dim=["48", "112", "{qk: 192, v: 128}", "{qk: 32, v: 80}", *ODD_HEAD_DIMS], loads=LOADS, third=THIRDS
 )
@@ -39,6 +40,7 @@ def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, third: i
     assert interpreter.call("gradient_problems", spec(head_dim=head_dim, loads=loads), 22, third) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(
     always=1,
     variant=["causal", "softcap", "allowed"],
@@ -52,6 +54,7 @@ def test_head_dims_beyond_256(interpreter: Interpreter, variant: str, head_dim: 
     )
 
 
+@pytest.mark.exhaustive
 @sampled(
     always=1,
     variant=["full", "alibi"],
@@ -65,12 +68,14 @@ def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str
     assert interpreter.call("gradient_problems", spec(variant, head_dim=48, **fields), 23) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, head_dim=ODD_HEAD_DIMS, loads=LOADS, third=THIRDS)
 def test_odd_head_dims_in_float32(interpreter: Interpreter, head_dim: str, loads: str, third: int) -> None:
     text = spec(head_dim=head_dim, loads=loads, dtype="fp32", layout="varlen")
     assert interpreter.call("gradient_problems", text, 29, third) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(
     always=1,
     variant=["sliding_window", "sink_window", "neighbourhood_2d"],
@@ -81,17 +86,20 @@ def test_tiles(interpreter: Interpreter, variant: str, tile: str, third: int) ->
     assert interpreter.call("gradient_problems", spec(variant, tile=tile), 24, third) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, variant=DRIVEN, tile_map=["always", "never"], layout=LAYOUTS, third=THIRDS)
 def test_iterations(interpreter: Interpreter, variant: str, tile_map: str, layout: str, third: int) -> None:
     assert interpreter.call("gradient_problems", spec(variant, tile_map=tile_map, layout=layout), 25, third) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, mask=MASKS, layout=LAYOUTS[::-1], third=THIRDS)
 def test_masks_of_all_kinds(interpreter: Interpreter, mask: str, layout: str, third: int) -> None:
     declared = f'variants:\n  odd: {{mask: "{mask}"}}\n'
     assert interpreter.call("gradient_problems", spec("odd", declared=declared, layout=layout), 26, third) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, fields=SCORES, third=THIRDS)
 def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, third: int) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
@@ -118,6 +126,7 @@ LEARNED = {
 }
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, layout=LAYOUTS, fields=LEARNED, dtype=["fp16", "fp32"])
 def test_gradients_of_the_variants_own_tensors(interpreter: Interpreter, fields: str, layout: str, dtype: str) -> None:
     declared = f"variants:\n  odd:\n    {fields}"
@@ -148,6 +157,7 @@ def test_tiles_that_the_mask_proves_empty_are_never_loaded(
         assert not gradient[:, slice(*empty)].any()
 
 
+@pytest.mark.exhaustive
 def test_the_same_bits_on_every_run(interpreter: Interpreter) -> None:
     runs = [interpreter.call("gradients_with", spec("softcap"), RAGGED, [], {}) for _ in range(2)]
     for one, other in zip(*runs, strict=True):

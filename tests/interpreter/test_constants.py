@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as backward
 from tests.interpreter.test_numerics import spec as forward
@@ -19,6 +21,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.exhaustive
 @few("fields", VARIANTS.values(), ids=VARIANTS.keys())
 def test_constant_masks_and_scores_are_right(interpreter: Interpreter, fields: str) -> None:
     declared = f"variants:\n  odd:\n    {fields}"

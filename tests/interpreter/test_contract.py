@@ -14,19 +14,22 @@ from tests.sampling import few, sampled
 RAGGED = Case("ragged", (21, 21), (37, 37), heads=4, kv_heads=2)
 
 
-@sampled(kind=["slices of packed qkv", "padded", "transposed", "transposed view"], loads=["descriptor", "pointer"])
+@sampled(
+    always=2, kind=["slices of packed qkv", "padded", "transposed", "transposed view"], loads=["descriptor", "pointer"]
+)
 def test_strides(interpreter: Interpreter, kind: str, loads: str) -> None:
     difference, largest = interpreter.call("with_strides", spec(loads=loads), kind)
     assert difference == 0
     assert largest > 0.5
 
 
-@sampled(kind=["expanded", "odd offset"], dtype=["fp16", "fp32"])
+@sampled(always=1, kind=["expanded", "odd offset"], dtype=["fp16", "fp32"])
 def test_strides_that_only_pointers_express(interpreter: Interpreter, kind: str, dtype: str) -> None:
     text = spec(loads="pointer", alignment="element", dtype=dtype)
     assert interpreter.call("with_strides", text, kind)[0] == 0
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, variant=["causal", "allowed"], head_dim=["32", "48", "112"])
 def test_nothing_around_the_output_is_written(interpreter: Interpreter, variant: str, head_dim: str) -> None:
     same, untouched = interpreter.call("padded_output", spec(variant, head_dim=head_dim), RAGGED)
@@ -38,6 +41,7 @@ def test_rows_of_no_sequence_are_left_alone(interpreter: Interpreter) -> None:
     assert interpreter.call("varlen_rows_untouched", spec(layout="varlen"))
 
 
+@pytest.mark.exhaustive
 def test_the_log_sum_exp_is_optional(interpreter: Interpreter) -> None:
     assert interpreter.call("without_lse", spec(), RAGGED)
 
@@ -111,6 +115,7 @@ def test_a_visible_nan_in_v_reaches_every_row_that_sees_it(interpreter: Interpre
     assert not changed[:, rows < 16].any()  # query tiles that never load that KV tile
 
 
+@pytest.mark.exhaustive
 @few("variant", ["causal", "allowed", "sliding_window", "packed_documents", "alibi"])
 def test_a_sequence_alone_gives_the_same_bits(interpreter: Interpreter, variant: str) -> None:
     case = Case("batch", (21,) * 3, (53,) * 3, heads=4, kv_heads=2, used=(53, 0, 39))
@@ -121,6 +126,7 @@ def test_decoding_gives_what_the_prefill_gave(interpreter: Interpreter) -> None:
     assert interpreter.call("decode_and_prefill", spec()) <= 1e-3
 
 
+@pytest.mark.exhaustive
 @sampled(
     always=1,
     variant=["allowed", "dilated", "neighbourhood_2d", "packed_documents", "full"],
@@ -158,7 +164,8 @@ def of_blocks(mask: str) -> str:
     return f'variants:\n  blocks: {{mask: "{mask}", tensors: {{{tensors}}}}}\n'
 
 
-@sampled(always=1, mask=BLOCKS, layout=["dense", "varlen"], seed=range(2))
+@pytest.mark.exhaustive
+@sampled(every=2, always=1, mask=BLOCKS, layout=["dense", "varlen"], seed=range(2))
 def test_the_classifier_decides_blocks(interpreter: Interpreter, mask: str, layout: str, seed: int) -> None:
     """More queries than keys in one sequence, ragged ends, keys that are not used, and more tiles than a word has."""
     if layout == "dense":
@@ -169,7 +176,8 @@ def test_the_classifier_decides_blocks(interpreter: Interpreter, mask: str, layo
     assert interpreter.call("map_is_right", text, case, seed)
 
 
-@sampled(always=1, mask=BLOCKS, layout=["varlen", "dense"], tile=["{m: 16, n: 16}", "{m: 32, n: 16}"])
+@pytest.mark.exhaustive
+@sampled(every=2, always=1, mask=BLOCKS, layout=["varlen", "dense"], tile=["{m: 16, n: 16}", "{m: 32, n: 16}"])
 def test_classifiers_of_gradients_decide_blocks(interpreter: Interpreter, mask: str, layout: str, tile: str) -> None:
     lengths = ((45,) * 2, (70,) * 2) if layout == "dense" else ((45, 13), (70, 7))
     case = Case("map", *lengths, heads=2, used=(33, 70) if layout == "dense" else (70, 7))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.interpreter.process import Interpreter
 from tests.interpreter.test_backward import spec as backward_spec
 from tests.interpreter.test_numerics import spec
@@ -42,6 +44,7 @@ def test_forward(interpreter: Interpreter, name: str, layout: str, tile: str) ->
     assert interpreter.call("problems", text, 31) == ()
 
 
+@pytest.mark.exhaustive
 @few(
     ("name", "layout", "dtype", "tile"),
     [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -67,7 +66,7 @@ def check(given: dict[str, Tensor], logits: Tensor, moving: Tensor | bool = True
 
 
 @few("fast_math", ["true", "false"])
-@pytest.mark.parametrize(("dtype", "of_mask"), [("fp16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")])
+@few(("dtype", "of_mask"), [("fp16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32")])
 def test_masks_of_pairs(interpreter: Interpreter, dtype: str, of_mask: str, fast_math: str) -> None:
     declared = (
         'variants:\n  mask:\n    score: "s + bias[q, kv]"\n'
@@ -81,7 +80,7 @@ def test_masks_of_pairs(interpreter: Interpreter, dtype: str, of_mask: str, fast
     check(given, products(given) + mask.double())
 
 
-@sampled(added=[False, True], value=[torch.finfo(torch.float32).min, -1e9])
+@sampled(always=1, added=[False, True], value=[torch.finfo(torch.float32).min, -1e9])
 def test_literals(interpreter: Interpreter, value: float, added: bool) -> None:
     """The first queries come before the first key, and give all keys the same weight."""
     score = f"s + (0.0 if q_pos >= kv else {value!r})" if added else f"s if q_pos >= kv else {value!r}"

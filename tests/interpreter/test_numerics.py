@@ -48,6 +48,7 @@ def test_head_dims(interpreter: Interpreter, head_dim: str, loads: str, third: i
     assert interpreter.call("problems", text, 12, third) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(
     always=1,
     variant=["full", "alibi"],
@@ -61,12 +62,14 @@ def test_float32(interpreter: Interpreter, variant: str, loads: str, layout: str
     assert interpreter.call("problems", spec(variant, head_dim=48, **fields), 13) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, head_dim=ODD_HEAD_DIMS, loads=LOADS)
 def test_odd_head_dims_in_float32(interpreter: Interpreter, head_dim: str, loads: str) -> None:
     text = spec(head_dim=head_dim, loads=loads, dtype="fp32", layout="varlen")
     assert interpreter.call("problems", text, 19) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(
     always=1,
     variant=["sliding_window", "sink_window", "neighbourhood_2d"],
@@ -76,6 +79,7 @@ def test_tiles(interpreter: Interpreter, variant: str, tile: str) -> None:
     assert interpreter.call("problems", spec(variant, tile=tile), 14) == ()
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, variant=DRIVEN, tile_map=["always", "never"], layout=LAYOUTS)
 def test_iterations(interpreter: Interpreter, variant: str, tile_map: str, layout: str) -> None:
     assert interpreter.call("problems", spec(variant, tile_map=tile_map, layout=layout), 15) == ()
@@ -115,6 +119,7 @@ NAMED_EXTENTS = {
 }
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, variant=NAMED_EXTENTS, layout=LAYOUTS)
 def test_an_extent_that_nobody_declares(interpreter: Interpreter, variant: str, layout: str) -> None:
     declared = f"variants:\n  odd: {{{variant}}}\n"
@@ -133,6 +138,7 @@ SCALAR_CONDITIONS = {
 }
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, score=SCALAR_CONDITIONS)
 def test_conditions_of_scalars(interpreter: Interpreter, score: str) -> None:
     scalars = "{x: {type: float32, min: 0, max: 3}, y: {type: float32, min: 0, max: 3}}"
@@ -140,6 +146,7 @@ def test_conditions_of_scalars(interpreter: Interpreter, score: str) -> None:
     assert interpreter.call("problems", spec("odd", declared=declared), 19) == ()
 
 
+@pytest.mark.exhaustive
 def test_a_bound_may_be_the_largest_integer(interpreter: Interpreter) -> None:
     """Rounding it up to a tile must not wrap around, which would make every tile a full one."""
     declared = 'variants:\n  odd: {mask: "kv < 5 or kv >= window", scalars: {window: {type: int32, min: 1}}}\n'
@@ -180,6 +187,7 @@ SCORES = {
 }
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, fields=SCORES, layout=LAYOUTS, third=THIRDS)
 def test_scores_of_all_kinds(interpreter: Interpreter, fields: str, layout: str, third: int) -> None:
     declared = f"variants:\n  odd:\n    {fields}"

@@ -297,7 +297,7 @@ def test_bands_over_queries_are_the_transpose(seed: int) -> None:
 # --- brute force ------------------------------------------------------------------------------------------
 
 
-@few("name", CASES, always=range(0, 25, 3))
+@few("name", CASES, always=range(0, 25, 6))
 def test_usual_masks_by_brute_force(name: str) -> None:
     chosen = variant(CASES[name].mask)
     facts = Facts.of(chosen)
@@ -321,7 +321,7 @@ def test_usual_masks_by_brute_force(name: str) -> None:
             continue
 
 
-@seeds(100, always=12)
+@seeds(100, always=5)
 def test_no_position_is_lost_and_no_full_position_is_wrong(seed: int) -> None:
     source = random.Random(seed)
     mask, world = Masks(source).mask(seed % 4), World.random(source)

@@ -10,6 +10,7 @@ from attngen.errors import Location, SpecError
 from attngen.lang.check import compile_variant
 from attngen.lang.ir import Const, Expr, Op, Type, Var, walk
 from attngen.lang.variant import Monotone, Scalar, Tensor
+from tests.sampling import few
 
 SCALARS = [
     Scalar("window", "int32", min=1, max="seqlen_k"),
@@ -148,7 +149,7 @@ def test_accepted_by_ranges(text: str) -> None:
     assert mask(text).type is Type.BOOL
 
 
-@pytest.mark.parametrize(
+@few(
     ("text", "expected"),
     [
         ("q_pos - kv < window", False),
@@ -173,6 +174,7 @@ def test_accepted_by_ranges(text: str) -> None:
         ("1 << (q & 15) > 1", False),
         ("(q if flag else big) > 1", True),
     ],
+    always=range(0, 999, 3),
 )
 def test_int64_only_where_int32_may_overflow(text: str, expected: bool) -> None:
     assert wide(text) is expected

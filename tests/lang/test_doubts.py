@@ -11,6 +11,7 @@ from attngen import resources
 from attngen.schema import doubts_of_fields, load_spec, preset_names
 from attngen.schema.lint import doubtful
 from attngen.schema.presets import declared_preset
+from tests.sampling import few
 
 FIELDS: Mapping[str, Any] = {
     "scalars": {
@@ -127,11 +128,12 @@ def test_an_extent_that_is_nearly_a_known_one(extent: str, meant: str | None) ->
         assert f"did you mean '{meant}'?" in reported[0].message
 
 
-@pytest.mark.parametrize("name", preset_names())
+@few("name", preset_names(), always=range(0, 999, 3))
 def test_no_preset_is_doubted(name: str) -> None:
     assert doubtful(declared_preset(name)) == []
 
 
+@pytest.mark.exhaustive
 def test_no_shipped_spec_is_doubted() -> None:
     paths = sorted(resources.specs_dir().rglob("*.yaml"))
     assert len(paths) > 20

@@ -15,7 +15,7 @@ from attngen.lang.eager import evaluate
 from attngen.lang.ir import Expr
 from attngen.lang.variant import Scalar, Tensor
 from tests.lang import randoms
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 NAN, INF = math.nan, math.inf
 
@@ -44,7 +44,7 @@ def python_names(seed: int) -> dict[str, Any]:
     return {**names, **randoms.scalars(seed)}
 
 
-@sampled(seed=range(40), kind=["mask", "int"])
+@sampled(always=15, seed=range(40), kind=["mask", "int"])
 def test_integers_and_conditions_are_those_of_python(seed: int, kind: str) -> None:
     generator = randoms.Generator(seed, floats=False)
     text = generator.boolean(3) if kind == "mask" else f"({generator.integer(3)}) % 1000003 == 17"
@@ -82,7 +82,7 @@ def at(text: str, x: float = 0.0, y: float = 0.0, **env: Any) -> float:
     return evaluate(score(text), {"x": x, "y": y, **env}, float_dtype=torch.float64).item()
 
 
-@pytest.mark.parametrize(
+@few(
     ("text", "expected"),
     [
         ("floor(x)", -2.0), ("ceil(x)", -1.0), ("exp(x)", math.exp(-1.5)), ("exp2(x)", 2**-1.5),
@@ -101,8 +101,7 @@ def at(text: str, x: float = 0.0, y: float = 0.0, **env: Any) -> float:
         ("atan2(0.0 * x, x)", -math.pi), ("expm1(x)", math.expm1(-1.5)), ("log1p(-x)", math.log1p(1.5)),
         ("x ** (y + 2)", 2.25), ("2 ** x", 2**-1.5), ("x ** y", 1.0), ("y ** x", INF), ("1 / abs(y)", INF),
         ("float(x > -2)", 1.0), ("int(x > -2) + int(x < -2)", 1.0), ("inf", INF), ("-inf", -INF),
-    ],
-)  # fmt: skip
+    ], always=range(0, 999, 2))  # fmt: skip
 def test_operators(text: str, expected: float | None) -> None:
     if expected is None:
         return

@@ -42,10 +42,10 @@ def floating(random: Random, depth: int) -> Expr:
     return Op("select", (condition, *args[:2]), Type.FLOAT)
 
 
-@few("start", range(0, 800, 200))
+@few("start", range(0, 800, 50))
 def test_simplified_and_folded_floats_are_the_same_to_the_sign_of_zero(start: int) -> None:
     env = {"x": _NUMBERS[:, None], "y": _NUMBERS[None, :]}
-    for seed in range(start, start + 200):
+    for seed in range(start, start + 50):
         random = Random(seed)
         expr = floating(random, random.randint(1, 4))
         value = evaluate(expr, env, float_dtype=torch.float64)
@@ -75,11 +75,11 @@ def integer(random: Random, depth: int) -> str:
     ])  # fmt: skip
 
 
-@few("start", range(0, 800, 200))
+@few("start", range(0, 800, 50))
 def test_integers_that_are_taken_are_exact_at_the_ends_of_their_ranges(start: int) -> None:
     """Python's integers give the values of all that is not refused as beyond int64."""
     taken = 0
-    for seed in range(start, start + 200):
+    for seed in range(start, start + 50):
         random = Random(seed)
         ranges = {name: sorted(random.sample(_ENDS, 2)) for name in "xyw"}
         scalars = [Scalar(name, "int64", min=low, max=high) for name, (low, high) in ranges.items()]
@@ -96,4 +96,4 @@ def test_integers_that_are_taken_are_exact_at_the_ends_of_their_ranges(start: in
             wanted = bool(eval(text, _PYTHON, env))
             for mask in (variant.mask, fold_conditions(variant).mask):
                 assert bool(evaluate(mask, env)) is wanted, (text, env)
-    assert taken > 80
+    assert taken > 15

@@ -92,7 +92,7 @@ def said(made: Drawn, variant: Variant, given: Mapping[str, Any], sizes: tuple[i
     return evaluator(str(made.variant["mask"])).broadcast_to(_HEADS, rows, keys).numpy()
 
 
-@seeds(300, always=4)
+@seeds(300, always=2)
 def test_bounds_of_random_masks(seed: int) -> None:
     check(seed, worlds=2)
 

@@ -61,7 +61,7 @@ def check_rows(mask: Expr, world: World) -> None:
             assert truth[h, q, kv] == (seen[kv] and bool(evaluate(rest, at, world.arrays))), (h, q, kv)
 
 
-@seeds(150, always=16)
+@seeds(150, always=6)
 def test_intervals_and_rest_are_the_mask(seed: int) -> None:
     source = random.Random(seed)
     mask, world = Masks(source).mask(seed % 4), World.random(source)

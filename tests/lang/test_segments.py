@@ -16,7 +16,7 @@ from attngen.lang.simplify import integer, maximum, minimum, mul
 from attngen.lang.spans import LIMIT
 from attngen.lang.variant import Monotone, Scalar, Tensor
 from tests.lang.bruteforce import FACTS, check_segments, var
-from tests.sampling import seeds
+from tests.sampling import few
 
 DECLARED = {
     "window": Scalar("window", "int32", min=1, max=2**20),
@@ -183,7 +183,7 @@ def _pairs(source: random.Random) -> tuple[tuple[Interval, ...], tuple[Interval,
     return tuple(visible), tuple(full)
 
 
-@seeds(100, always=10)
+@few("seed", range(100), always=(0, 3, 7), often=range(0, 100, 10))
 def test_each_tile_runs_exactly_once(seed: int) -> None:
     source = random.Random(seed)
     visible, full = _pairs(source)

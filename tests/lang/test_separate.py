@@ -78,7 +78,7 @@ MASKS = (
 )  # fmt: skip
 
 
-@sampled(along=["kv", "q"], mask=[*MASKS])
+@sampled(always=6, along=["kv", "q"], mask=[*MASKS])
 def test_nothing_is_seen_differently(mask: str, along: str) -> None:
     """By Python's integers, over queries before the first key and odd sizes."""
     chosen, r = made(mask), random.Random(mask)

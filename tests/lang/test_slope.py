@@ -10,6 +10,7 @@ from attngen.lang.eager import evaluate
 from attngen.lang.folding import LOG2E, ONE, PRODUCT, fold_logit, fold_slope, is_finite
 from attngen.lang.ir import names
 from attngen.lang.variant import Scalar, Tensor
+from tests.sampling import few
 
 SCALE = 0.3
 SCORES = [
@@ -28,7 +29,7 @@ SCORES = [
 ]
 
 
-@pytest.mark.parametrize("fast_math", [True, False])
+@few("fast_math", [True, False], always=range(0, 999, 3))
 @pytest.mark.parametrize("score", SCORES)
 def test_the_factors_multiply_to_the_derivative(score: str | None, fast_math: bool) -> None:
     variant = compile_variant(

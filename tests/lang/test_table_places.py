@@ -12,6 +12,7 @@ from attngen.lang.printing import canonical
 from attngen.lang.tables import ENTRY_BYTES, MOST_ENTRIES, Table, tables, with_places, without_tables
 from attngen.lang.variant import Variant
 from tests.plan.specs import planned
+from tests.sampling import few
 
 LET = "near(d): 'clamp(d, -16, 15) + 16', y(i): 'i % 49 // 7', x(i): 'i % 7', end(i): 'i + 40 if i < 0 else i'"
 HELD = [
@@ -49,7 +50,7 @@ def value(expr: Expr, **names: int) -> int:
     return result
 
 
-@pytest.mark.parametrize(("element", "axes", "extents"), HELD)
+@few(("element", "axes", "extents"), HELD, always=range(0, 999, 2))
 def test_the_place_of_an_entry_is_that_of_its_indices(
     element: str, axes: tuple[int, ...], extents: tuple[int, ...]
 ) -> None:

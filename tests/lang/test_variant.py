@@ -15,6 +15,7 @@ from attngen.lang.ir import Const, Type
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.schema.writing import declaration, spec_text
 from tests.lang import randoms
+from tests.sampling import few
 
 PACKED = compile_variant(
     "packed",
@@ -46,7 +47,7 @@ def test_pickle_both_ways() -> None:
     assert hash(again) == hash(PACKED)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@few("seed", range(25), always=range(0, 999, 3))
 def test_random_variants_survive_json(seed: int) -> None:
     generator = randoms.Generator(seed)
     mask = generator.boolean(3)
