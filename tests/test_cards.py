@@ -17,6 +17,7 @@ from attngen.plan import plan
 from attngen.resources import root
 from attngen.schema import KernelSpec, expand, load_spec_text
 from tests.docs.blocks import tables
+from tests.sampling import few
 
 CARDS = root() / "docs" / "cards.md"
 HELPERS = [resolve_name(row.specs) for row in OPERATIONS if row.specs]
@@ -51,13 +52,13 @@ def planned(kind: str, arch: str) -> Iterator[str]:
         yield backend
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@few("arch", ARCHES, always=range(0, 999, 4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_table_says_what_planning_does(kind: str, arch: str) -> None:
     assert KINDS[kind].backends(arch) == tuple(planned(kind, arch))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@few("kind", KINDS, always=range(0, 999, 4))
 def test_a_refusal_names_the_arches_that_have_the_kernel(kind: str) -> None:
     has = KINDS[kind].arches
     for arch in (name for name in ARCHES if name not in has):

@@ -23,6 +23,7 @@ from attngen.inspect.record import Record
 from tests.gpu import prebuilt, record
 from tests.gpu.conftest import PARTS, in_order, parts_of
 from tests.gpu.record import FAMILIES, family_of, run
+from tests.sampling import few
 
 ROOT = Path(__file__).parents[1]
 
@@ -354,7 +355,7 @@ def made(**fields: object) -> Record:
     return Record(**{**given, **fields})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("part", records.SOURCES)
+@few("part", records.SOURCES, always=1)
 def test_a_change_of_any_source_is_seen(part: str, tmp_path: Path) -> None:
     """Every kind of file counts: changed, added, renamed, in a subfolder; what Python compiles is none, nor are
     templates of packages."""
@@ -444,6 +445,7 @@ def doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *rows: Record) -> li
     return [row for row in json.loads(done.output)["findings"] if row["part"] == "tested"]
 
 
+@pytest.mark.exhaustive
 def test_doctor_says_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (nothing,) = doctor(monkeypatch, tmp_path)
     assert nothing["text"] == "no run of the whole GPU test suite is recorded"
@@ -461,7 +463,7 @@ def known_of(fault: str, mended: str = "") -> known.KnownFailure:
     return known.KnownFailure("NVIDIA H200", ("tests/gpu/test_some.py::test_one",), fault, "it is so", mended)
 
 
-@pytest.mark.parametrize(
+@few(
     ("rows", "state", "title", "text"),
     [
         ([known_of(known.TEST)], "ok", "fault of the test, 2 tests", "it is so"),
@@ -476,8 +478,7 @@ def known_of(fault: str, mended: str = "") -> known.KnownFailure:
             [], "broken", "unknown cause, 2 tests",
             "count it as a fault of a kernel until the cause is known",
         ),
-    ],
-)  # fmt: skip
+    ], always=range(0, 999, 3))  # fmt: skip
 def test_doctor_tells_known_failures_from_others(
     rows: list[known.KnownFailure], state: str, title: str, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_many_keep_their_contract() -> None:
     assert problems([backward_of(interpretable(seed)) for seed in SEEDS[1::6]]) == {}
 
 
+@pytest.mark.exhaustive
 def test_a_few_backwards_keep_their_contract() -> None:
     assert problems([backward_of(interpretable(seed)) for seed in BACKWARDS]) == {}
 

@@ -38,7 +38,7 @@ def test_the_same_seed_gives_the_same_mask() -> None:
     assert drawn(5).text != drawn(6).text
 
 
-@seeds(200, always=20)
+@seeds(200, always=8)
 def test_the_reference_computes_what_the_text_says(seed: int) -> None:
     made, findings = drawn(seed), Findings()
     for layout, cases in made.cases.items():

@@ -13,6 +13,7 @@ from attngen.inspect.contract import Expected, Tally, deviation, expected
 from attngen.lab.verify.inputs import Element, make_inputs
 from attngen.runtime.arguments.checked import Call
 from attngen.schema import preset
+from tests.sampling import few
 
 DENSE = Case("dense", (20,) * 2, (13,) * 2, heads=4, kv_heads=2, used=(13, 5))
 PACKED = Case("packed", (20, 0, 3), (13, 7, 0), heads=4, kv_heads=2)
@@ -28,7 +29,7 @@ def right(name: str = "causal", layout: str = "dense", dtype: str = "fp16") -> t
     return call, wanted, wanted.out.to(element.torch), wanted.lse.float()
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp32", "bf16"])
+@few("dtype", ["fp16", "fp32", "bf16"])
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 @pytest.mark.parametrize("name", ["full", "causal", "softcap", "alibi", "packed_documents", "causal_sink"])
 def test_a_rounded_reference_meets_it(name: str, layout: str, dtype: str) -> None:

@@ -21,7 +21,7 @@ from attngen.inspect.visits import visits
 from attngen.lang.eager import evaluate
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text, preset_names
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 HOPPER = "specs/hopper_triton.yaml"
 
@@ -40,7 +40,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@sampled(seqlen=[192, 201, 7], name=preset_names())
+@sampled(always=7, seqlen=[192, 201, 7], name=preset_names())
 def test_every_visible_tile_is_visited(name: str, seqlen: int) -> None:
     kernel_plan = planned(name)
     case = Case("square", (seqlen,), (seqlen,), heads=1, kv_heads=1)
@@ -97,7 +97,7 @@ def test_one_kernel_is_told_in_full() -> None:
         assert text in output, text
 
 
-@pytest.mark.parametrize(
+@few(
     ("fields", "wanted"),
     [
         ("backend: cuda, head_dim: 64", "measured on NVIDIA H200, 2026-11-21"),
@@ -124,6 +124,7 @@ def window_spec(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_one_kernel_is_told_in_a_few_lines(window_spec: Path) -> None:
     code, output, _ = run(window_spec)
     assert code == 0
@@ -208,6 +209,7 @@ def test_shared_memory_adds_up() -> None:
         assert dict(explained.facts())["head_dim"] == "192 = 128 + 64 for q and k, 128 for v"
 
 
+@pytest.mark.exhaustive
 def test_all_kernels_are_a_table() -> None:
     code, output, _ = run(HOPPER, "--seqlen", 128)
     assert code == 0

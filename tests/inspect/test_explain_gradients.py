@@ -115,6 +115,7 @@ kernels:
 """
 
 
+@pytest.mark.exhaustive
 @few(
     ("head_dim", "roles"),
     [

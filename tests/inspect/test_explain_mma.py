@@ -42,6 +42,7 @@ def test_other_kernels_have_no_expected_speed() -> None:
         assert "expected" not in explanation_of(planned(fields)).facts()
 
 
+@pytest.mark.exhaustive
 def test_explain_says_that_no_card_was_measured() -> None:
     result = CliRunner().invoke(
         cli.group, ["explain", "specs/ampere.yaml", "fwd_sm80_mma_bf16_d128_causal_m128n64s3w4"]

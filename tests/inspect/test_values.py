@@ -13,6 +13,7 @@ from attngen.lang.check import compile_variant
 from attngen.lang.variant import Monotone, Scalar, Tensor, Variant
 from attngen.runtime.arguments import debug
 from attngen.schema import preset, preset_names
+from tests.sampling import few
 
 CASE = Case("values", (40,) * 3, (60,) * 3, heads=4, kv_heads=2)
 ELEMENT = Element("fp16", 16, 16)
@@ -29,7 +30,7 @@ def test_the_same_seed_gives_the_same_values() -> None:
     assert not torch.equal(one, third)
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@few("layout", ["dense", "varlen"])
 @pytest.mark.parametrize("name", preset_names())
 def test_inputs_of_every_preset_keep_what_is_declared(name: str, layout: str) -> None:
     variant = preset(name)

@@ -59,6 +59,7 @@ def test_its_reason_is_in_the_error_where_no_schedule_takes_a_kernel() -> None:
         [plan(kernel) for kernel in expand(load_spec_text(text))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("known")
 def test_the_outside_schedule_renders_and_compiles_with_its_launches_and_workspaces() -> None:
     for kernel in (one for one in plans() if one.schedule == "split_keys"):
@@ -70,6 +71,7 @@ def test_the_outside_schedule_renders_and_compiles_with_its_launches_and_workspa
         assert manifest["resources"]["registers"] > 0
 
 
+@pytest.mark.exhaustive
 def test_nothing_else_changes() -> None:
     before = [(kernel, render(kernel)) for kernel in plans()]
     with with_schedule(SCHEDULE):  # after all

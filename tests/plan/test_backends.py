@@ -33,7 +33,7 @@ def test_the_fastest_backend_of_each_arch_comes_first() -> None:
         }
 
 
-@pytest.mark.parametrize("name", preset_names())
+@few("name", preset_names(), always=range(0, 999, 3))
 def test_presets_are_in_cuda_but_for_cards_with_tensor_memory(name: str) -> None:
     for arch, schedule in (("sm90a", "hopper_forward"), ("sm80", "mma_forward"), ("sm120a", "mma_forward")):
         kernel = free(name, arch=arch)
@@ -100,7 +100,7 @@ def test_forwards_that_no_backend_has_are_refused_with_the_reason_of_each() -> N
         for head_dim in (64, 128, 192, 256)
         if (name, head_dim) != ("softcap_window", 256)  # whose registers do not suffice
     ],
-    always=range(0, 75, 4),
+    always=range(0, 75, 12),
 )
 def test_backwards_of_presets_are_in_cuda_where_registers_suffice(name: str, head_dim: int) -> None:
     kernel = free_backward(name, head_dim=head_dim)

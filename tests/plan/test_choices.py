@@ -13,6 +13,7 @@ from attngen.plan.catalogue import schedules
 from attngen.resources import templates_dir
 from attngen.schema import expand, load_spec_text, preset_names
 from tests.plan.specs import planned
+from tests.sampling import few
 
 ITERATIONS = {
     "dilated": "classified",
@@ -22,7 +23,7 @@ ITERATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", preset_names())
+@few("name", preset_names(), always=range(0, 999, 3))
 def test_the_iteration_of_each_preset(name: str) -> None:
     plan = planned(name)
     assert plan.iteration == ITERATIONS.get(name, "ranges")

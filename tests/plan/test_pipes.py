@@ -20,6 +20,7 @@ from attngen.render import render
 from attngen.resources import root, templates_dir
 from tests.plan import declared
 from tests.plan.specs import planned
+from tests.sampling import some
 
 BACKWARD = {"passes": "backward", "backward": "{backend: cuda}"}
 CHOICES: list[dict[str, object]] = [
@@ -47,7 +48,9 @@ def pipes_of(plan: Plan) -> Pipes:
     return declare(plan)
 
 
-@pytest.fixture(params=CHOICES, ids=lambda choice: "-".join(str(value) for value in choice.values()))
+@pytest.fixture(
+    params=some(CHOICES, CHOICES[::3]), ids=lambda choice: "-".join(str(value) for value in choice.values())
+)
 def kernel(request: pytest.FixtureRequest) -> Plan:
     return planned(**request.param)
 

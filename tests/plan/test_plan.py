@@ -15,6 +15,7 @@ from attngen.plan.symbols import PREFIX
 from attngen.resources import specs_dir
 from attngen.schema import expand, load_spec, preset_names
 from tests.plan.specs import kernel_spec, planned
+from tests.sampling import few
 
 SHIPPED = sorted(path.name for path in specs_dir().glob("*.yaml"))
 
@@ -64,14 +65,14 @@ def test_a_plan_is_frozen_and_travels() -> None:
     assert pickle.loads(pickle.dumps(kernel)) == kernel
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@few("name", SHIPPED, always=range(0, 999, 5))
 def test_every_kernel_of_a_shipped_spec_is_planned_once(name: str) -> None:
     plans = [plan(spec) for spec in expand(load_spec(specs_dir() / name))]
     assert len({kernel.name for kernel in plans}) == len(plans)
     assert not any("/" in kernel.spec_file and kernel.spec_file.startswith("/") for kernel in plans)
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@few("layout", ["dense", "varlen"], always=range(0, 999, 3))
 @pytest.mark.parametrize("name", preset_names())
 def test_arguments_have_names_of_their_own(name: str, layout: str) -> None:
     for loads in ("descriptor", "pointer"):

@@ -20,6 +20,7 @@ from attngen.plan.served import _OTHERS, ANY, UNDECLARED
 from attngen.schema import expand, load_spec, load_spec_text
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
 from tests.render.generated import SPECS
+from tests.sampling import few
 
 VARIANTS = """
   listed: {keys: index}
@@ -116,7 +117,7 @@ def others() -> dict[str, KernelSpec]:
 ALL = [row.name for operation in OPERATIONS for direction in operation.directions for row in schedules(direction)]
 
 
-@pytest.mark.parametrize("name", ALL)
+@few("name", ALL, always=range(0, 999, 2))
 def test_the_plan_follows_each_field_that_a_schedule_serves(name: str) -> None:
     """A value that the declaration names may be what kernels do anyway. One that it leaves to the plan changes it."""
     spec, row = spec_of(name), named(name)
@@ -252,7 +253,7 @@ def test_what_was_ignored_is_refused_with_the_condition_that_failed(entry: str, 
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("name", ALL)
+@few("name", ALL, always=range(0, 999, 2))
 def test_refusals_say_values_as_specs_do(name: str) -> None:
     spec = spec_of(name)
     said = {

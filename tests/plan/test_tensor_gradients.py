@@ -13,6 +13,7 @@ from attngen.plan import Plan
 from attngen.plan.own_gradients import APART, Way, gradients_of, stored_gradients
 from attngen.render import render
 from tests.plan.specs import planned
+from tests.sampling import few
 
 DECLARED = """variants:
   own:
@@ -36,7 +37,7 @@ def backward(score: str, **fields: object) -> Plan:
     return planned("own", passes="backward", backward=None, declared=DECLARED.format(score=score), **fields)
 
 
-@pytest.mark.parametrize(
+@few(
     ("score", "ways"),
     [
         ("s + gate[h]", [Way.HEAD]),
@@ -61,6 +62,7 @@ def backward(score: str, **fields: object) -> Plan:
         ("s * gate[h] + bias[h, q, kv]", [Way.HEAD, Way.EACH]),
         ("tanh(s + rows[h, q])", [Way.EACH]),
     ],
+    always=range(0, 999, 3),
 )
 def test_ways(score: str, ways: list[Way]) -> None:
     kernel = backward(score, head_dim=64)
@@ -109,7 +111,7 @@ def value_of(node: Expr, values: dict[str, int]) -> int:
     return int(FOLD[node.op](*(value_of(argument, values) for argument in node.args)))
 
 
-@pytest.mark.parametrize(
+@few(
     ("score", "way"),
     [
         ("s + gate[h]", Way.DIAGONAL),
@@ -125,6 +127,7 @@ def value_of(node: Expr, values: dict[str, int]) -> int:
         ("s + table[h, clamp(q + kv, 0, 256)]", None),
         ("tanh(s + rows[h, q])", None),
     ],
+    always=range(0, 999, 3),
 )
 @pytest.mark.parametrize("head_dim", [192, 256])
 def test_wide_heads_have_what_tiles_of_ds_give(score: str, way: Way | None, head_dim: int) -> None:

@@ -13,6 +13,7 @@ from attngen.families.triton.tiles import columns, gradient_columns
 from attngen.parts.columns import padded_width
 from attngen.plan.budget import shared_memory
 from tests.plan.specs import planned
+from tests.sampling import few
 
 HEAD_DIMS = range(8, 257, 8)
 BF16 = dtype("bf16")
@@ -31,7 +32,7 @@ def memory_of(plan):  # type: ignore[no-untyped-def]
     )
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@few("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_head_dim_has_a_tile_that_fits(arch: str, dtype: str) -> None:
     for head_dim in HEAD_DIMS:
@@ -92,7 +93,7 @@ def test_sizes_that_do_not_exist_are_refused_with_the_nearest(fields: dict[str, 
         planned(**fields)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@few("head_dim", HEAD_DIMS, always=range(0, 999, 4))
 def test_columns_are_powers_of_two_that_cover_the_head_dim(head_dim: int) -> None:
     blocks = columns(head_dim, BF16)
     assert len(blocks) <= 2
@@ -136,9 +137,10 @@ def test_columns_by_example() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@few(
     ("arch", "precision"),
     [("sm80", "tf32x3"), ("sm89", "tf32x3"), ("sm90a", "bf16x6"), ("sm100a", "bf16x6"), ("sm120a", "tf32x3")],
+    always=range(0, 999, 3),
 )
 @pytest.mark.parametrize("passes", ["forward", "backward"])
 def test_float32_is_multiplied_in_parts(arch: str, precision: str, passes: str) -> None:

@@ -16,6 +16,7 @@ from attngen.runtime.registry.order import preferred
 from attngen.schema import load_spec
 from attngen.schema.measured_times import measured_times
 from tests.plan.specs import kernel_spec, planned
+from tests.sampling import few
 
 MULTIPROCESSORS = 132
 TIMES = measured_times()
@@ -48,7 +49,7 @@ def kernels() -> list[Kernel]:
     return [kernel_of(plan) for plan in shipped if plan.layout == "dense" and plan.dtype_name == "bf16"]
 
 
-@pytest.mark.parametrize(
+@few(
     ("shape", "fastest"),
     [
         (Shape("full", 128, 1, 16, 16, 256, 256), "m64n128s2c1"),
@@ -83,6 +84,7 @@ def kernels() -> list[Kernel]:
         (Shape("causal", 64, 1, 32, 32, 1024, 1024), "m128n128s2c2"),
     ],
     ids=lambda value: getattr(value, "name", None),
+    always=range(0, 999, 3),
 )
 def test_calls_take_the_kernel_that_was_fastest(kernels: list[Kernel], shape: Shape, fastest: str) -> None:
     own = [kernel for kernel in kernels if kernel.variant_name == shape.variant]

@@ -167,7 +167,7 @@ def test_any_yaml_is_a_spec_or_a_clear_error(value):
     survive(yaml.safe_dump(value, allow_unicode=True))
 
 
-@settings(RELAXED, max_examples=20)
+@settings(RELAXED, max_examples=8)
 @given(SPECS)
 def test_almost_valid_specs_are_specs_or_clear_errors(value):
     survive(yaml.safe_dump(value, allow_unicode=True, sort_keys=False))
@@ -192,7 +192,7 @@ def test_damaged_specs():
     texts = [path.read_text() for path in sorted(resources.specs_dir().rglob("*.yaml")) if path.stem != "hopper_all"]
     chance = random.Random(0)
     survived = 0
-    for _ in range(75):
+    for _ in range(30):
         text = chance.choice(texts)
         for _ in range(chance.randint(1, 3)):
             start = chance.randrange(len(text))
@@ -200,4 +200,4 @@ def test_damaged_specs():
             insert = "".join(chance.choices(string.printable + "\0é\u202e", k=chance.choice([0, 1, 1, 3])))
             text = text[:start] + insert + text[end:]
         survived += survive(text)
-    assert survived > 3  # comments and texts may change without harm
+    assert survived > 1  # comments and texts may change without harm

@@ -11,7 +11,7 @@ import pytest
 
 from attngen.errors import SpecError
 from attngen.schema import load_spec, load_spec_text, names
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -65,8 +65,10 @@ def test_reserved_names(section, name):
         load_spec_text(f"schema: 1\nvariants: {{a: {{mask: true, {section.format(name)} }} }}")
 
 
-@pytest.mark.parametrize(
-    "name", ["template", "register", "default", "tl", "triton", "acc", "kStages", "first", "BLOCK_N", "qk"]
+@few(
+    "name",
+    ["template", "register", "default", "tl", "triton", "acc", "kStages", "first", "BLOCK_N", "qk"],
+    always=range(0, 999, 3),
 )
 @pytest.mark.parametrize(
     "section", ["scalars: {{ {}: {{type: int32}} }}", "tensors: {{ {}: {{dtype: int32, shape: [h]}} }}"]
@@ -96,11 +98,10 @@ def required_modules() -> set[str]:
     return {REQUIRED.get(name, name) for name in (re.split(r"[\[<>=]", text)[0] for text in texts)}
 
 
-@pytest.mark.parametrize(
+@few(
     "name",
     sorted({"click", "test", "torch", "json", "attngen", "cuda", "this", "antigravity", "concurrent"}
-           | required_modules()),
-)  # fmt: skip
+           | required_modules()), always=range(0, 999, 3))  # fmt: skip
 def test_a_package_hides_no_module_that_others_import(name, tmp_path):
     """A name that a file gives its package is checked as well."""
     advice = f"'{name}' is a module that programs import, .* such as 'attngen_{name}'"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from attngen.schema import preset, preset_names
+from tests.sampling import few
 
 torch = pytest.importorskip("torch")
 
@@ -104,7 +105,7 @@ def test_every_preset_is_defined_here():
     assert set(SCORES) == {name for name in preset_names() if preset(name).score is not None}
 
 
-@pytest.mark.parametrize("lengths", [(12, 12), (5, 12), (12, 5), (1, 12)], ids=str)
+@few("lengths", [(12, 12), (5, 12), (12, 5), (1, 12)], ids=str, always=range(0, 999, 3))
 @pytest.mark.parametrize("name", sorted(MASKS))
 def test_masks(name, lengths):
     from attngen.lang.eager import evaluate

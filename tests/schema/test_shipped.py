@@ -8,6 +8,7 @@ from attngen import resources
 from attngen.errors import SpecError
 from attngen.schema import expand, load_spec, preset, preset_names
 from attngen.schema.lint import lint
+from tests.sampling import few
 
 SPECS = sorted(resources.specs_dir().rglob("*.yaml"))
 PROMISED = {
@@ -18,7 +19,7 @@ PROMISED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
+@few("path", SPECS, ids=lambda path: path.stem, always=range(0, 999, 4))
 def test_loads_and_expands(path):
     spec = load_spec(path)
     kernels = expand(spec)

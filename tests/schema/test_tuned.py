@@ -14,6 +14,7 @@ from attngen.plan.candidates import candidates
 from attngen.plan.catalogue import schedules
 from attngen.schema import KernelSpec, expand, load_spec, load_spec_text
 from attngen.schema.tuned import fields_of, identity, load_tuned, tuned_text
+from tests.sampling import few
 
 SPEC = """
 schema: 1
@@ -51,7 +52,7 @@ def test_a_kernel_is_the_same_whoever_asks_for_it() -> None:
     assert set(differ) == {"near"}
 
 
-@pytest.mark.parametrize("index", range(11))
+@few("index", range(11), always=range(0, 999, 4))
 def test_choices_come_back_from_the_file(tmp_path: Path, index: int) -> None:
     """Every candidate, written and read, plans the same kernel."""
     kernel = kernels()[index]

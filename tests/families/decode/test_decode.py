@@ -10,6 +10,7 @@ from attngen.families.decode.schedule import HopperDecode
 from attngen.plan import Plan, plan
 from attngen.schema import expand, load_spec_text
 from attngen.schema.kernel_spec import KernelSpec
+from tests.sampling import few
 
 
 def spec(entry: str = "", *, layout: str = "dense", head_dim: str = "128", variants: str = "{}") -> KernelSpec:
@@ -25,7 +26,7 @@ def planned(entry: str = "", **fields: str) -> Plan:
     return plan(spec(entry, **fields))
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+@few("layout", ["dense", "varlen", "paged"], always=range(0, 999, 3))
 @pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink", "allowed"])
 def test_every_layout_and_mask_has_one_launch_in_cuda(layout: str, variant: str) -> None:
     kernel = planned(f"variant: {variant}", layout=layout)
@@ -47,7 +48,7 @@ def test_names_of_the_split_and_the_ordinary_kernel_differ() -> None:
     assert plan(split).name == "fwd_sm90a_decode_bf16_d64_causal_m16n16s32w8"
 
 
-@pytest.mark.parametrize("head_dim", ["8", "64", "80", "96", "128", "160", "192", "256", "{qk: 192, v: 128}"])
+@few("head_dim", ["8", "64", "80", "96", "128", "160", "192", "256", "{qk: 192, v: 128}"], always=range(0, 999, 3))
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_memory(head_dim: str, dtype: str) -> None:
     """Regions follow each other, matrices at a multiple of 1024 bytes; each group of warps has two stages at least, and

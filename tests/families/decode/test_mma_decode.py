@@ -25,7 +25,7 @@ def planned(entry: str = "variant: causal", arch: str = "sm80", layout: str = "p
     return plan(kernel)
 
 
-@sampled(arch=[*CARDS], head_dim=[*HEAD_DIMS, "{qk: 192, v: 128}"])
+@sampled(always=9, arch=[*CARDS], head_dim=[*HEAD_DIMS, "{qk: 192, v: 128}"])
 def test_blocks_fit_the_card(arch: str, head_dim: object) -> None:
     for layout in ("dense", "varlen", "paged"):
         made = planned(arch=arch, head_dim=head_dim, layout=layout)

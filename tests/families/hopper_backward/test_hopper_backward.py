@@ -12,7 +12,7 @@ from attngen.parts.floors import gradient_floor
 from attngen.plan import Plan
 from attngen.render import render
 from tests.plan.specs import planned
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 
 def backward(variant: str = "causal", **fields: object) -> Plan:
@@ -25,7 +25,7 @@ WIDE = [
 ]  # fmt: skip
 
 
-@sampled(variant=["causal", "dilated", "softcap"], head_dim=[*WIDE])
+@sampled(always=8, variant=["causal", "dilated", "softcap"], head_dim=[*WIDE])
 def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -> None:
     kernel = backward(variant, head_dim=head_dim)
     roles, (columns_qk,), (columns_v,) = kernel.structure, kernel.columns_qk, kernel.columns_v
@@ -59,7 +59,7 @@ def test_memory_and_registers_of_a_cluster_fit(head_dim: object, variant: str) -
     assert kernel.stages >= roles.parts_of(columns_v.width)
 
 
-@pytest.mark.parametrize("head_dim", WIDE)
+@few("head_dim", WIDE, always=range(0, 999, 4))
 def test_no_copy_of_a_cluster_brings_padding_alone(head_dim: object) -> None:
     """Such a copy would look up where a windowed descriptor begins, which may be nobody's memory."""
     kernel = backward(head_dim=head_dim, layout="varlen")
@@ -117,7 +117,7 @@ def test_clusters_drop_by_the_signs_of_probabilities(head_dim: int) -> None:
     assert "store_rows(dv, dropout_scale, " in text
 
 
-@sampled(variant=["causal", "alibi", "softcap", "relative_bias"], head_dim=[*range(8, 129, 8)])
+@sampled(always=5, variant=["causal", "alibi", "softcap", "relative_bias"], head_dim=[*range(8, 129, 8)])
 def test_memory_and_registers_fit(variant: str, head_dim: int) -> None:
     kernel = backward(variant, head_dim=head_dim)
     roles = kernel.structure
@@ -200,13 +200,12 @@ def test_a_mask_that_hides_everything_has_an_empty_range() -> None:
 HEAD_WINDOW = "variants:\n  own: {mask: q_pos >= kv and q_pos - kv < 64 * (h + 1)}\n"
 
 
-@pytest.mark.parametrize(
+@few(
     ("variant", "tile_map", "iteration", "by_head"),
     [
         ("causal", "auto", "ranges", False), ("sink_window", "auto", "ranges", False), ("own", "auto", "ranges", True),
         ("dilated", "never", "classified", False), ("allowed", "auto", "tile_map", True),
-    ],
-)  # fmt: skip
+    ], always=range(0, 999, 3))  # fmt: skip
 @pytest.mark.parametrize("layout", ["dense", "varlen"])
 def test_a_fixed_order_goes_from_the_last_queries_to_the_first(
     variant: str, tile_map: str, iteration: str, by_head: bool, layout: str
@@ -248,7 +247,7 @@ def test_counters_stand_behind_the_sums_or_alone() -> None:
         assert ordered.structure.shared_bytes > other.structure.shared_bytes
 
 
-@pytest.mark.parametrize(
+@few(
     ("variant", "fields", "own", "values"),
     [
         ("causal", {"head_dim": 128}, False, 0),  # many queries see a tile of keys
@@ -262,6 +261,7 @@ def test_counters_stand_behind_the_sums_or_alone() -> None:
         ("relative_bias", {"head_dim": 128}, False, 0),
         ("sliding_window", {"head_dim": 256}, False, 0),
     ],
+    always=range(0, 999, 3),
 )
 def test_spans_of_consumers_and_values_of_queries_are_planned_and_rendered(
     variant: str, fields: dict[str, object], own: bool, values: int
@@ -318,7 +318,7 @@ def declared(score: str) -> dict[str, object]:
     return {"declared": OWN.format(score=score, grad="false"), "head_dim": 128}
 
 
-@pytest.mark.parametrize(
+@few(
     ("variant", "fields", "overlap", "weighted"),
     [
         ("causal", {"head_dim": 128}, "pingpong", None),
@@ -340,6 +340,7 @@ def declared(score: str) -> dict[str, object]:
         ("packed_documents", {"head_dim": 64}, "pingpong", None),
         ("relative_bias", {"head_dim": 128}, "pingpong", None),
     ],
+    always=range(0, 999, 3),
 )
 def test_overlap_and_derivative_of_a_score(
     variant: str, fields: dict[str, object], overlap: str, weighted: str | None

@@ -16,6 +16,7 @@ from attngen.render import render
 from attngen.resources import templates_dir
 from attngen.schema.models import Softmax
 from tests.plan.specs import kernel_spec, planned
+from tests.sampling import few
 
 TEMPLATES = templates_dir() / "cuda/hopper_forward"
 MACROS = {"constants", "declare", "offset", "first", "step", "normalize"}
@@ -84,7 +85,7 @@ def test_unbounded_scores_are_refused_with_a_bounded_form(
         _structure(_declared(score, **scalar), dtype=dtype, softmax="bounded")
 
 
-@pytest.mark.parametrize(
+@few(
     ("score", "fields", "expected"),
     [
         ("30 * tanh(s / 30)", {}, (True, False)),
@@ -105,6 +106,7 @@ def test_unbounded_scores_are_refused_with_a_bounded_form(
         ("s - 0.5 * abs(q_pos - kv)", {}, (False, False)),
         ("s", {}, (False, False)),
     ],
+    always=range(0, 999, 3),
 )
 def test_capped_and_relative_scores(score: str, fields: dict[str, object], expected: tuple[bool, bool]) -> None:
     structure = _structure(_declared(score), **{"head_dim": 64, **fields})

@@ -17,7 +17,7 @@ from attngen.plan import Plan
 from attngen.plan.choices import L2_BYTES, ONE_HEAD
 from attngen.render import render
 from tests.plan.specs import planned
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 HEAD_DIMS = range(8, 257, 8)
 MATRICES = ("q", "k", "v", "out")
@@ -110,7 +110,11 @@ def test_names_tell_choices_apart() -> None:
 # --- budgets --------------------------------------------------------------------------------------------------
 
 
-@sampled(dtype=["bf16", "fp16"], variant=["causal", "full", "alibi", "packed_documents", "allowed", "relative_bias"])
+@sampled(
+    always=2,
+    dtype=["bf16", "fp16"],
+    variant=["causal", "full", "alibi", "packed_documents", "allowed", "relative_bias"],
+)
 def test_every_head_dim_has_a_tile_that_fits(variant: str, dtype: str) -> None:
     for head_dim in HEAD_DIMS:
         plan = on_hopper(variant, dtype=dtype, head_dim=head_dim)
@@ -122,7 +126,7 @@ def test_every_head_dim_has_a_tile_that_fits(variant: str, dtype: str) -> None:
         assert granted <= threads * launched <= 65536
 
 
-@pytest.mark.parametrize("warps", ["{overlap: false}", "{consumer: 1}", "{consumer: 2}", "{consumer: 3}"])
+@few("warps", ["{overlap: false}", "{consumer: 1}", "{consumer: 2}", "{consumer: 3}"], always=range(0, 999, 2))
 def test_roles_of_a_spec_leave_no_head_dim_without_a_tile(warps: str) -> None:
     """Keys that nobody asked for are not what fails: but three consumers take no products of more than 192 columns."""
     for head_dim in [d for d in HEAD_DIMS if d <= 192] if "3" in warps else HEAD_DIMS:
@@ -155,7 +159,7 @@ def test_regions_of_shared_memory_follow_each_other(head_dim: int, layout: str) 
     assert size["k_full"] == size["v_empty"] == 8 * plan.stages
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@few("head_dim", HEAD_DIMS, always=range(0, 999, 4))
 def test_padded_head_dims(head_dim: int) -> None:
     plan = on_hopper(head_dim=head_dim)
     (columns,) = plan.columns_qk
@@ -413,7 +417,7 @@ def test_no_table_has_more_consumers_than_a_warp_has_lanes_for() -> None:
             replace(roles, consumers=consumers)
 
 
-@pytest.mark.parametrize("consumers", [1, 2, 3])
+@few("consumers", [1, 2, 3], always=range(0, 999, 2))
 def test_each_part_of_a_warp_finds_what_one_consumer_sees(consumers: int) -> None:
     text = render(on_hopper(warps=f"{{consumer: {consumers}}}")).text
     assert "const int part = lane / 8;" in text

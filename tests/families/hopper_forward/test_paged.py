@@ -12,9 +12,10 @@ from attngen.families.hopper_forward.pipes import forward_pipes_of
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.render import render
 from tests.plan.specs import planned
+from tests.sampling import few
 
 
-@pytest.mark.parametrize("head_dim", range(8, 257, 8))
+@few("head_dim", range(8, 257, 8), always=range(0, 999, 4))
 def test_a_copy_of_one_row_is_128_bytes(head_dim: int) -> None:
     """A page may have one key, and shared memory is written at multiples of 128 bytes; no copy brings padding alone."""
     plan = planned(head_dim=head_dim, backend="cuda", layout="paged")

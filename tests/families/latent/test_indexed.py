@@ -11,6 +11,7 @@ from attngen.families.latent.schedule import HopperMla
 from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
+from tests.sampling import few
 
 VARIANTS = """
   listed: {keys: index}
@@ -29,7 +30,7 @@ def planned(entry: str, *, arch: str = "sm90a", v: str = "v: key, ", head_dim: s
     return plan(kernel)
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+@few("layout", ["dense", "varlen", "paged"])
 @pytest.mark.parametrize("arch", ["sm80", "sm90a"])
 @pytest.mark.parametrize("head_dim", ["64", "128", "{qk: 192, v: 128}"])
 def test_ordinary_head_dims_gather_rows_of_k_and_v(layout: str, arch: str, head_dim: str) -> None:
@@ -98,6 +99,7 @@ def test_results_of_two_caches_are_merged_in_place_or_by_a_launch() -> None:
     assert (launch.cluster, launch.merges, merge.grid) == (1, True, "merged_rows")
 
 
+@pytest.mark.exhaustive
 def test_masks_and_scores_read_places_from_the_list() -> None:
     """A full tile has no mask code, and one whose mask reads the place of a key has it in every tile."""
     plain, masked, scored = (

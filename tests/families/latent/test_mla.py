@@ -12,6 +12,7 @@ from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.schema import expand, load_spec_text
 from attngen.schema.kernel_spec import KernelSpec
+from tests.sampling import few
 
 
 def specs(entry: str = "", *, head_dim: str = "{qk: 576, v: 512}", arch: str = "sm90a") -> tuple[KernelSpec, ...]:
@@ -26,7 +27,7 @@ def planned(entry: str = "", **fields: str) -> Plan:
     return plan(kernel)
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen", "paged"])
+@few("layout", ["dense", "varlen", "paged"])
 @pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink", "allowed"])
 def test_every_layout_and_mask_has_one_kernel_that_reads_no_v(layout: str, variant: str) -> None:
     kernel = planned(f"variant: {variant}, layout: {layout}")
@@ -143,7 +144,7 @@ def backward(entry: str = "variant: causal", **fields: str) -> Plan:
     return plan(kernel)
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@few("layout", ["dense", "varlen"])
 @pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "causal_sink", "packed_documents"])
 @pytest.mark.parametrize("head_dim", ["{qk: 576, v: 512}", "512"])
 def test_the_backward_takes_masks_and_sinks(variant: str, layout: str, head_dim: str) -> None:

@@ -17,7 +17,7 @@ from attngen.render import render
 from tests.families.mma_forward.test_mma_forward import CARDS, conflicts, swizzled
 from tests.plan.specs import kernel_spec, planned
 from tests.plan.test_tensor_gradients import DECLARED
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 BACKWARD: Mapping[str, object] = {"backend": None, "passes": "backward", "backward": "{backend: cuda}"}
 
@@ -26,7 +26,7 @@ def mma(arch: str, head_dim: object, variant: str = "causal") -> Plan:
     return planned(variant, **{"arch": arch, "head_dim": head_dim, **BACKWARD})  # type: ignore[arg-type]
 
 
-@sampled(arch=[*CARDS], head_dim=[*HEAD_DIMS, "{qk: 192, v: 128}", "{qk: 40, v: 24}"])
+@sampled(always=9, arch=[*CARDS], head_dim=[*HEAD_DIMS, "{qk: 192, v: 128}", "{qk: 40, v: 24}"])
 def test_tiles_fit_the_card(arch: str, head_dim: object) -> None:
     if arch != "sm80" and isinstance(head_dim, int) and head_dim > 160:
         with pytest.raises(PlanError, match=r"shared memory for 320 columns of K and V"):
@@ -77,7 +77,7 @@ def test_other_tiles_need_fewer_registers() -> None:
     assert all(m < 128 for m, _ in others)
 
 
-@pytest.mark.parametrize("layout", ["dense", "varlen"])
+@few("layout", ["dense", "varlen"])
 @pytest.mark.parametrize(
     ("variant", "iteration", "by_head"),
     [
