@@ -14,6 +14,7 @@ from attngen.integrations.flash_attn import v2 as flash_attn
 from attngen.integrations.flash_attn import v3 as flash_attn_3
 from tests.integrations.flash_attn.test_flash_attn import BATCH, HEADS, near, qkv
 from tests.integrations.oracles import flash_attention
+from tests.sampling import few
 
 
 class InOperator:
@@ -69,7 +70,7 @@ def version_3_packed(*tensors: Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("place", PLACES)
+@few("place", PLACES, always=range(0, 999, 2))
 @pytest.mark.parametrize("passes", [version_2, version_2_packed, version_3, version_3_packed])
 def test_backward_passes_by_themselves(passes: Callable[..., None], place: str) -> None:
     inputs = [t.requires_grad_() for t in qkv(9, 9)]
@@ -82,6 +83,7 @@ def test_backward_passes_by_themselves(passes: Callable[..., None], place: str) 
     near(tuple(gradients), exact)
 
 
+@pytest.mark.exhaustive
 def test_a_ring_as_an_operator() -> None:
     """Forward and backward passes by themselves, as operators of a program that is compiled whole."""
     options = (0.0, None, True, -1, -1, 0.0, None)

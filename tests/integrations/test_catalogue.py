@@ -14,6 +14,7 @@ from attngen.build import integration_variants
 from attngen.integrations.shared import catalogue
 from attngen.lang.check import with_dropout
 from attngen.schema import expand, load_spec, preset_names
+from tests.sampling import few
 
 INTEGRATIONS = Path(catalogue.__file__).parents[1]
 #: Variants as builds write them.
@@ -25,14 +26,19 @@ def test_the_file_is_up_to_date() -> None:
     assert catalogue.FILE.read_text() == integration_variants.text(), f"stale: run {command}"
 
 
-@pytest.mark.parametrize("name", sorted(BUILT))
+@few("name", sorted(BUILT), always=range(0, 999, 3))
 def test_variants_are_equal_to_what_builds_write(name: str) -> None:
     """A variant as a value takes the kernels whose manifest holds an equal one."""
     assert catalogue.variant(name) == BUILT[name]
     assert catalogue.variant(name) is catalogue.variant(name)
 
 
-@pytest.mark.parametrize("path", sorted((resources.specs_dir() / "integrations").glob("*.yaml")), ids=lambda p: p.stem)
+@few(
+    "path",
+    sorted((resources.specs_dir() / "integrations").glob("*.yaml")),
+    ids=lambda p: p.stem,
+    always=range(0, 999, 3),
+)
 def test_every_declared_variant_has_kernels(path: Path) -> None:
     spec = load_spec(path)
     assert set(spec.model.variants) <= {kernel.variant.name for kernel in expand(spec)}

@@ -24,7 +24,7 @@ from tests.integrations.torch_sdpa.test_sdpa import described
 from tests.integrations.torch_sdpa.test_sdpa import qkv as heads_first
 from tests.integrations.transformers import families
 from tests.integrations.transformers.families import MAKERS, batch, gradients, logits
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 RATE = 0.25
 
@@ -32,7 +32,7 @@ RATE = 0.25
 # --- flash-attn's functions ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", FLASH_OPTIONS, ids=str)
+@few("given", FLASH_OPTIONS, ids=str, always=range(0, 999, 3))
 def test_flash_attn(given: dict[str, Any]) -> None:
     """Outputs, the log-sum-exp of the softmax before dropout, and gradients through both."""
     options = options_of(given)
@@ -109,7 +109,7 @@ def test_a_compiled_program_draws_as_an_eager_one() -> None:
 # --- scaled_dot_product_attention ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_heads", [4, 1])
+@few("kv_heads", [4, 1])
 @pytest.mark.parametrize(("variant", "options"), SDPA_OPTIONS, ids=described)
 def test_sdpa(variant: str, options: dict[str, Any], kv_heads: int) -> None:
     """Against torch's own function for a mask of dropout that is known."""
@@ -216,7 +216,7 @@ def dropping_as_attngen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]
     return rates
 
 
-@sampled(always=5, padding=["none", "left"], family=[*MAKERS])
+@sampled(always=2, padding=["none", "left"], family=[*MAKERS])
 def test_families_train_as_eager_does(family: str, padding: str, dropping_as_attngen: list[float]) -> None:
     given = batch(family, padding)
     made = []

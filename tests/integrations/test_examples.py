@@ -28,7 +28,8 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@few("name", sorted(PRINTED), always=1)
+@pytest.mark.exhaustive
+@few("name", sorted(PRINTED), always=1, often=range(0, 99, 2))
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [name, *ARGUMENTS.get(name, [])])

@@ -20,6 +20,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.operations.attention import kernel_call, recall
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.runtime.support import FakeDriver, kernel
+from tests.sampling import few
 
 pytestmark = pytest.mark.skipif(seen._TensorGuards is None, reason="torch has no such check")
 
@@ -98,7 +99,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@few("form", FORMS, always=range(0, 999, 3))
 def test_later_calls_are_recognized(form: str, slow: list[str]) -> None:
     for seed in range(6):
         call(given(seed, **FORMS[form]))
@@ -189,6 +190,7 @@ def test_arguments_in_one_memory_are_told_apart(slow: list[str]) -> None:
         call({**given(seed, topk=4), "topk_length": torch.tensor([seed, 4], dtype=torch.int32)})
 
 
+@pytest.mark.exhaustive
 def test_forms_that_share_a_key_do_not_note_forever(slow: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     note = recalled.seen

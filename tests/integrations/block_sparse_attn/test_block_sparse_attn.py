@@ -94,7 +94,12 @@ def near(actual: Any, wanted: Any) -> None:
         torch.testing.assert_close(one.double(), exact.double(), rtol=1e-4, atol=1e-5)
 
 
-@sampled(form=[(False, False), (True, False), (True, True)], types=[TYPES, [1, -1, 0, 2, -1, -1]], scale=[0.4, None])
+@sampled(
+    always=1,
+    form=[(False, False), (True, False), (True, True)],
+    types=[TYPES, [1, -1, 0, 2, -1, -1]],
+    scale=[0.4, None],
+)
 def test_results_and_gradients(form: tuple[bool, bool], types: list[int], scale: float | None) -> None:
     causal, exact = form
     torch.manual_seed(types[3])
@@ -127,6 +132,7 @@ def test_streaming_functions(tokens: bool) -> None:
     near([out], exact_of(inputs, seen)[:1])
 
 
+@pytest.mark.exhaustive
 @few(("causal", "exact"), [(True, True), (True, False), (False, False)])
 def test_dropout(causal: bool, exact: bool) -> None:
     inputs, packing = call_of()

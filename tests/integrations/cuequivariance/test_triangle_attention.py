@@ -73,7 +73,7 @@ def test_lengths_are_prefix_masks_but_for_empty_rows() -> None:
         torch.testing.assert_close(own, same, check_dtype=False)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@few("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str, always=range(0, 999, 3))
 @pytest.mark.parametrize("of_bias", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_dtypes(dtype: torch.dtype, of_bias: torch.dtype) -> None:
     """A bias of any dtype, in whose dtype its gradient is."""

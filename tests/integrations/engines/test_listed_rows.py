@@ -19,6 +19,7 @@ from attngen.runtime.device import driver as drivers
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from tests.integrations.engines.sparse_batches import SparseBatch, sparse_batch
 from tests.runtime.support import FakeDriver, kernel
+from tests.sampling import few
 
 
 def lists(made: SparseBatch) -> tuple[Tensor, Tensor]:
@@ -85,7 +86,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeDriv
     registry.clear()
 
 
-@pytest.mark.parametrize("columns", [576, 512])
+@few("columns", [576, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_step_is_one_launch(driver: FakeDriver, columns: int, dtype: torch.dtype, sinks: bool) -> None:

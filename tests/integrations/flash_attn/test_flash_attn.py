@@ -62,7 +62,7 @@ def options_of(given: dict[str, Any]) -> dict[str, Any]:
     return options if shape is None else {**options, "alibi_slopes": torch.rand(shape) + 0.1}
 
 
-@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@few("given", OPTIONS, ids=str, always=range(0, 999, 3))
 @pytest.mark.parametrize(("rows", "keys"), [(9, 13), (13, 9), (1, 13)])
 def test_every_combination(given: dict[str, Any], rows: int, keys: int) -> None:
     q, k, v = qkv(rows, keys)
@@ -73,7 +73,7 @@ def test_every_combination(given: dict[str, Any], rows: int, keys: int) -> None:
     assert torch.equal(flash_attn.flash_attn_func(q, k, v, **options), out)
 
 
-@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@few("given", OPTIONS, ids=str, always=range(0, 999, 3))
 def test_varlen_is_sequence_by_sequence(given: dict[str, Any]) -> None:
     options = options_of(given)
     lengths_q, lengths_k = (5, 11), (7, 3)

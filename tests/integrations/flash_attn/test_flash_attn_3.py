@@ -14,6 +14,7 @@ from attngen.integrations.flash_attn import v3 as flash_attn_3
 from attngen.integrations.flash_attn.used_queries import UsedQueries
 from tests.integrations.flash_attn.test_flash_attn import BATCH, DIM, HEADS, KV_HEADS, near, qkv
 from tests.integrations.oracles import flash_attention
+from tests.sampling import few
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -31,7 +32,7 @@ TUNING: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@few("given", OPTIONS, ids=str, always=range(0, 999, 3))
 @pytest.mark.parametrize(("rows", "keys"), [(9, 13), (13, 9), (1, 13)])
 def test_every_combination(given: dict[str, Any], rows: int, keys: int) -> None:
     inputs = [t.requires_grad_() for t in qkv(rows, keys)]
@@ -94,7 +95,7 @@ def by_sequence(
     return torch.cat(parts), torch.cat(sums, dim=1)
 
 
-@pytest.mark.parametrize("given", [*OPTIONS, {"deterministic": True, "causal": True}], ids=str)
+@few("given", [*OPTIONS, {"deterministic": True, "causal": True}], ids=str, always=range(0, 999, 3))
 @pytest.mark.parametrize("behind", [0, 3])
 def test_only_used_queries_are_computed(given: dict[str, Any], behind: int) -> None:
     """Rows after those that are used, also those that hold NaN, do not matter, and take no gradient."""

@@ -13,6 +13,7 @@ from attngen.integrations.flash_attn import v3 as flash_attn_3
 from attngen.integrations.flash_attn import v4 as flash_attn_4
 from tests.integrations.flash_attn.test_flash_attn import BATCH, HEADS, near, qkv
 from tests.integrations.oracles import flash_attention
+from tests.sampling import few
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -37,7 +38,7 @@ def wanted_with_sink(inputs: list[Tensor], sink: Tensor | None, given: dict[str,
     return out * torch.exp(lse - total).transpose(1, 2)[..., None], total
 
 
-@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@few("given", OPTIONS, ids=str, always=range(0, 999, 3))
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(("rows", "keys"), [(9, 13), (13, 9)])
 def test_every_combination(given: dict[str, Any], sinks: bool, rows: int, keys: int) -> None:
@@ -138,6 +139,7 @@ def test_what_pages_do_not_go_with() -> None:
             flash_attn_4.flash_attn_varlen_func(q, k, v, page_table=table, **options)
 
 
+@pytest.mark.exhaustive
 def test_in_a_compiled_program() -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attn_4.flash_attn_func(q, k, v, causal=True, window_size=(4, None))[0] * 2

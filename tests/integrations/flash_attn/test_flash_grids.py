@@ -41,7 +41,8 @@ def test_the_grids_have_as_many_cases_as_the_file() -> None:
     "case",
     flash_grids.draw(60, seed=3, longest=130),
     ids=lambda case: f"{case.family}-{case.seed}",
-    always=range(0, 60, 12),
+    always=(24, 48),
+    often=range(0, 60, 4),
 )
 def test_a_sample_by_the_reference(case: flash_grids.Case) -> None:
     actual = flash_families.run(case, "cpu")

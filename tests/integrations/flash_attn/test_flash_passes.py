@@ -28,7 +28,7 @@ def positional(options: dict[str, Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-@sampled(rate=[0.0, RATE], given=[*OPTIONS])
+@sampled(always=10, rate=[0.0, RATE], given=[*OPTIONS])
 def test_forward_and_backward(given: dict[str, Any], rate: float) -> None:
     options = options_of(given)
     inputs = [t.requires_grad_() for t in qkv()]

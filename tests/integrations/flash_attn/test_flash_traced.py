@@ -83,7 +83,8 @@ def tensors(result: Any) -> tuple[Tensor, ...]:
     return tuple(t for t in every if t is not None)
 
 
-@few("name", CALLS, always=(3,))
+@pytest.mark.exhaustive
+@few("name", CALLS, always=(3,), often=range(0, 99, 2))
 def test_a_compiled_call(name: str) -> None:
     call = CALLS[name]
     torch._dynamo.reset()

@@ -178,7 +178,8 @@ def _certain(function: Any, monkeypatch: pytest.MonkeyPatch, answer: bool) -> tu
 @pytest.mark.parametrize(
     "count",
     [
-        60,
+        20,
+        pytest.param(60, marks=pytest.mark.exhaustive),
         pytest.param(500, marks=pytest.mark.exhaustive),
         pytest.param(3000, marks=[pytest.mark.exhaustive, pytest.mark.long]),
     ],

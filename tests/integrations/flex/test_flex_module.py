@@ -210,7 +210,7 @@ def _random_lists(batch: int, heads: int, rows: int, columns: int) -> tuple[Tens
     return states, tuple(lists)
 
 
-@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+@few(("batch", "heads"), [(1, 1), (2, 1), (1, 3), (2, 3)], always=range(0, 999, 2))
 @pytest.mark.parametrize("full", [False, True])
 def test_lists_that_were_given_decide(batch: int, heads: int, full: bool) -> None:
     states, lists = _random_lists(batch, heads, 5, 4)
@@ -248,6 +248,7 @@ def test_a_mask_mod_that_is_replaced_counts_in_partial_blocks() -> None:
     assert torch.equal(ours.flex_attention(*given, block_mask=mask), before)
 
 
+@pytest.mark.exhaustive
 def test_torch_takes_the_masks() -> None:
     given = qkv(LENGTH, LENGTH, 1, 1)
     mask = ours.create_block_mask(_documents, 1, 1, LENGTH, LENGTH, "cpu", 64)

@@ -46,7 +46,7 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-@sampled(dtype=[torch.uint8, torch.int8, torch.int16], name=[*VALUES])
+@sampled(always=8, dtype=[torch.uint8, torch.int8, torch.int16], name=[*VALUES])
 def test_they_wrap_around(name: str, dtype: torch.dtype) -> None:
     x, y = tensors(dtype)
     value = VALUES[name]

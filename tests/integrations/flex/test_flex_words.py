@@ -141,7 +141,7 @@ def score_mod(word: str) -> Any:
     return lambda s, b, h, q, kv: WORDS[word](s, q, kv)
 
 
-@few("word", WORDS, always=range(0, len(WORDS), 3))
+@few("word", WORDS, always=range(0, len(WORDS), 6))
 def test_words_are_those_of_torch(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     q, k, v = qkv()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import prod
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from attngen.integrations.natten.boxes import BOX, Axis, chosen
 from attngen.integrations.natten.functions import orders_of
 from attngen.integrations.shared.catalogue import variant
 from tests.integrations.natten.neighbourhoods import Neighbourhood
+from tests.sampling import few
 
 AXES = [
     [(6, 3, 1, 1, False), (16, 5, 1, 1, False), (20, 9, 1, 1, False)],
@@ -30,7 +30,7 @@ def of_grid(rows: Tensor) -> Tensor:
     return rows[:, rows.any(0)]
 
 
-@pytest.mark.parametrize("axes", AXES, ids=lambda axes: "x".join(str(axis[0]) for axis in axes))
+@few("axes", AXES, ids=lambda axes: "x".join(str(axis[0]) for axis in axes), always=range(0, 999, 2))
 def test_counts_are_those_of_the_mask(axes: list[tuple[int, int, int, int, bool]]) -> None:
     first, second, third = (Axis(*axis) for axis in axes)
     queries, keys, scalars, boxes = orders_of((first, second, third))
@@ -48,7 +48,7 @@ def test_counts_are_those_of_the_mask(axes: list[tuple[int, int, int, int, bool]
     assert not mask[:, k == 0].any()
 
 
-@pytest.mark.parametrize(
+@few(
     ("grid", "size", "stride", "most"),
     [
         ((30, 48, 80), (18, 24, 24), (1, 1, 1), 1.78),
@@ -58,6 +58,7 @@ def test_counts_are_those_of_the_mask(axes: list[tuple[int, int, int, int, bool]
         ((1, 1, 4096), (1, 1, 512), (1, 1, 1), 1.3),
     ],
     ids=str,
+    always=range(0, 999, 2),
 )
 def test_visited_tiles_over_visible_pairs(
     grid: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], most: float

@@ -65,19 +65,19 @@ def check(of: Neighbourhood, inputs: Sequence[Tensor], more: Sequence[Tensor] = 
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@few("of", CASES, always=range(0, 99, 3), ids=lambda of: str(tuple(of)).replace(" ", ""))
+@few("of", CASES, always=range(0, 99, 6), ids=lambda of: str(tuple(of)).replace(" ", ""))
 def test_results_and_gradients(of: Neighbourhood, poisoned: None) -> None:
     check(of, qkv(of))
 
 
-@pytest.mark.parametrize("of", [CASES[0], CASES[5], CASES[6], CASES[9]], ids=lambda of: str(len(of.grid)))
+@few("of", [CASES[0], CASES[5], CASES[6], CASES[9]], ids=lambda of: str(len(of.grid)), always=range(0, 999, 2))
 def test_further_keys(of: Neighbourhood, poisoned: None) -> None:
     inputs = qkv(of)
     more = [torch.randn(2, 5, *given.shape[-2:], dtype=torch.float64, requires_grad=True) for given in inputs[1:]]
     check(of, inputs, more, scale=0.3)
 
 
-@seeds(80, always=3)
+@seeds(80, always=1)
 def test_random_neighbourhoods(seed: int, poisoned: None) -> None:
     draw = random.Random(seed)
     rank = draw.choice((1, 2, 2, 3, 3))
@@ -117,6 +117,7 @@ def test_values_for_all_axes() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_that_torch_moves_in_wide_elements(dtype: torch.dtype, poisoned: None) -> None:
     """Head dims of 8 to 1 elements, and tensors of other layouts."""
+    torch.manual_seed(0)
     of = CASES[4]
     for columns in (8, 6, 1):
         wide = [torch.randn(2, *of.grid, 2, columns + pad, dtype=torch.float64).to(dtype) for pad in (0, 2, 8)]

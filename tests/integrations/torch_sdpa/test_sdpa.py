@@ -17,6 +17,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.integrations import sdpa
 from tests.integrations import oracles
+from tests.sampling import few
 
 TORCHS = F.scaled_dot_product_attention
 
@@ -67,7 +68,7 @@ def described(value: Any) -> str:
     return " ".join(f"{name} {list(v.shape) if isinstance(v, Tensor) else v}" for name, v in value.items())
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@few("kv_heads", [4, 2, 1], always=range(0, 999, 3))
 @pytest.mark.parametrize(("variant", "options"), OPTIONS, ids=described)
 def test_options(variant: str, options: dict[str, Any], kv_heads: int) -> None:
     q, k, v = qkv(kv_heads=kv_heads)

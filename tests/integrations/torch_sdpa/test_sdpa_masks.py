@@ -112,7 +112,7 @@ def test_threads_without_a_block_have_torchs_function() -> None:
     assert F.scaled_dot_product_attention is TORCHS
 
 
-@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@few("make", [causal_upper_left, causal_lower_right])
 def test_causal_bias_in_a_compiled_program(make: Callable[..., CausalBias]) -> None:
     def program(q: Tensor, bias: CausalBias) -> Tensor:
         return F.scaled_dot_product_attention(q * 1.0, K, V, attn_mask=bias)
@@ -261,7 +261,7 @@ def told(call: Callable[..., Tensor], given: tuple[Tensor, ...], options: dict[s
             return type(error)
 
 
-@few("first", range(0, 600, 100), always=(0, 1))
+@few("first", range(0, 600, 100), always=1)
 def test_calls_of_every_kind_are_as_outside(first: int) -> None:
     routed_calls = 0
     for seed in range(first, first + 100):

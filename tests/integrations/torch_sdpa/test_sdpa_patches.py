@@ -183,6 +183,7 @@ def test_a_block_inside_of_a_patch_inside_of_a_block() -> None:
     assert (len(log.seen), outer.routed, inner.routed) == (1, 0, 1)
 
 
+@pytest.mark.exhaustive
 def test_context_parallel_of_two_processes(tmp_path: Path) -> None:
     program = (
         "import torch._dynamo, torch.multiprocessing\nfrom tests.integrations.torch_sdpa import context_parallel\n"

@@ -42,7 +42,7 @@ def registered() -> None:
 
 
 @pytest.mark.exhaustive
-@few("name", SAMPLE, always=(1, 8))
+@few("name", SAMPLE, always=(1, 8), often=range(0, 99, 3))
 def test_a_class_gives_what_eager_gives(name: str) -> None:
     result = check(name)
     assert result.verdict == SAMPLE[name], result

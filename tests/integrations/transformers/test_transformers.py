@@ -82,7 +82,7 @@ EXPECTED = {
 }
 
 
-@sampled(padding=[*PADDINGS], family=[*MAKERS])
+@sampled(always=5, padding=[*PADDINGS], family=[*MAKERS])
 def test_logits_and_gradients(family: str, padding: str, served: list[str]) -> None:
     given = batch(family, padding)
     wanted = logits(eager(family), given)
@@ -99,7 +99,7 @@ def test_logits_and_gradients(family: str, padding: str, served: list[str]) -> N
         assert float((found_gradients[name] - wanted_gradient).abs().max()) <= limit, name
 
 
-@sampled(always=5, padding=["none", "left"], family=[*GENERATORS])
+@sampled(always=2, padding=["none", "left"], family=[*GENERATORS])
 def test_cached_decoding(family: str, padding: str) -> None:
     given = batch(family, padding)
     tokens, actual = families.generate(model(family), given)
@@ -108,7 +108,7 @@ def test_cached_decoding(family: str, padding: str) -> None:
     near(actual, wanted)
 
 
-@sampled(always=3, padding=["none", "left"], family=["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss"])
+@sampled(always=1, padding=["none", "left"], family=["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss"])
 def test_decoding_against_a_static_cache(family: str, padding: str) -> None:
     given = batch(family, padding)
     tokens, actual = families.generate(model(family), given, cache_implementation="static")
@@ -134,7 +134,7 @@ def packed_inputs() -> tuple[dict[str, Any], list[slice]]:
     ]
 
 
-@pytest.mark.parametrize("family", PACKED)
+@few("family", PACKED, always=range(0, 999, 3))
 def test_packed_by_position_ids(family: str, served: list[str]) -> None:
     inputs, _ = packed_inputs()
     wanted = eager(family)(**inputs, use_cache=False).logits
@@ -380,7 +380,7 @@ def test_a_causal_call_without_a_mask_has_a_key_for_each_query() -> None:
     near(layer_call(None, q[:, :, :4], k, v, is_causal=False), wanted)
 
 
-@pytest.mark.parametrize("tokens", [3, 26])
+@few("tokens", [3, 26])
 def test_compressed_keys(tokens: int) -> None:
     """DeepSeek-V4's layers append keys, and columns of numbers to the mask; with no whole block there are none."""
     config = tiny(transformers.DeepseekV4Config)
@@ -425,7 +425,7 @@ def test_models_without_data_have_logits_of_their_shape(kind: str) -> None:
     assert actual.shape == (2, 9, empty.config.vocab_size)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "whisper", "t5"])
+@few("family", ["llama", "gemma2", "whisper", "t5"], always=range(0, 999, 4))
 def test_weights_of_attention_are_refused(family: str) -> None:
     """Hooks would collect none, and the model would return an empty tuple."""
     given = batch(family, "none")
@@ -534,7 +534,7 @@ def test_lengths_and_batches_that_change_are_compiled_once() -> None:
 
 #: One mask for all layers; one for each kind; sinks.
 @pytest.mark.exhaustive
-@sampled(family=["gpt_oss", "gemma3", "llama"], padding=["none", "left"])
+@sampled(every=2, family=["gpt_oss", "gemma3", "llama"], padding=["none", "left"])
 def test_a_compiled_step_against_a_static_cache(family: str, padding: str) -> None:
     """On a GPU ``generate`` compiles the step that decodes, and makes its masks outside of it."""
     graphs = []

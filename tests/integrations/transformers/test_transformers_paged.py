@@ -34,7 +34,7 @@ def paged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.exhaustive
-@few("family", ["gpt_oss", "mistral", "gemma3", "llama", "gemma2", "qwen3"])
+@few("family", ["gpt_oss", "mistral", "gemma3", "llama", "gemma2", "qwen3"], often=(0, 2))
 def test_a_server_gives_the_tokens_of_eager(family: str, paged: list[int]) -> None:
     model = families.make(family, head_dim=8, implementation="attngen")
     actual = serve(model)
