@@ -17,7 +17,7 @@ from tests.sampling import few
 SEQLEN, RANKS = 600, 2
 
 
-@few("case", list(cases()), always=range(0, 40, 8), ids=lambda case: case.name)
+@few("case", list(cases()), always=(0, 8), ids=lambda case: case.name, often=range(0, 99, 3))
 def test_ranks_compute_as_one(case: Case) -> None:
     case = dataclasses.replace(case, options={})  # the ranks' calls have one layout
     *whole, weight = (x.requires_grad_() for x in tensors(case, SEQLEN))

@@ -37,7 +37,7 @@ def processes(world: int, part: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@few(("world", "part"), [(2, "few"), (2, "some"), (4, "some")])
+@few(("world", "part"), [(2, "few"), (2, "some"), (4, "some")], often=(0, 1))
 def test_processes_compute_as_one(world: int, part: str, tmp_path: Path) -> None:
     processes(world, part, tmp_path)
 
@@ -56,7 +56,7 @@ def plan_of(case: Case, ranks: int, **options: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+@few("case", list(cases()), ids=lambda case: case.name, always=range(0, 999, 2))
 def test_every_visible_pair_is_visited(case: Case) -> None:
     """And each rank gets the keys of the tiles that its rows visit."""
     plan = plan_of(case, 3, method="exchange")
@@ -89,7 +89,7 @@ def test_every_visible_pair_is_visited(case: Case) -> None:
         assert (layer.sent.tiles[rank] == visited[plan.sharding.owner == rank].any(axis=0)).all()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@few("ranks", [1, 2, 3, 4, 8], always=range(0, 999, 3))
 @pytest.mark.parametrize("seqlen", [1, 40, 512, 513, 4096])
 def test_each_token_lies_on_one_rank(ranks: int, seqlen: int) -> None:
     for chunks in (None, 1, 2, 5):

@@ -1,4 +1,4 @@
-"""Every test starts with an empty registry that looks at no real cache nor installed package, and with no prepared call."""
+"""Tests start with an empty registry that looks at no real cache nor installed package, and with no prepared call."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.runtime.arguments import arrays
 from tests.runtime import jax_arrays
+from tests.sampling import few
 
 torch.manual_seed(0)
 Q, K, V = (torch.randn(2, n, h, 16) for n, h in ((3, 4), (5, 2), (5, 2)))
@@ -323,7 +324,7 @@ def of_jax() -> dict[str, str]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", jax_arrays.CHECKS)
+@few("name", jax_arrays.CHECKS, often=range(0, 99, 2))
 def test_jax(name: str) -> None:
     pytest.importorskip("jaxlib.version", reason="needs jax")
     assert of_jax()[name] == ""

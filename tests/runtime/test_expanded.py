@@ -152,13 +152,14 @@ def gradients(kind: str, *, backend: str | None = None, compiled: bool = False) 
     return gradients_of_inputs  # type: ignore[return-value]
 
 
-@sampled(compiled=[False, True], kind=["heads", "batch", "leaves", "kept"])
+@sampled(always=2, compiled=[False, True], kind=["heads", "batch", "leaves", "kept"])
 def test_gradients(trained: GradientDriver, kind: str, compiled: bool) -> None:
     build()
     close(gradients(kind, compiled=compiled and kind != "kept"), gradients(kind, backend="reference"))
     assert trained.launches == ["forward", "preprocess", "dkdv", "dq"]
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_kernels_that_refuse_expanded_tensors(
     trained: GradientDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from attngen.runtime.geometry.sizes import CHUNK_BYTES, by_chunks, geometries, w
 from attngen.runtime.kernels.module import Kernel
 from attngen.schema import expand, load_spec_text
 from tests.runtime.support import FakeDriver, kernel_of, variant
+from tests.sampling import few
 
 MULTIPROCESSORS = 132
 _RESOURCES = {"registers": 0, "spills": 0, "shared_memory": 1024, "cubin_bytes": 0, "compile_seconds": 0.0}
@@ -78,7 +79,7 @@ def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
         assert [one.blocks(FakeDriver(), 0) for one in grids if one.launch.name == "dqkv"] == [blocks]
 
 
-@pytest.mark.parametrize(
+@few(
     ("name", "layout", "heads", "heads_in_l2"),
     [
         ("causal", "dense", (8, 2), 4),  # 24,576 queries with Q, dO and their sums take 24 MiB: those of 3 KV heads
@@ -89,6 +90,7 @@ def test_blocks_that_have_no_tile_of_keys_round_dq() -> None:
         ("relative_bias", "dense", (8, 2), 4),  # the score reads by position, not the mask
         ("allowed", "dense", (8, 2), 4),
     ],
+    always=range(0, 999, 3),
 )
 def test_many_heads_run_side_by_side_where_data_decide_how_long_a_tile_of_keys_takes(
     name: str, layout: str, heads: tuple[int, int], heads_in_l2: int

@@ -201,7 +201,7 @@ ALWAYS = [
 
 
 @pytest.mark.usefixtures("_gpu")
-@few(("name", "state"), CASES, always=[*map(CASES.index, ALWAYS)])
+@few(("name", "state"), CASES, always=[*map(CASES.index, ALWAYS)], often=range(0, 999, 3))
 def test_a_store_changes_no_call(name: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in a state, nor after one in which the store was still empty."""
     store = STORES[name]
@@ -226,7 +226,7 @@ def test_a_store_changes_no_call(name: str, state: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("_gpu")
-@pytest.mark.parametrize("name", [name for name, store in STORES.items() if store.compiles])
+@few("name", [name for name, store in STORES.items() if store.compiles], always=range(0, 999, 2))
 def test_a_store_changes_no_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = STORES[name]
     call, tensors = store.of(), store.tensors()

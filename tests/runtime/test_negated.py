@@ -12,6 +12,7 @@ from torch import Tensor
 import attngen
 from attngen.errors import CallError
 from attngen.runtime.arguments.keys import note
+from tests.sampling import few
 
 Q, K, V = (torch.randn(2, n, h, 16) for n, h in ((3, 4), (5, 2), (5, 2)))
 PAGES = torch.randn(4, 4, 2, 16)
@@ -49,7 +50,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 PLACES = [(form, name) for form, (_, given) in CALLS.items() for name in given if isinstance(given[name], Tensor)]
 
 
-@pytest.mark.parametrize(("form", "name"), PLACES)
+@few(("form", "name"), PLACES, always=range(0, 999, 3))
 def test_each_is_refused(form: str, name: str) -> None:
     call, given = CALLS[form]
     call(**given)

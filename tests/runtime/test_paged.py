@@ -513,6 +513,7 @@ def test_a_program_compiles_without_a_graph_break(backend: str, given: bool) -> 
         assert (ours != 0).any() == given
 
 
+@pytest.mark.exhaustive
 def test_a_program_of_packed_queries_compiles() -> None:
     install(bias_variant())
     c = cache([17, 4], 4)

@@ -20,6 +20,7 @@ from attngen.runtime.operations.attention import recall
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text
 from tests.runtime.host_kernels import HostDriver, as_kernels
+from tests.sampling import few
 
 SPEC = """
 schema: 1
@@ -91,7 +92,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]
     registry.clear()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@few("head_dim", [64, 128])
 @pytest.mark.parametrize("variant", ["causal", "sliding_window"])
 def test_pages(compared: list[tuple[str, bool]], variant: str, head_dim: int) -> None:
     rnd = random.Random(head_dim)
@@ -113,7 +114,7 @@ def test_pages(compared: list[tuple[str, bool]], variant: str, head_dim: int) ->
     assert {"decode", "wgmma"} <= {name.split("_")[2] for name, plain in compared if plain}
 
 
-@pytest.mark.parametrize("backend", [None, "triton"])
+@few("backend", [None, "triton"], always=range(0, 999, 2))
 def test_packed(compared: list[tuple[str, bool]], backend: str | None) -> None:
     rnd = random.Random(5)
     q, k = torch.zeros(6000, 32, 128, dtype=torch.bfloat16), torch.zeros(6000, 8, 128, dtype=torch.bfloat16)

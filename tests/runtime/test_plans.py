@@ -32,7 +32,7 @@ def planned(text: str) -> list[Kernel]:
     return kernels
 
 
-@sampled(loads=["descriptor", "pointer"], name=preset_names())
+@sampled(always=7, loads=["descriptor", "pointer"], name=preset_names())
 def test_each_preset_launches_what_the_reference_computes(gpu: FakeDriver, name: str, loads: str) -> None:
     dim = 80 if loads == "descriptor" else 64  # 80 columns come in two blocks, each with a descriptor
     layouts = "layout: [dense, varlen], backend: triton"

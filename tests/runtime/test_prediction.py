@@ -16,6 +16,7 @@ from attngen.runtime.geometry.prediction import Card, predict
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.registry.order import preferred
 from tests.runtime.support import kernel_of, manifest_of, variant, window_variant
+from tests.sampling import few
 
 BLOCKS, TIMES = 13, (1000.0, 300.0, 100.0)
 SEEN_BY_CAUSAL = [[None, ["add", "q_pos_hi", 1]]]
@@ -50,7 +51,7 @@ def by_hand(kernel: Kernel, call: Call, causal: bool) -> float:
     return launch + max(until)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@few("causal", [False, True], always=range(0, 999, 3))
 @pytest.mark.parametrize("pack_gqa", [False, True])
 @pytest.mark.parametrize(
     "sizes",

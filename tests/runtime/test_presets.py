@@ -17,6 +17,7 @@ from attngen.runtime.registry.presets import preset, preset_names
 from attngen.schema import preset as of_spec
 from attngen.schema import preset_names as names_of_specs
 from tests.runtime.support import FakeDriver
+from tests.sampling import few
 
 
 def test_presets_are_those_of_the_specs() -> None:
@@ -27,7 +28,7 @@ def test_presets_are_those_of_the_specs() -> None:
     assert preset("nothing") is None
 
 
-@pytest.mark.parametrize("name", names_of_specs())
+@few("name", names_of_specs(), always=range(0, 999, 3))
 def test_each_runs_on_the_cpu(name: str) -> None:
     """Dense, packed and, where the variant may, in pages; with the values that the same variant as a value gets."""
     variant = preset(name)

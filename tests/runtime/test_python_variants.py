@@ -23,6 +23,7 @@ from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import expand, load_spec_text, preset, preset_names
 from attngen.schema.presets import declared_preset
 from tests.runtime.support import FakeDriver, kernel
+from tests.sampling import few
 
 WINDOW: dict[str, Any] = {"window": {"dtype": "int32", "shape": ["h"], "range": {"min": 1, "max": 65536}}}
 
@@ -94,7 +95,7 @@ def test_fields_that_no_file_could_hold_are_refused(fields: dict[str, Any], mess
         attngen.variant(**fields)
 
 
-@pytest.mark.parametrize("name", preset_names())
+@few("name", preset_names(), always=range(0, 999, 3))
 def test_a_variant_computes_the_same_as_its_fields_in_a_spec(name: str) -> None:
     """The variant's own YAML says the same again."""
     fields = declared_preset(name).model.model_dump(exclude_unset=True, exclude={"description"})
@@ -167,6 +168,7 @@ def test_kernels_of_another_definition_do_not_serve_it(gpu: FakeDriver) -> None:
     assert attngen.explain(q, q, q, variant=made).kernel.package == "ours"  # type: ignore[union-attr]
 
 
+@pytest.mark.exhaustive
 def test_two_of_one_name_do_not_mix_in_compiled_programs() -> None:
     q, results = torch.randn(1, 8, 2, 16), []
     for mask in ("q_pos >= kv", "q_pos > kv"):

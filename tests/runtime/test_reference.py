@@ -18,7 +18,7 @@ from attngen.runtime.reference import eager as reference_module
 from attngen.schema import preset, preset_names
 from tests.runtime.hand_masks import arguments, by_hand
 from tests.runtime.support import variant, window_variant
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 SHAPES = [(2, 4, 2, 33, 33), (1, 2, 1, 9, 40), (2, 2, 2, 40, 9)]  # batch, heads, kv_heads, seqlen_q, seqlen_k
 
@@ -32,7 +32,7 @@ def tensors(
     return q, k, torch.randn(batch, seqlen_k, kv_heads, dim + 2, dtype=dtype)
 
 
-@sampled(shape=[*SHAPES], name=preset_names())
+@sampled(always=10, shape=[*SHAPES], name=preset_names())
 def test_preset_equals_its_mask_by_hand(name: str, shape: tuple[int, ...]) -> None:
     batch, heads, _, seqlen_q, seqlen_k = shape
     q, k, v = (tensor.requires_grad_() for tensor in tensors(*shape))
@@ -50,7 +50,7 @@ def test_preset_equals_its_mask_by_hand(name: str, shape: tuple[int, ...]) -> No
         torch.testing.assert_close(ours, theirs.nan_to_num(0.0))
 
 
-@pytest.mark.parametrize("name", preset_names())
+@few("name", preset_names(), always=range(0, 999, 3))
 def test_varlen_equals_each_sequence_alone(name: str) -> None:
     lengths = [(5, 5), (0, 3), (7, 12), (4, 0), (11, 6)]
     longest_q, longest_k = 11, 12

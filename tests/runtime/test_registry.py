@@ -124,6 +124,7 @@ def test_a_call_takes_the_best_kernel_of_all_packages(gpu: FakeDriver) -> None:
     torch.testing.assert_close(attngen.attention(q, k, v, variant="causal"), wanted)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_program_takes_the_kernels_of_all_packages_too(gpu: FakeDriver) -> None:
     registry.add(package_of_kernels([kernel(variant(), package="first", head_dim=64)], "memory"))
     registry.add(package_of_kernels([kernel(variant(), package="second", head_dim=128)], "memory"))

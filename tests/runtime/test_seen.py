@@ -113,7 +113,7 @@ def changes(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-@sampled(name=list(changes(pages())), known=[True, False])
+@sampled(always=5, name=list(changes(pages())), known=[True, False])
 def test_other_tensors_are_not_taken_for_those_before(
     gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, name: str, known: bool
 ) -> None:

@@ -18,6 +18,7 @@ from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.reference.eager import reference
 from attngen.runtime.reference.sinks import add_gradients, learned, without_keys
 from attngen.schema import preset
+from tests.sampling import few
 
 CAUSAL = preset("causal_sink")
 #: Of every kind of index: the head, another number of heads, the sequence, and none; one element read twice.
@@ -66,7 +67,7 @@ def test_a_sink_is_a_key_with_a_logit_of_its_own_and_a_value_of_zero(size: float
     assert not out[:, :2].any()
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@few("packed", [False, True])
 @pytest.mark.parametrize("variant", [CAUSAL, MIXED], ids=lambda v: v.name)
 def test_gradients_of_the_reference(variant: Variant, packed: bool) -> None:
     torch.manual_seed(5)

@@ -20,6 +20,7 @@ from attngen.runtime.geometry.sizes import Geometry
 from attngen.runtime.geometry.splits import Capacity, split_sizes
 from tests.plan.specs import planned
 from tests.runtime.support import FakeDriver, kernel_of, manifest_of, variant
+from tests.sampling import few
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def test_warps_of_rows(rows: int, group: int, row_warps: int) -> None:
     assert (sizes["row_warps"], 1 << sizes["row_bits"]) == (row_warps, row_warps)
 
 
-@pytest.mark.parametrize("clusters", [0, 1, 14, 16])
+@few("clusters", [0, 1, 14, 16])
 @pytest.mark.parametrize("keys", [0, 1, 1000, 100_000])
 @pytest.mark.parametrize("batch", [1, 7, 300])
 def test_blocks_run_at_once_and_clusters_are_whole(batch: int, keys: int, clusters: int) -> None:

@@ -103,6 +103,7 @@ def test_autocast(gpu: GradientDriver) -> None:
     assert gpu.launches == ["forward", "preprocess", "dkdv", "dq"]
 
 
+@pytest.mark.exhaustive
 def test_autocast_on_the_cpu() -> None:
     given = [t.detach().float().requires_grad_() for t in leaves()]
     wanted = attngen.attention(*(t.to(torch.bfloat16) for t in given), variant="causal")
@@ -148,6 +149,7 @@ def test_a_transform_of_something_else_changes_nothing(gpu: GradientDriver) -> N
     assert gpu.launches == ["forward"] * 2
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_program_differentiates(gpu: GradientDriver) -> None:
     build()
     inputs = leaves()

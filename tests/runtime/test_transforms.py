@@ -17,6 +17,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.runtime.autograd import transforms
 from tests.runtime.gradient_driver import GradientDriver, build, taken_for_a_gpu
+from tests.sampling import few
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -66,7 +67,7 @@ DERIVATIVES: dict[str, Callable[[Callable[..., Tensor], list[Tensor]], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
+@few("name", DERIVATIVES, always=range(0, 999, 3))
 def test_derivatives(name: str) -> None:
     given = tensors(2 if name in ("grad", "for each sample") else 1, 3, 4)
     same(DERIVATIVES[name](causal, given), DERIVATIVES[name](dense, given))

@@ -65,6 +65,7 @@ def test_there_is_no_log_sum_exp() -> None:
             attend(q, k, v, variant=SIGMOID, return_lse=True)
 
 
+@pytest.mark.exhaustive
 def test_transforms_and_compiled_gradients() -> None:
     q, k, v = (t.detach() for t in inputs())
 

@@ -53,6 +53,7 @@ def test_every_place(host: HostDriver, dtype: torch.dtype, where: str, packed: b
     assert len(host.launches) == 3
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, where=[*PLACES], dtype=DTYPES[:2])
 def test_a_cache_in_8_bits(host: HostDriver, dtype: torch.dtype, where: str) -> None:
     """Scales of all, of heads and of pages; numbers that saturate, and NaN."""
@@ -66,6 +67,7 @@ def test_a_cache_in_8_bits(host: HostDriver, dtype: torch.dtype, where: str) -> 
     assert len(host.launches) == len(granularities)
 
 
+@pytest.mark.exhaustive
 def test_scales_of_pages_are_not_taken_for_those_of_sequences(host: HostDriver) -> None:
     """Calls that differ in nothing but the rows of their scales, after the first are recognized by their tensors."""
     torch.manual_seed(6)
@@ -74,7 +76,8 @@ def test_scales_of_pages_are_not_taken_for_those_of_sequences(host: HostDriver) 
     assert len(host.launches) == 5
 
 
-@sampled(table_dtype=[*DTYPES], interleaved=[False, True], dtype=[*DTYPES])
+@pytest.mark.exhaustive
+@sampled(always=(2,), table_dtype=[*DTYPES], interleaved=[False, True], dtype=[*DTYPES])
 def test_every_rotation(host: HostDriver, dtype: torch.dtype, interleaved: bool, table_dtype: torch.dtype) -> None:
     """Whole rows, parts of them that end at 16 bytes or not, single pairs, and positions out of the tables."""
     torch.manual_seed(4)
@@ -85,7 +88,11 @@ def test_every_rotation(host: HostDriver, dtype: torch.dtype, interleaved: bool,
     assert len(host.launches) == len(halves)
 
 
-@sampled(dims=[(8, 8), (16, 128), (80, 40), (96, 96), (128, 128), (192, 128), (256, 256), (8, 256)], dtype=[*DTYPES])
+@sampled(
+    always=(0, 3, 6),
+    dims=[(8, 8), (16, 128), (80, 40), (96, 96), (128, 128), (192, 128), (256, 256), (8, 256)],
+    dtype=[*DTYPES],
+)
 def test_every_width(host: HostDriver, dtype: torch.dtype, dims: tuple[int, int]) -> None:
     torch.manual_seed(5)
     chance = random.Random(2)

@@ -84,7 +84,7 @@ def agree(layer: PagedLayer, q: Tensor, out: Tensor, batch: PagedBatch) -> None:
     assert bool((out[rows:] == 7.0).all())
 
 
-@pytest.mark.parametrize("padding", [0, 3])
+@few("padding", [0, 3])
 @pytest.mark.parametrize(
     ("rows", "decodes", "launches"),
     [([1] * 5, None, 1), ([1, 1, 0, 12, 3], 3, 2), ([12, 3, 1, 1, 1], -3, 2), ([2, 3, 1, 12, 3], None, 1)],

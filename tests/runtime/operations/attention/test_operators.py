@@ -69,6 +69,7 @@ def test_operators_can_be_defined_before_any_call() -> None:
         attngen.define_operators("secnd")
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, backend=["eager", "aot_eager"], dynamic=[False, True])
 def test_a_program_compiles_without_a_graph_break(backend: str, dynamic: bool) -> None:
     install(bias_variant())
@@ -88,6 +89,7 @@ def test_a_program_compiles_without_a_graph_break(backend: str, dynamic: bool) -
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.exhaustive
 def test_a_varlen_program_compiles() -> None:
     install(window_variant())
     q, k, v = (t.flatten(0, 1) for t in tensors())
@@ -102,6 +104,7 @@ def test_a_varlen_program_compiles() -> None:
     torch.testing.assert_close(torch.compile(program, fullgraph=True, backend="aot_eager")(q, k, v), program(q, k, v))
 
 
+@pytest.mark.exhaustive
 @sampled(always=1, learns=[False, True], packed=[False, True])
 def test_lengths_and_batches_that_change_are_compiled_once(packed: bool, learns: bool) -> None:
     install(window_variant())
@@ -160,6 +163,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(operator, (*packed, cu, cu, 21, 21, 4, None, None, None, "varlen", None))
 
 
+@pytest.mark.exhaustive
 def test_opcheck_of_the_backward() -> None:
     install(graded_variant())
     inputs = tensors()
@@ -171,6 +175,7 @@ def test_opcheck_of_the_backward() -> None:
     torch.library.opcheck(backward, (*above, out, lse, *inputs, *own, None, None, "bshd", None))
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_is_traced_whole_has_its_gradients() -> None:
     """The step's graph runs with autograd left out of dispatch, so that the reference must record for itself."""
     install(variant("whole"))

@@ -60,8 +60,7 @@ def both(host: HostDriver, launch: str, **given: Any) -> torch.Tensor:
     ("launch", "queries", "heads"),
     [
         ("32", 24, 20), ("32_few", 3, 32), ("64", 11, 64), ("64_few", 1, 40), ("128", 6, 100), ("128_few", 1, 128),
-    ], always=(1,)
-)  # fmt: skip
+    ], always=(1,), often=(0, 3, 4))  # fmt: skip
 def test_every_launch(host: HostDriver, launch: str, queries: int, heads: int) -> None:
     both(host, launch, **operands(queries, 140, heads))
 

@@ -18,7 +18,7 @@ from attngen.runtime.operations.quantize.in_torch import transformed
 from tests.runtime.operations.append.test_append import turned
 from tests.runtime.operations.quantize.quantized import ROUNDED, a_call
 from tests.runtime.support import variant
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 
 INPUTS = [torch.bfloat16, torch.float16, torch.float32]
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -208,7 +208,7 @@ def test_zeros_have_scale_1(granularity: str | int) -> None:
     assert all((values.float() == 0).all() for values in results[:3])
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@few("granularity", GRANULARITIES, always=range(0, 999, 3))
 @pytest.mark.parametrize("size", [1e-30, 1e-38, 1e-42])
 def test_tiny_numbers_give_no_nan(granularity: str | int, size: float) -> None:
     x = torch.randn(1, 70, 2, 64) * size

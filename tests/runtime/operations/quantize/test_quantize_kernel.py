@@ -45,7 +45,7 @@ def test_every_granularity(host: HostDriver, dtype: torch.dtype, granularity: st
     assert len(host.launches) == (1 if isinstance(granularity, int) else 2)
 
 
-@sampled(granularity=["head", 64, "token"], dims=[*HEAD_DIMS])
+@sampled(always=5, granularity=["head", 64, "token"], dims=[*HEAD_DIMS])
 def test_every_width(host: HostDriver, dims: tuple[int, int], granularity: str | int) -> None:
     both(a_call(torch.bfloat16, dims=dims, granularity=granularity, batch=1, seed=5))
     both(a_call(torch.bfloat16, dims=dims, granularity=granularity, batch=1, heads=3, kv_heads=1, hadamard=False))
@@ -61,7 +61,7 @@ def test_keys_less_their_mean(host: HostDriver, dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("rounded", ROUNDED, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@few("dtype", DTYPES, ids=str)
 def test_numbers_of_all_sizes_in_both_forms_of_8_bits(
     host: HostDriver, dtype: torch.dtype, rounded: torch.dtype
 ) -> None:
@@ -92,7 +92,7 @@ def test_every_rotation(host: HostDriver, dims: tuple[int, int], interleaved: bo
 def test_signs_may_be_given(host: HostDriver) -> None:
     for dims, dtype in (((128, 64), torch.float32), ((24, 8), torch.int8)):
         signs = (2 * torch.randint(0, 2, dims[:1]) - 1).to(dtype)
-        both(a_call(torch.float16, dims=dims, signs=signs))
+        both(a_call(torch.bfloat16, dims=dims, signs=signs))
     assert len(host.launches) == 4
 
 
@@ -130,6 +130,7 @@ def test_tensors_lie_as_they_like(host: HostDriver) -> None:
     assert len(host.launches) == 5
 
 
+@pytest.mark.exhaustive
 def test_fresh_calls_of_all_kinds(host: HostDriver) -> None:
     seed = random.SystemRandom().randrange(2**31)
     print("seed", seed)
@@ -163,7 +164,7 @@ UNSUITED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("how", UNSUITED)
+@few("how", UNSUITED, always=range(0, 999, 3))
 @pytest.mark.parametrize("granularity", ["head", 64])
 def test_calls_that_no_kernel_takes_run_in_torch(host: HostDriver, granularity: str | int, how: str) -> None:
     given = a_call(torch.bfloat16, half=32, granularity=granularity)

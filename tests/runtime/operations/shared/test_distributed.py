@@ -13,6 +13,7 @@ from tests import forked
 from tests.sampling import some
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compiled", some([False, True], [False]))
 def test_two_processes_compute_as_one(compiled: bool, tmp_path: Path) -> None:
     program = (
