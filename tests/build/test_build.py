@@ -99,6 +99,7 @@ def test_everything_is_built_then_nothing(spec: Path, store: Store, log: Path) -
     assert list(index.inputs) == [str(spec.resolve())]
 
 
+@pytest.mark.exhaustive
 def test_comments_and_the_order_of_keys_compile_nothing(spec: Path, store: Store, log: Path) -> None:
     first = run(spec, store)
     reordered = SPEC.replace("{type: int32, min: 1}", "{min: 1, type: int32}")
@@ -111,6 +112,7 @@ def test_comments_and_the_order_of_keys_compile_nothing(spec: Path, store: Store
     assert len(log.read_text().split()) == 4
 
 
+@pytest.mark.exhaustive
 def test_an_edit_compiles_what_it_touches(spec: Path, store: Store, log: Path) -> None:
     run(spec, store)
     spec.write_text(SPEC.replace("< width", "<= width"))
@@ -164,6 +166,7 @@ def test_the_least_spilling_one_is_kept_where_all_spill(spec: Path, store: Store
     assert kernel.name in [row["name"] for row in kernel.refused]
 
 
+@pytest.mark.exhaustive
 def test_a_backward_that_cuda_gives_up_says_the_price_and_what_to_declare(spec: Path, store: Store, log: Path) -> None:
     text = OPEN.replace("hopeless: {", "hopeless: {scalars: {n: {type: int32}, m: {type: int32, max: 9}}, ")
     text = text.replace("q_pos >= kv", "q_pos >= kv + n + m")
@@ -178,6 +181,7 @@ def test_a_backward_that_cuda_gives_up_says_the_price_and_what_to_declare(spec: 
     assert report.to_dict()["kernels"][0]["advice"] == kernel.advice
 
 
+@pytest.mark.exhaustive
 def test_a_tile_that_the_spec_fixes_fails_with_the_reason(spec: Path, store: Store, log: Path) -> None:
     fixed = "{variant: causal, head_dim: 64, tile: {m: 192, n: 64}, warps: {consumer: 3, overlap: true}, backend: cuda}"
     spec.write_text(OPEN.replace("{variant: causal, head_dim: [64, 128]}", fixed))
@@ -187,6 +191,7 @@ def test_a_tile_that_the_spec_fixes_fails_with_the_reason(spec: Path, store: Sto
     assert "640 B of spills" in str(failure.error)
 
 
+@pytest.mark.exhaustive
 def test_a_compiler_that_only_a_later_attempt_needs_may_be_missing(
     spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +254,7 @@ def test_cards_that_differ_have_a_kernel_each(spec: Path, store: Store, log: Pat
     assert names(None, wide) == {own.name: [], n96: ["card 1"]}
 
 
+@pytest.mark.exhaustive
 @few(
     "choice",
     [{"tile": {"n": 250}}, {"tile": {"n": 128}, "warps": {"consumer": 3, "overlap": True}}],
@@ -277,6 +283,7 @@ def test_choices_of_another_spec_are_remarked_on(spec: Path, store: Store, log: 
     assert f"{tuned} has no choice for a kernel of this spec that leaves it open" in warnings
 
 
+@pytest.mark.exhaustive
 def test_kernels_that_come_to_be_one_are_one(spec: Path, store: Store, log: Path) -> None:
     both = "{variant: causal, head_dim: 64}\n  - {variant: causal, head_dim: 64, tile: {n: 32}}"
     spec.write_text(OPEN.replace("{variant: causal, head_dim: [64, 128]}", both))
@@ -331,6 +338,7 @@ def test_an_include_is_an_input(spec: Path, store: Store, log: Path) -> None:
     assert origins(run(spec, store)) == {"built": 2, "cached": 4}
 
 
+@pytest.mark.exhaustive
 def test_another_generator_or_toolchain_is_noticed(
     spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +381,7 @@ def test_arches_can_be_restricted(spec: Path, store: Store, log: Path) -> None:
         run(spec, store, "sm90")
 
 
+@pytest.mark.exhaustive
 def test_dtypes_and_head_dims_can_be_restricted(spec: Path, store: Store, log: Path) -> None:
     spec.write_text(SPEC.replace("head_dim: 64", "head_dim: [64, {qk: 192, v: 128}]\n    dtype: [bf16, fp16]"))
     wide = run(spec, store, "sm90a", dtype=("bf16",), head_dim=("192/128",))
@@ -448,6 +457,7 @@ def test_nothing_is_compiled_where_no_kernel_can_be_planned(spec: Path, store: S
     assert log.read_text() == ""
 
 
+@pytest.mark.exhaustive
 def test_the_observer_sees_each_compile(spec: Path, store: Store, log: Path) -> None:
     events: list[tuple[str, object]] = []
 
@@ -474,6 +484,7 @@ def test_a_cache_that_cannot_be_written_stops_the_build(spec: Path, tmp_path: Pa
     assert log.read_text() == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fresh_workers")  # which have the limits of this process
 def test_a_disk_that_fills_up_is_reported(spec: Path, store: Store, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
@@ -512,6 +523,7 @@ def test_builds_at_once_compile_each_kernel_once(spec: Path, store: Store, log: 
     assert os.listdir(store.root / "locks") == []
 
 
+@pytest.mark.exhaustive
 @few("begun", [0, 1, 3], always=(2,))
 def test_a_killed_build_is_taken_up_again(spec: Path, store: Store, log: Path, begun: int) -> None:
     process = start_build(spec, store, "tests.store.fakes:compile_two")

@@ -98,7 +98,7 @@ def test_a_wrong_source_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert names == (tmp_path / "log").read_text().split() == [source.name]
 
 
-@pytest.mark.parametrize(
+@few(
     ("fields", "remedy"),
     [
         ({}, "'backend: triton' avoids it"),
@@ -117,6 +117,7 @@ def line_of(source: Source, word: str) -> int:
     return 1 + source.text[: source.text.index(word)].count("\n")
 
 
+@pytest.mark.exhaustive
 def test_nvrtc_names_the_line(tmp_path: Path) -> None:
     source, error, names = failed(tmp_path, "cuda", "= threadIdx.x % 32", "= nothing_of_that_name")
     place = f"{source.file_name}:{line_of(source, 'nothing_of_that_name')}"
@@ -126,6 +127,7 @@ def test_nvrtc_names_the_line(tmp_path: Path) -> None:
     assert names == [source.name]
 
 
+@pytest.mark.exhaustive
 @few("right", ["tl.program_id(0)", "tl.exp2(x"])  # of the kernel, and of a function that it calls
 def test_triton_names_the_line(tmp_path: Path, right: str) -> None:
     wrong = right.replace("tl.", "tl.nothing_")

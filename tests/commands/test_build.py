@@ -42,6 +42,7 @@ def attngen(*arguments: object, code: int = 0) -> Result:
     return result
 
 
+@pytest.mark.exhaustive
 def test_build_prints_what_each_kernel_costs(spec: Path) -> None:
     output = attngen("build", spec, "--jobs", 2).stdout
     assert "registers" in output
@@ -213,6 +214,7 @@ def test_cache(spec: Path, cache: Path) -> None:
     assert "0 entries" in attngen("cache", "list").stdout
 
 
+@pytest.mark.exhaustive
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = json.loads(attngen("doctor", "--json").stdout)["findings"]
     states = {finding["name"]: finding["state"] for finding in findings}

@@ -332,6 +332,7 @@ def test_needs_a_spec():
     assert "name at least one spec" in result.stderr
 
 
+@pytest.mark.exhaustive
 @few("name", ["hopper", "ampere", "ada", "blackwell", "blackwell_consumer", "portable", "ladder"], always=(1,))
 def test_shipped_specs_can_be_planned(name):
     result = run(str(resources.specs_dir() / f"{name}.yaml"), "--strict")

@@ -85,7 +85,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("line", "code", "says"), CASES, ids=[case[0] for case in CASES])
+@few(("line", "code", "says"), CASES, ids=[case[0] for case in CASES], always=range(0, 999, 2))
 def test_exit_codes(folder: Path, line: str, code: int, says: str) -> None:
     result = attngen(*line.split(), code=code)
     assert says in result.stderr

@@ -55,6 +55,7 @@ def test_as_json(spec: Path) -> None:
     assert report["wheel"]["rest_bytes"] + share["wheel_bytes"] == file["bytes"]
 
 
+@pytest.mark.exhaustive
 def test_errors_are_said_without_a_traceback(spec: Path) -> None:
     refused = attngen("package", spec, "--max-size", "10 kB", code=1)
     assert "more than the 10,000 B that max-size allows" in refused.stderr

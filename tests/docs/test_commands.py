@@ -30,7 +30,7 @@ from attngen.lab.bench.small import suite as small
 from attngen.runtime.registry.lookup import registry
 from attngen.schema import Spec
 from attngen.schema.tuned import tuned_text
-from tests.docs.blocks import DOCUMENTS, README, ROOT, TOUR, blocks, code_spans
+from tests.docs.blocks import DOCUMENTS, README, ROOT, blocks, code_spans
 from tests.sampling import some
 from tests.store import fakes
 
@@ -198,7 +198,7 @@ _HAVE_RUN: set[str] = set()
 
 @pytest.mark.parametrize(
     "path",
-    some([path for path in DOCUMENTS if any(s.path == path for s in OURS)], [README, TOUR]),
+    some([path for path in DOCUMENTS if any(s.path == path for s in OURS)], [README]),
     ids=lambda p: p.name,
 )
 def test_blocks_run(path: Path, folders: dict[str, Path]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,14 +73,26 @@ def _is_numeric(value: ast.expr) -> bool:
     ) and any(type(node.value) in (int, float) for node in parts if isinstance(node, ast.Constant))
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_constants_say_where_they_were_measured(module: Path) -> None:
-    for line, name, comment in constants((ROOT / "attngen" / module).read_text()):
+def test_constants_say_where_they_were_measured() -> None:
+    wrong = []
+    for module, line, name, comment in _all():
         place = f"{module}:{line}: {name}"
-        assert name in STRUCTURAL or _says_where(comment), f"{place}: name the page and heading, or say 'Not measured'"
+        if name not in STRUCTURAL and not _says_where(comment):
+            wrong.append(f"{place}: name the page and heading, or say 'Not measured'")
         for page, heading in _PLACE.findall(comment):
-            headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
-            assert heading in headings, f"{place}: {page} has no heading '{heading}'"
+            if heading not in _headings(page):
+                wrong.append(f"{place}: {page} has no heading '{heading}'")
+    assert not wrong, "\n".join(wrong)
+
+
+@cache
+def _all() -> list[tuple[Path, int, str, str]]:
+    return [(module, *row) for module in MODULES for row in constants((ROOT / "attngen" / module).read_text())]
+
+
+@cache
+def _headings(page: str) -> list[str]:
+    return re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.MULTILINE)
 
 
 def _says_where(comment: str) -> bool:
@@ -90,9 +101,7 @@ def _says_where(comment: str) -> bool:
 
 
 def test_each_structural_constant_is_one() -> None:
-    texts = [(ROOT / "attngen" / module).read_text() for module in MODULES]
-    unsaid = {name for text in texts for _, name, comment in constants(text) if not _says_where(comment)}
-    assert unsaid == STRUCTURAL
+    assert {name for _, _, name, comment in _all() if not _says_where(comment)} == STRUCTURAL
 
 
 def test_a_constant_without_a_place_is_noticed() -> None:

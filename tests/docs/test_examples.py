@@ -46,13 +46,15 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 #: Those that tests/integrations/test_examples.py runs in its own process, which holds what they import already.
 ELSEWHERE = ("route_sdpa", "serve_llama", "train_on_answers", "transformers_model", "use_flash_attn")
 
-#: Those that take seconds: a package that is built, ranks that are started, kernels that are compiled.
+#: Those that take seconds: a package that is built, ranks that are started, kernels that are compiled, and training.
 LONG = (
-    "ship_a_package", "train_on_ranks", "port_flex_attention", "native_sparse_attention", "mixture_of_block_attention",
+    "ship_a_package", "add_a_schedule", "train_gpt", "train_on_ranks", "port_flex_attention", "native_sparse_attention",
+    "mixture_of_block_attention",
 )  # fmt: skip
 
 MARKS = {
     **dict.fromkeys(LONG, (pytest.mark.exhaustive,)),
+    "native_sparse_attention": (pytest.mark.exhaustive, pytest.mark.long),  # as the one with mixtures of blocks
     **dict.fromkeys(ELSEWHERE, (pytest.mark.exhaustive, pytest.mark.long)),
 }
 CASES = [pytest.param(path, id=path.stem, marks=MARKS.get(path.stem, ())) for path in EXAMPLES]
@@ -101,6 +103,7 @@ def test_mixture_of_blocks_is_that_of_a_mask_in_torch() -> None:
         torch.testing.assert_close(mine, exact)
 
 
+@pytest.mark.long
 @pytest.mark.exhaustive
 def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ATTNGEN_CACHE": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}

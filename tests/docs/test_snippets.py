@@ -16,12 +16,12 @@ from attngen.plan import Plan, plan
 from attngen.render import render
 from attngen.schema import Spec, expand, load_spec, load_spec_text, preset_names
 from tests.docs.blocks import DOCUMENTS, README, ROOT, TOUR, Block, anchors, blocks, code_spans, links, tables
-from tests.sampling import some
+from tests.sampling import few, some
 
 YAML = [block for path in DOCUMENTS for block in blocks(path, "yaml")]
 PYTHON = [path for path in DOCUMENTS if blocks(path, "python")]
 #: Pages whose programs always run.
-ALWAYS = ("README.md", "tour.md")
+ALWAYS = ("README.md",)
 
 #: First word of a block's comment where the block is no program to run.
 NOT_RUN, EXCERPT = "not run:", "excerpt of the kernel of "
@@ -38,7 +38,7 @@ def plans_of(spec: Spec) -> list[Plan]:
     return [plan(kernel) for kernel in expand(spec)]
 
 
-@pytest.mark.parametrize("block", YAML, ids=str)
+@few("block", YAML, ids=str, always=range(0, 999, 3))
 def test_specs_load(block: Block, tmp_path: Path) -> None:
     spec = load(block, tmp_path)
     plans = plans_of(spec)

@@ -37,6 +37,7 @@ def run(spec: Path, seen: list[GridReport] | None = None, **options: Any) -> Gri
     return bench(GridSuite(spec, BenchOptions(**options), 90), observe)
 
 
+@pytest.mark.exhaustive
 def test_a_whole_run(spec: Path) -> None:
     seen: list[GridReport] = []
     report = run(spec, seen, tokens=64, seqlens=(32,), rounds=2)

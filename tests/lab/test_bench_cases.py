@@ -18,6 +18,7 @@ from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.reference.eager import names_of
 from attngen.schema import preset, preset_names
 from tests.runtime.support import variant
+from tests.sampling import few
 
 
 def case(name: str, seqlen: int, *, batch: int = 1, heads: int = 1, kv_heads: int = 1) -> BenchCase:
@@ -93,7 +94,7 @@ def every_pair(chosen: Variant, at: BenchCase, arguments: dict[str, Any]) -> int
     return total
 
 
-@pytest.mark.parametrize("name", preset_names())
+@few("name", preset_names(), always=range(0, 999, 3))
 def test_visible_pairs_are_those_of_brute_force(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_workloads, "_PAIRS", 100)  # several pieces
     at = case(name, 37, batch=2, heads=4, kv_heads=2)

@@ -139,6 +139,7 @@ def test_a_case_that_breaks_off_has_no_figures(team: Team, small: BenchCase) -> 
     assert results["good"].reason == "RuntimeError: an illegal memory access"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("clean_registry")
 def test_inputs_exceed_the_cache(team: Team, small: BenchCase) -> None:
     size = 48 * (64 * 32 + 64 * 32 + 64 * 16) * 2

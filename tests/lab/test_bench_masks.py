@@ -92,7 +92,7 @@ def test_there_are_enough_cases_with_names_of_their_own() -> None:
     assert len({case.identifier for case in mask_cases()}) == len(CASES) == len(mask_cases())
 
 
-@few("name", CASES, always=range(0, 99, 9))
+@few("name", CASES, always=(0, 36), often=range(0, 99, 3))
 def test_both_forms_are_one_function(name: str, plain_flex: None) -> None:
     """Outputs and gradients of all attngen rows are those of FlexAttention's form, in float64."""
     cell = small(CASES[name])
@@ -439,6 +439,7 @@ def test_tensors_over_pairs_end_at_16k() -> None:
         cells_of(BenchOptions(cells=("random bools",), seqlens=(32768,)))
 
 
+@pytest.mark.exhaustive
 def test_processes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished processes return their results when time is up, and the others are killed."""
     monkeypatch.setattr(first_calls, "_LOAD", "time:sleep")  # fails, which is no error

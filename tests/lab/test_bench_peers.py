@@ -114,6 +114,7 @@ def test_flash_functions_get_the_flags(name: str, monkeypatch: pytest.MonkeyPatc
         assert seen.pop() == {"causal": name != "full", "softcap": softcap}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @few("name", ["packed_documents", "full", "causal", "alibi"])
 def test_flex_attention_and_sdpa_compute_the_case(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +130,7 @@ def test_flex_attention_and_sdpa_compute_the_case(name: str, monkeypatch: pytest
         assert oracle.error(contender.first()) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "sliding_window", "causal_sink"])
+@few("name", ["full", "causal", "sliding_window", "causal_sink"], always=1)
 def test_cudnn_frontend_gets_the_flags(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub in its place computes what the arguments mean: heads first, a left bound that counts the own key."""
     monkeypatch.setattr(bench_peers, "import_module", lambda name: StubCudnn)
@@ -139,7 +140,8 @@ def test_cudnn_frontend_gets_the_flags(name: str, monkeypatch: pytest.MonkeyPatc
     assert Oracle(work, *inputs[0].bshd).error(contender.first()) < 1e-5
 
 
-@few("name", ["full", "causal", "sliding_window", "prefix_lm", "packed_documents"], always=(2, 4))
+@pytest.mark.exhaustive
+@few("name", ["full", "causal", "sliding_window", "prefix_lm", "packed_documents"], always=(2,))
 def test_cudnn_flex_gets_intervals(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_peers, "import_module", lambda name: StubCudnn)
     work, inputs = workload_of(preset(name), name, 1400, torch.float32)

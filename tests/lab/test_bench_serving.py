@@ -113,6 +113,7 @@ def test_drafts_see_themselves_and_what_is_above_them() -> None:
 # --- contents ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_sets_exceed_twice_the_cache() -> None:
     for l2_bytes in (1, 10**5, 10**9):
         held = contents(l2_bytes=l2_bytes)
@@ -469,6 +470,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
     return path
 
 
+@pytest.mark.exhaustive
 def test_a_whole_run(spec: Path) -> None:
     seen: list[int] = []
     report = bench(ServingSuite(spec, BenchOptions(rounds=2), 90), lambda so_far, line: seen.append(len(so_far.rows)))

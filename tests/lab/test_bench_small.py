@@ -34,6 +34,7 @@ from attngen.schema.measured import checked
 from attngen.schema.measured_times import TimesModel
 from tests.lab.bench_support import FakeClock, StubPeer, compute_on_the_cpu
 from tests.runtime.support import FakeDriver
+from tests.sampling import few
 
 SPEC = """
 schema: 1
@@ -85,7 +86,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean_registry: None) 
         yield path
 
 
-@pytest.mark.parametrize("sustained", [False, True])
+@few("sustained", [False, True])
 def test_a_whole_run(spec: Path, sustained: bool) -> None:
     seen: list[int] = []
     suite = SmallSuite(spec, BenchOptions(rounds=2, sustained=sustained), 90)

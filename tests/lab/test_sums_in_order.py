@@ -99,6 +99,7 @@ def test_logits_that_are_summed_in_order() -> None:
         assert not deviation(call, *forward(call, inputs, rough=True), wanted).ok
 
 
+@pytest.mark.exhaustive
 def test_gradients_that_are_summed_in_order() -> None:
     """dK and dV of one KV head are sums over the rows of all heads of its group."""
     inputs, call, _ = prepare_case(kernel(8), Case("long", (600,), (64,), heads=8, kv_heads=1), "cpu", 0)

@@ -104,6 +104,7 @@ def narrow_is_faster(kernel: Prepared, case: BenchCase) -> float:
     return 1.0 + abs(plan.tile_n - 96) / 100 + (plan.stages == 3) / 10 + case.seqlen / 1e6
 
 
+@pytest.mark.exhaustive
 def test_the_fastest_of_all_is_chosen_and_built(spec: Path, card: dict[str, Any]) -> None:
     card["speed"] = narrow_is_faster
     report = searched(spec, variants=("full",))
@@ -132,6 +133,7 @@ def test_the_plans_own_choice_stays_where_nothing_is_faster(spec: Path, card: di
     assert load_tuned(spec.with_name("card.yaml")).choices == {}
 
 
+@pytest.mark.exhaustive
 def test_wrong_and_refused_candidates_are_not_chosen(spec: Path, card: dict[str, Any]) -> None:
     card["refused"] = "n64s"
     card["speed"] = lambda kernel, case: 0.0 if kernel.plan.tile_n == 80 else 1.0 + kernel.plan.tile_n / 1000
@@ -225,6 +227,7 @@ def plan_with(folder: Path, monkeypatch: pytest.MonkeyPatch, kernel: KernelSpec)
     return planned
 
 
+@pytest.mark.exhaustive
 def test_a_choice_is_a_row_of_the_table(spec: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the row that the table chose, with the work of its kernel; the planner then makes what was measured."""
     card["speed"] = narrow_is_faster

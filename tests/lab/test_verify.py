@@ -76,6 +76,7 @@ def test_the_interpreter_asks_for_numpy(spec: Path, monkeypatch: pytest.MonkeyPa
     assert "needs numpy: pip install numpy" in error
 
 
+@pytest.mark.exhaustive
 def test_what_runs_only_on_a_gpu_names_the_spec_that_needs_none(tmp_path: Path) -> None:
     spec = tmp_path / "hopper.yaml"
     spec.write_text(
@@ -94,6 +95,7 @@ def test_what_runs_only_on_a_gpu_names_the_spec_that_needs_none(tmp_path: Path) 
     assert run(spec)[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_json_tells_everything_about_each_case_and_the_same_seed_repeats_it(spec: Path) -> None:
     code, output, _ = run(spec, "--json", "--only", "fp16_d32_near", "--seed", 5)
     actual = json.loads(output)

@@ -24,7 +24,7 @@ from tests.sampling import few
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
-@few("dtype", APPENDED)
+@few("dtype", APPENDED, often=(0, 3))
 def test_kernels_are_the_same_as_plain_torch_in_all_cases(dtype: str) -> None:
     (kernel,) = [one for one in kernels() if one.name.endswith(f"sm90a_{dtype}")]
     with drivers.use(HostDriver()):

@@ -45,7 +45,7 @@ def tried(change: Callable[[Call, Buffers], tuple[Call, Buffers]] | None = None,
     return try_kernel(paged_kernel(name), launch, "cpu", 7, small=True)
 
 
-@few("name", OF_PAGES, always=range(0, 19, 3))
+@few("name", OF_PAGES, always=range(0, 19, 9))
 def test_what_is_right_passes(name: str) -> None:
     trial = tried(name=name)
     assert trial.problems == ()

@@ -262,7 +262,7 @@ def test_limits_hold_with_every_seed(score: str, dtype: str) -> None:
 @few(
     ("score", "dtype"),
     [("s * s * 0.5", "bf16"), ("s * 2.0", "fp32"), ("s * 2.0", "fp16"), ("s * 0.5", "fp16")],
-    always=2,
+    always=1,
 )
 def test_a_log_sum_exp_that_is_off_by_a_thousandth_fails(score: str, dtype: str) -> None:
     for seed in SEEDS[:8]:
@@ -318,6 +318,7 @@ def test_keys_that_are_values_have_both_gradients() -> None:
         torch.testing.assert_close(wanted.truth[name], leaf.grad)
 
 
+@pytest.mark.exhaustive
 def test_roundings_of_terms_are_those_of_a_kernel() -> None:
     """The gradient of a factor sums P (dP - D) times the product, of which a kernel rounds P times the product."""
     gain = Tensor_("gain", "fp32", (), grad=True)

@@ -83,6 +83,7 @@ def test_a_kernel_holds_what_the_wheel_of_its_spec_holds(kernel: HubKernel, tmp_
         assert (build_made.files, build_made.bytes) == (len(files), sum(map(len, files.values())))
 
 
+@pytest.mark.exhaustive
 def test_metadata_names_the_kernel_and_has_a_digest_of_each_file(kernel: HubKernel) -> None:
     for build_made, backend in zip(kernel.builds, ("cuda", "cpu"), strict=True):
         read = metadata_of(kernel.folder, build_made.folder.name)
@@ -105,6 +106,7 @@ def test_metadata_names_the_kernel_and_has_a_digest_of_each_file(kernel: HubKern
     assert 'get_kernel("<owner>/attngen-hub", version=0, trust_remote_code=True)' in card
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_compiler")
 def test_version_arch_and_licence(tmp_path: Path) -> None:
     (tmp_path / "LIC").write_text("All rights reserved.\n")
@@ -123,6 +125,7 @@ def test_version_arch_and_licence(tmp_path: Path) -> None:
         write(tmp_path / "three", version="new")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_compiler")
 def test_the_same_spec_gives_the_same_bytes_also_in_place_of_an_earlier_kernel(
     kernel: HubKernel, tmp_path: Path
@@ -220,6 +223,7 @@ def on_fake_gpu(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield gpu
 
 
+@pytest.mark.exhaustive
 def test_its_functions_run_its_kernels(kernel: HubKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = torch.randn(3, 2, 40, 4, 64).to(torch.bfloat16)
     starts = torch.tensor([0, 30, 80], dtype=torch.int32)
@@ -239,6 +243,7 @@ def test_its_functions_run_its_kernels(kernel: HubKernel, monkeypatch: pytest.Mo
         assert "attngen build" not in said
 
 
+@pytest.mark.exhaustive
 def test_sinks_join_the_softmax(kernel: HubKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a kernel without sinks on the GPU, whose result is joined with them."""
     q, k, v = torch.randn(3, 2, 24, 4, 64)

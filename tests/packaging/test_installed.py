@@ -200,6 +200,7 @@ def test_two_packages_two_runtimes_and_attngen_side_by_side(tmp_path: Path, whee
     assert built == "  built: attngen_other/causal"  # it knows itself alone
 
 
+@pytest.mark.exhaustive
 def test_an_entry_point_is_followed_without_an_import(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("attngen_small", "attngen_small", discovery.ENTRY_POINTS)
     monkeypatch.setattr(discovery.metadata, "entry_points", lambda group: [point])
@@ -242,6 +243,7 @@ def test_twenty_processes_import_and_call_a_fresh_package_at_once(site: Path) ->
     assert {path.suffix for path in written} <= {".pyc"}
 
 
+@pytest.mark.exhaustive
 def test_attngen_finds_a_folder_of_a_package(site: Path) -> None:
     registry.clear()
     q = torch.randn(1, 9, 2, 64)
@@ -288,6 +290,7 @@ reveal = attngen_small.variants()[0] == "nonsense"  # error: no such name
 """
 
 
+@pytest.mark.exhaustive
 def test_the_stubs_name_what_there_is(site: Path) -> None:
     stub = ast.parse((site / "attngen_small/__init__.pyi").read_text())
     functions = [node for node in stub.body if isinstance(node, ast.FunctionDef)]

@@ -15,6 +15,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from attngen.formats import VERSION
 from tests.packaging.support import ROOT, install, make, run
+from tests.sampling import few
 
 SPEC = """
 schema: 1
@@ -80,6 +81,7 @@ def environment(built_attngen: Path, tmp_path_factory: pytest.TempPathFactory) -
     return {**os.environ, "PYTHONPATH": str(built_attngen), "ATTNGEN_CACHE": str(cache), "PIP_NO_INPUT": "1"}
 
 
+@pytest.mark.exhaustive
 def test_attngens_own_wheel_holds_no_rendered_sources(built_attngen: Path) -> None:
     data = {path.name for path in (built_attngen / "attngen/_data").iterdir()}
     assert data == {"specs", "tuned", "templates", "tests", "LICENSE"}
@@ -168,7 +170,7 @@ def test_a_source_distribution_needs_no_attngen_of_this_machine(project: Path, t
     assert (tmp_path / "again" / sdist.name).read_bytes() == sdist.read_bytes()
 
 
-@pytest.mark.parametrize(
+@few(
     ("place", "old", "new", "message"),
     [
         ("pyproject.toml", 'specs = ["kernels/masks.yaml"]', 'spec = ["kernels/masks.yaml"]', "did you mean 'specs'"),
@@ -179,8 +181,7 @@ def test_a_source_distribution_needs_no_attngen_of_this_machine(project: Path, t
         ("kernels/masks.yaml", "my_masks", "my_model", "its package would be 'my_model', which is a module of the"),
         ("kernels/masks.yaml", "kv %", "kw %", "unknown name 'kw'"),
     ],
-    ids=["key", "file", "size", "name", "mask"],
-)  # fmt: skip
+    ids=["key", "file", "size", "name", "mask"], always=range(0, 999, 4))  # fmt: skip
 def test_errors_of_a_project_are_said(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str],
     place: str, old: str, new: str, message: str,
@@ -206,6 +207,7 @@ def build_in_process(project: Path, out: Path, version: str = "standard") -> Pat
     return Path(wheel)
 
 
+@pytest.mark.exhaustive
 def test_two_specs_may_not_share_a_name(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
@@ -221,22 +223,19 @@ def test_two_specs_may_not_share_a_name(
     assert modules == {"my_masks", "more_masks", "my_model", "my_model-1.2.3.dist-info"}
 
 
+@pytest.mark.usefixtures("fake_compiler")
 def test_a_package_that_is_not_registered_is_said(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str],
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setenv("ATTNGEN_CACHE", environment["ATTNGEN_CACHE"])
+    project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = project / "pyproject.toml"
     path.write_text(path.read_text().replace('my_masks = "my_masks"', ""))
     build_in_process(project, tmp_path / "dist")
     assert "attngen.attention will not find my_masks" in "".join(capfd.readouterr())
 
 
-def test_an_editable_installation_has_the_kernels(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
-) -> None:
+@pytest.mark.usefixtures("fake_compiler")
+def test_an_editable_installation_has_the_kernels(project: Path, tmp_path: Path) -> None:
     pytest.importorskip("editables")
-    monkeypatch.setenv("ATTNGEN_CACHE", environment["ATTNGEN_CACHE"])
     with (project / "pyproject.toml").open("a") as file:
         file.write('\n[tool.hatch.build.targets.wheel.force-include]\n"kernels" = "my_data"\n')
     with ZipFile(build_in_process(project, tmp_path / "dist", "editable")) as archive:

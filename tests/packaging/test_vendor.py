@@ -6,6 +6,8 @@ import ast
 import sys
 from pathlib import Path
 
+import pytest
+
 import attngen
 from attngen.packaging.vendor import COPIED, runtime_files
 
@@ -26,6 +28,7 @@ def test_the_copy_imports_torch_and_itself_alone() -> None:
                     assert str(node.module).partition(".")[0] in ALLOWED, f"{name}:{node.lineno}"
 
 
+@pytest.mark.exhaustive
 def test_every_relative_import_leads_to_a_file_or_to_what_is_left_out() -> None:
     files = runtime_files()
     missing = set()

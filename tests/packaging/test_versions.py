@@ -17,6 +17,7 @@ from attngen.errors import LoadError
 from attngen.formats import VERSION
 from tests.packaging.support import on_path
 from tests.runtime.support import FakeDriver
+from tests.sampling import few
 
 
 def change(site: Path, **entries: Any) -> Path:
@@ -45,6 +46,7 @@ def tensors(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Te
     return q, k, v
 
 
+@pytest.mark.exhaustive
 def test_a_package_of_another_version_computes_the_same_as_the_reference(
     site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +78,7 @@ def test_another_architecture_is_named_with_the_one_that_is_needed(site: Path, m
         assert package.explain(*tensors(), variant="causal").kernel.arch.name == "sm80"
 
 
+@pytest.mark.exhaustive
 def test_an_old_driver_is_named_with_the_one_that_is_needed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         on_fake_gpu(site, monkeypatch, FakeDriver(cuda_version=12040)) as package,
@@ -87,7 +90,7 @@ def test_an_old_driver_is_named_with_the_one_that_is_needed(site: Path, monkeypa
         package.attention(*tensors(), variant="causal")
 
 
-@pytest.mark.parametrize(
+@few(
     ("entry", "value", "message"),
     [
         ("format", 2, "has package format 2; this runtime, .*reads package format 1: update attngen, or call it by"),
@@ -96,6 +99,7 @@ def test_an_old_driver_is_named_with_the_one_that_is_needed(site: Path, monkeypa
         ("schema", 0, "has spec schema 0; .*: build the package again, or call it by its own name"),
         ("format", None, "has package format None"),
     ],
+    always=range(0, 999, 3),
 )
 def test_an_attngen_that_cannot_read_a_package_says_why(site: Path, entry: str, value: Any, message: str) -> None:
     with pytest.raises(LoadError, match=message):
@@ -124,7 +128,7 @@ def test_files_of_two_versions_in_one_package_are_refused(site: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"format": 1, "manifest": 3, "schema": 1}'])
+@few("text", ["", "[]", "{", '{"format": 1, "manifest": 3, "schema": 1}'], always=range(0, 999, 2))
 def test_a_damaged_index_is_a_load_error(site: Path, text: str) -> None:
     (site / "attngen_small/package.json").write_text(text)
     with pytest.raises(LoadError, match="reinstall"):

@@ -97,6 +97,7 @@ def test_metadata_of_a_wheel(wheel: Path) -> None:
             assert (digest, int(size)) == (f"sha256={wanted}", len(files[name]))
 
 
+@pytest.mark.exhaustive
 def test_shipped_specs_have_the_authors_and_urls_of_attngen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def publisher(spec: Path, text: str) -> str:
         monkeypatch.setattr("importlib.metadata.metadata", lambda name: Parser().parsestr(text))
@@ -187,6 +188,7 @@ def test_bytes_of_a_wheel_by_kernel(wheel: Path) -> None:
     assert 0 < sizes.rest < sizes.total
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_compiler")
 def test_a_wheel_that_is_too_large_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     from attngen.packaging.make import package
@@ -277,6 +279,7 @@ def test_a_source_distribution_holds_the_project_and_the_generator(tmp_path: Pat
     assert not {"pytest", "matplotlib", "torch"} & distributions
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("fake_compiler")
 def test_a_name_that_ends_in_an_underscore_has_a_distribution(tmp_path: Path) -> None:
     spec = write_spec(tmp_path, SPEC.replace("attngen_small", "small_"))
@@ -305,6 +308,7 @@ def test_a_date_that_no_archive_can_hold_is_refused(tmp_path: Path, monkeypatch:
         make(write_spec(tmp_path), tmp_path / "dist")
 
 
+@pytest.mark.exhaustive
 @few("target", ["wheel", "sdist"])
 def test_measured_choices_go_into_a_package(tmp_path: Path, fake_compiler: None, target: str) -> None:
     spec = write_spec(tmp_path, OTHER, "other.yaml")

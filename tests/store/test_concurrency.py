@@ -17,6 +17,7 @@ import pytest
 
 from attngen.store import Store
 from attngen.store.lock import Lock
+from tests.sampling import few
 from tests.store.fakes import artifact, builder, key_of
 
 FORK = multiprocessing.get_context("fork")
@@ -79,6 +80,7 @@ def hold_in_turn(number: int, path: Path, rounds: int) -> None:
             assert witness.read_text() == str(number)
 
 
+@pytest.mark.exhaustive
 def test_a_lock_has_one_holder_although_its_file_comes_and_goes(tmp_path: Path) -> None:
     spawn(8, hold_in_turn, tmp_path / "lock", 30)
     assert not (tmp_path / "lock").exists()
@@ -118,10 +120,11 @@ def write_forever(store: Store, written: Any) -> None:
         store.write("builds", "fake.json", b"x" * 50_000)
 
 
-def test_a_killed_writer_leaves_no_damage(tmp_path: Path) -> None:
+@few("killed", [8, 24])
+def test_a_killed_writer_leaves_no_damage(tmp_path: Path, killed: int) -> None:
     rng = random.Random(0)
     store = Store(tmp_path / "cache")
-    entries, killed = 0, 24
+    entries = 0
     for moment in range(killed):
         written = FORK.RawValue("i", 0)  # without a lock, with which the process might be killed
         process = FORK.Process(target=write_forever, args=(store, written), daemon=True)
@@ -145,7 +148,7 @@ def test_a_killed_writer_leaves_no_damage(tmp_path: Path) -> None:
     assert entries >= killed  # each process wrote one at least
 
 
-@pytest.mark.parametrize("wait", [True, False])
+@few("wait", [True, False], always=range(0, 999, 2))
 def test_waiting_for_a_builder_that_is_killed(tmp_path: Path, wait: bool) -> None:
     """Whoever waits for a key builds it once its builder is gone."""
     store = Store(tmp_path / "cache")

@@ -16,7 +16,7 @@ from attngen.errors import CompileError, StoreError
 from attngen.store import Store, StoreWarning, default_root
 from attngen.store import files as store_files
 from attngen.store import store as store_module
-from tests.sampling import sampled
+from tests.sampling import few, sampled
 from tests.store.as_user import as_user
 from tests.store.fakes import artifact, builder, key_of
 
@@ -168,8 +168,8 @@ def dangle(path: Path) -> None:
 DAMAGES = [truncate, empty, flip, lengthen, remove, become_a_folder, dangle]
 
 
-@pytest.mark.parametrize("name", ["kernel.cubin", "manifest.json", "classify.cubin", "SHA256SUMS"])
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@few("name", ["kernel.cubin", "manifest.json", "classify.cubin", "SHA256SUMS"], always=range(0, 999, 3))
+@few("damage", DAMAGES, ids=lambda damage: damage.__name__, always=range(0, 999, 5))
 def test_a_damaged_entry_is_never_loaded_and_built_again(
     store: Store, name: str, damage: Callable[[Path], None]
 ) -> None:

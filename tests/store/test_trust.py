@@ -61,7 +61,7 @@ def use(root: Path, tmp_path: Path) -> None:
             step(Store(root))
 
 
-@sampled(folder=["", *FOLDERS], mode=[0o775, 0o757, 0o777])
+@sampled(always=3, folder=["", *FOLDERS], mode=[0o775, 0o757, 0o777])
 def test_folders_that_others_may_write_to_are_not_used(root: Path, tmp_path: Path, folder: str, mode: int) -> None:
     (root / folder).mkdir(exist_ok=True)
     (root / folder).chmod(mode)
