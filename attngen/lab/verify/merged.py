@@ -78,7 +78,7 @@ def _parts(kernel: Kernel, form: str, layout: str, width: int, seqlen: int, seed
     for part in range(2):
         batch = 1 if form == "shared" and part == 0 else _BATCH
         lse = 3 * draw(batch, _HEADS, seqlen)
-        lse[torch.rand(lse.shape, generator=generator, device="cpu") < 0.25] = -math.inf
+        lse[torch.rand(lse.shape, generator=generator, dtype=torch.float32, device="cpu") < 0.25] = -math.inf
         rows = lse if layout == "bhsd" and form != "packed" else lse.transpose(1, 2)
         out = draw(*rows.shape, width).masked_fill((rows == -math.inf)[..., None], math.nan)
         if form == "strided":
