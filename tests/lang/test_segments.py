@@ -183,7 +183,7 @@ def _pairs(source: random.Random) -> tuple[tuple[Interval, ...], tuple[Interval,
     return tuple(visible), tuple(full)
 
 
-@few("seed", range(100), always=(0, 3, 7), often=range(0, 100, 10))
+@few("seed", range(100), always=(0, 3, 6, 7), often=range(0, 100, 10))
 def test_each_tile_runs_exactly_once(seed: int) -> None:
     source = random.Random(seed)
     visible, full = _pairs(source)
