@@ -491,6 +491,7 @@ class FakeGpu:
         return True
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("plain_flex")
 def test_a_whole_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Cells are compared and timed in turn, reports are written meanwhile, and what there is no time for is named."""

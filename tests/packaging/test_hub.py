@@ -145,6 +145,7 @@ def test_the_same_spec_gives_the_same_bytes_also_in_place_of_an_earlier_kernel(
         assert os.fsencode(tmp_path) not in data, name
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_holds_something_else_is_refused(kernel: HubKernel, tmp_path: Path) -> None:
     """Nothing is compiled first, and nothing written."""
     remedy = "name a new folder, an empty one, or one that this command wrote for the same package"

@@ -120,7 +120,7 @@ def write_forever(store: Store, written: Any) -> None:
         store.write("builds", "fake.json", b"x" * 50_000)
 
 
-@few("killed", [8, 24])
+@few("killed", [4, 24])
 def test_a_killed_writer_leaves_no_damage(tmp_path: Path, killed: int) -> None:
     rng = random.Random(0)
     store = Store(tmp_path / "cache")

@@ -77,6 +77,7 @@ def test_further_keys(of: Neighbourhood, poisoned: None) -> None:
     check(of, inputs, more, scale=0.3)
 
 
+@pytest.mark.exhaustive
 @seeds(80, always=1)
 def test_random_neighbourhoods(seed: int, poisoned: None) -> None:
     draw = random.Random(seed)
