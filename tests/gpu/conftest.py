@@ -78,7 +78,9 @@ def _reason() -> str | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Leave tests of kernels that this run does not compile to ``-m exhaustive``."""
+    """Mark tests before those that ``-m`` does not name are left out. Those of kernels that a run does not compile are
+    ``exhaustive``."""
+    item.add_marker(pytest.mark.gpu)
     rarely = getattr(item.module, "LEFT_OUT", frozenset())  # type: ignore[attr-defined]
     given = getattr(item, "callspec", None)
     if given is None:
@@ -96,10 +98,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if "tests/gpu" in item.path.as_posix()]
     reason = _reason() if here else None
-    for item in here:
-        item.add_marker(pytest.mark.gpu)
-        if reason is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    for item in here if reason is not None else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         items[:] = in_order(items, workers)
