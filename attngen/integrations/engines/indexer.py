@@ -6,7 +6,6 @@ the pages of the cache read where they lie. Scores are in memory only between th
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -31,11 +30,6 @@ KEY_BYTES, SCALE_BYTES = 128, 4
 MOST_HEADS = 128
 
 _CAUSAL = Layer().causal().variant
-
-
-def asked() -> bool:
-    """Whether the user asks for attngen's indexer."""
-    return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
 def require_kernels(device: torch.device | str) -> None:

@@ -30,7 +30,7 @@ SPEC = "engines"
 #: Environment variable that names a mask of the user's own: see ``configured``.
 MASK_VARIABLE = "ATTNGEN_MASK"
 
-#: Environment variable that has keys of blocks which requests share read once for all of them, if it is 1.
+#: Environment variable with which users ask that keys of blocks which requests share are read once for all of them.
 SHARED_VARIABLE = "ATTNGEN_SHARED_PREFIX"
 
 #: Most queries of a request in batches for which a shared prefix is sought. Not measured: products of more rows take as
@@ -116,9 +116,9 @@ class Mask:
         return self.layers == "all" or (self.layers == "full") == (window is None)
 
 
-def shares_prefixes() -> bool:
-    """Whether the environment has shared prefixes sought."""
-    return os.environ.get(SHARED_VARIABLE, "0") not in ("", "0")
+def asked_for(variable: str) -> bool:
+    """Whether an environment variable is set to anything but 0."""
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 def leading_decodes(starts: Tensor) -> int:

@@ -60,7 +60,7 @@ class AttngenDSABackend(DeepseekSparseAttnBackend):
         if NAME not in models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
             models.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
         self._indexer = None
-        if indexing.asked():
+        if engines.asked_for(indexing.VARIABLE):
             if self._kv_shard_pool is not None:
                 raise ValueError(f"{indexing.VARIABLE} does not serve caches that ranks share; unset it")
             indexing.require_kernels(model_runner.device)

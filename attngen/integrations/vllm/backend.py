@@ -211,7 +211,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
         scheduler = vllm_config.scheduler_config
         parallel = vllm_config.parallel_config
         self._mask = configured_mask(vllm_config)
-        self._shares = engines.shares_prefixes()
+        self._shares = engines.asked_for(engines.SHARED_VARIABLE)
         self._rswa = vllm_config.model_config.rswa_window is not None
         self._prompts: Tensor | None = None
         if self._rswa:

@@ -132,7 +132,7 @@ class AttngenSparseMLAImpl(SparseMLACommonImpl[SparseMLACommonMetadata]):
             reasons.append(f"a rank of {self.kv_lora_rank}, only of {RANK},")
         if reasons:
             raise NotImplementedError(f"{SPARSE_MLA_NAME} does not serve {reasons[0]} with sparse latent attention")
-        if indexing.asked() and latent.get("indexer") is not None:
+        if engines.asked_for(indexing.VARIABLE) and latent.get("indexer") is not None:
             from attngen.integrations.vllm import indexer
 
             indexer.serve(latent["indexer"], get_current_vllm_config().parallel_config)

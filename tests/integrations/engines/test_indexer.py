@@ -9,13 +9,14 @@ from attngen import resources
 from attngen.build.pipeline import prepare_unrendered
 from attngen.errors import NoKernelError
 from attngen.integrations.engines.indexer import (
+    VARIABLE,
     Requests,
-    asked,
     index_keys,
     require_kernels,
     rows_of,
     select_keys,
 )
+from attngen.integrations.engines.layers import asked_for
 from attngen.runtime.registry.lookup import package_of_kernels, registry
 from attngen.schema import load_spec
 from tests.integrations.engines.index_batches import PAGE, index_batch
@@ -73,6 +74,6 @@ def test_kernels_must_be_built() -> None:
 def test_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, wanted in (("1", True), ("0", False), ("", False)):
         monkeypatch.setenv("ATTNGEN_INDEXER", value)
-        assert asked() is wanted
+        assert asked_for(VARIABLE) is wanted
     monkeypatch.delenv("ATTNGEN_INDEXER")
-    assert not asked()
+    assert not asked_for(VARIABLE)
