@@ -59,10 +59,34 @@ def reads_data_per_query(variant: Variant) -> bool:
 
 def may_see_all_keys(variant: Variant) -> bool:
     """Whether an alternative of the mask depends on the query and not on the key, as ``q < 2`` of global queries."""
-    alternatives = (
-        each for node in walk(variant.mask) if isinstance(node, Op) and node.op == "or" for each in node.args
-    )
-    return any(names(each) & ROWS and not names(each) & KEYS for each in alternatives)
+    return any(names(each) & ROWS and not names(each) & KEYS for each in _alternatives(variant.mask))
+
+
+def has_global_queries(variant: Variant) -> bool:
+    """Whether an alternative of the mask, narrowed by no tensor, depends on the query alone: some rows see all keys,
+    and have many times the tiles of others."""
+    return any(names(each) & ROWS and not names(each) & KEYS for each in _free_alternatives(variant.mask))
+
+
+def has_global_keys(variant: Variant) -> bool:
+    """The same of keys: all queries see some keys."""
+    return any(names(each) & KEYS and not names(each) & ROWS for each in _free_alternatives(variant.mask))
+
+
+def _alternatives(mask: Expr) -> Iterator[Expr]:
+    return (each for node in walk(mask) if isinstance(node, Op) and node.op == "or" for each in node.args)
+
+
+def _free_alternatives(mask: Expr) -> Iterator[Expr]:
+    """Alternatives of the mask, and of those of its terms beside which no other term reads a tensor."""
+    if not isinstance(mask, Op) or mask.op not in ("and", "or"):
+        return
+    if mask.op == "or":
+        yield from mask.args
+    for each in mask.args:
+        others = (node for other in mask.args if other is not each for node in walk(other))
+        if mask.op == "or" or not any(isinstance(node, Load) for node in others):
+            yield from _free_alternatives(each)
 
 
 def has_short_bounds_of(spec: KernelSpec) -> bool:

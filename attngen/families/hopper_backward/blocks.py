@@ -34,7 +34,7 @@ from attngen.plan.operands import operands_of
 from attngen.plan.own_gradients import differentiable_of
 from attngen.plan.pipes import Pipes
 from attngen.plan.schedule import Schedule
-from attngen.plan.traits import mask_block
+from attngen.plan.traits import has_global_keys, has_global_queries, mask_block
 from attngen.schema.kernel_spec import Backward, KernelSpec
 
 _CONSUMERS = 2
@@ -52,8 +52,9 @@ _L2_BYTES = 24 * 2**20
 
 
 def suits(spec: KernelSpec) -> bool:
-    """Whether a mask is constant on blocks of 64 queries and keys, and not on tiles that other kernels visit whole; and
-    the score has no biases, no gradients of tensors, and a derivative that all pairs share."""
+    """Whether a mask is constant on blocks of 64 queries and keys, and not on tiles that other kernels visit whole; it
+    has no global tokens, whose rows would not be cut into parts; and the score has no biases, no gradients of tensors,
+    and a derivative that all pairs share."""
     if is_beyond_256(spec) or spec.variant.dropout or differentiable_of(spec.variant):
         return False
     given, keys = (spec.backward or Backward()).dkdv, _tile(sum(_columns(spec)), _MOST_SUMS)
@@ -63,7 +64,8 @@ def suits(spec: KernelSpec) -> bool:
     own = mask_block(spec.variant, (ROWS, ROWS)) == (ROWS, ROWS)
     tiles = (ROWS, _CONSUMERS * ROWS), (_CONSUMERS * ROWS, ROWS)
     whole = all(mask_block(spec.variant, tile) == tile for tile in tiles)
-    return own and not whole and not varies(spec) and not rooms(spec.variant)
+    uneven = has_global_queries(spec.variant) or has_global_keys(spec.variant)
+    return own and not whole and not uneven and not varies(spec) and not rooms(spec.variant)
 
 
 def _columns(spec: KernelSpec) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from attngen.families.hopper_forward.softmax import softmax_of, terms_of
 from attngen.lang.biases import lookups, reads_integers
 from attngen.parts.boxes import is_paged, operand_widths
 from attngen.plan.operands import operands_of
-from attngen.plan.traits import bands_of, gathers, is_light, mask_block, reads_data_per_key
+from attngen.plan.traits import bands_of, gathers, has_global_queries, is_light, mask_block, reads_data_per_key
 from attngen.schema import models
 from attngen.schema.fields import Many, OneOf
 from attngen.schema.kernel_spec import KernelSpec, Roles
@@ -87,7 +87,7 @@ def _biased(work: ForwardWork) -> bool:
 
 def has_own_blocks(spec: KernelSpec, iteration: str) -> bool:
     """Whether a mask is constant on blocks of one consumer's rows, but not on those of both: each may visit its own
-    blocks. Consumers that take turns do not."""
+    blocks. Consumers that take turns do not, and rows of global queries would not be cut into parts."""
     roles = spec.roles or Roles()
     if iteration != "tile_map" or spec.dtype in QUANTIZED_DTYPES or is_paged(spec) or spec.split_tiles:
         return False
@@ -96,7 +96,8 @@ def has_own_blocks(spec: KernelSpec, iteration: str) -> bool:
     if spec.tile_n not in (None, *_KEYS_OF_STEPS[: -1 if spec.variant.dropout else None]):
         return False
     of_one, of_both = ((rows, _BLOCK) for rows in (_BLOCK, 2 * _BLOCK))
-    return mask_block(spec.variant, of_one) == of_one and mask_block(spec.variant, of_both) != of_both
+    own = mask_block(spec.variant, of_one) == of_one and mask_block(spec.variant, of_both) != of_both
+    return own and not has_global_queries(spec.variant)
 
 
 #: Facts that rows name, those that are found out sooner first.

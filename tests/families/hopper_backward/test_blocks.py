@@ -27,6 +27,7 @@ def of_mask(mask: str, **fields: object) -> Plan:
         ("sel[q // 128, kv // 64]", {"head_dim": 64}),
         ("sel[q // 64, kv // 128]", {"head_dim": 128}),
         ("sel[q // 64, kv // 64]", {"head_dim": 128, "deterministic": "true"}),
+        ("sel[q // 64, kv // 64] and (q_pos >= kv or kv < 64)", {"head_dim": 128}),  # no global keys: sel hides some
     ],
 )
 def test_each_kernel_has_a_map_with_a_row_for_each_consumer(mask: str, fields: dict[str, object]) -> None:
@@ -47,6 +48,8 @@ def test_each_kernel_has_a_map_with_a_row_for_each_consumer(mask: str, fields: d
         ("sel[q // 64, kv // 32]", {"head_dim": 128}),
         ("sel[q // 128, kv // 128]", {"head_dim": 256}),
         ("sel[q // 64, kv // 64]", {"head_dim": 320}),
+        ("sel[q // 64, kv // 64] or q // 64 < 2", {"head_dim": 64}),  # rows of global tokens would not be cut
+        ("q_pos >= kv and (sel[q // 64, kv // 64] or kv // 64 < 2)", {"head_dim": 128}),
     ],
 )
 def test_other_masks_go_by_whole_tiles(mask: str, fields: dict[str, object]) -> None:

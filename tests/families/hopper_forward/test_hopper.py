@@ -35,6 +35,21 @@ def roles_of(plan: Plan) -> HopperForward:
 # --- what a spec says -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("mask", "own"),
+    [
+        ("sel[q // 64, kv // 64]", True),
+        ("sel[q // 64, kv // 64] or kv < 64", True),
+        ("sel[q // 64, kv // 64] and (q_pos >= kv or q < 64)", True),
+        ("sel[q // 64, kv // 64] or q < 64", False),  # rows that see all keys are cut into parts of whole tiles
+        ("sel[q // 128, kv // 64]", False),
+    ],
+)
+def test_consumers_visit_their_own_blocks_without_global_queries(mask: str, own: bool) -> None:
+    declared = f"variants:\n  own: {{mask: '{mask}', tensors: {{sel: {{dtype: bool, shape: [rows, columns]}}}}}}\n"
+    assert bool(roles_of(on_hopper("own", declared=declared)).map_rows) == own
+
+
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 def test_consumers_and_rows_follow_from_each_other(consumers: int) -> None:
     by_roles = on_hopper(warps=f"{{consumer: {consumers}}}")
