@@ -72,6 +72,25 @@ def at_corner(mask: Expr, block: Block) -> Expr:
     return rewrite(mask, rule)
 
 
+def block_of_value(*parts: Expr) -> Block:
+    """The queries and the keys, from a multiple of their number on, over which expressions are constant; 0: all."""
+    steps = [_steps(each) for each in parts]
+    return gcd(*(rows for rows, _ in steps)), gcd(*(columns for _, columns in steps))
+
+
+def loads_at_corner(expr: Expr, block: Block) -> Expr:
+    """Return an expression that reads tensors by queries and by keys at ``q_lo`` and ``kv_lo`` where such an element is
+    the same for all pairs of a block."""
+
+    def rule(node: Expr) -> Expr | None:
+        if not isinstance(node, Load) or not all(names(node) & axis for axis in (_QUERIES, _KEYS)):
+            return None
+        constant = all(own % size == 0 for own, size in zip(_steps(node), block, strict=True))
+        return at_corner(node, block) if constant else None
+
+    return rewrite(expr, rule)
+
+
 def _conditions(node: Expr) -> Iterator[Expr]:
     """The conditions that ``and``, ``or`` and ``not`` combine to a mask."""
     if isinstance(node, Op) and node.op in ("and", "or", "not", "xor"):

@@ -144,6 +144,11 @@ class Structure(StructureFields):
         return self.end_alignment > 0
 
     @property
+    def own_rows(self) -> int:
+        """Queries of a consumer, or keys in a backward, where tiles begin at multiples of their size; 0: elsewhere."""
+        return 0
+
+    @property
     def lane_keys_apart(self) -> int:
         """Distance of the two keys that a lane holds of each 8 in a product."""
         return 1

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import gcd
 
 from attngen.lang.biases import is_of_pair, is_of_tile
+from attngen.lang.blocks import Block, at_corner, block_of_value
 from attngen.lang.folding import ONE, PRODUCT, Slope, fold_slope, fold_variant, split_slope_factors
 from attngen.lang.ir import Const, Expr, Load, Op, Type, Var, names, own
+from attngen.lang.separate import MIRRORED
 from attngen.lang.simplify import linear, mul
 from attngen.lang.variant import Variant
 from attngen.plan.model import Plan
@@ -18,6 +21,8 @@ APART = own("apart")
 
 _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
 _FEW = frozenset({"b", "h", "hk", "heads", "kv_heads", "batch"})  # extents that are never long
+#: Queries and keys of which the blocks are made that are summed from tiles of dS: neighbours that are loaded together.
+_ROUND = 8
 
 
 def differentiable(plan: Plan) -> tuple[str, ...]:
@@ -46,6 +51,7 @@ class Way(Enum):
     COLUMN = "column"  # the key, in a cluster: sums of columns of a tile of dS
     ROW = "row"  # the query: sums of rows of a tile of dS
     DIAGONAL = "diagonal"  # query minus key: sums of diagonals of a tile of dS
+    BLOCK = "block"  # the block of pairs: sums of blocks of a tile of dS
     PAIR = "pair"  # both, as [..., q, kv]: the tile of dS itself
     EACH = "each"  # anything else: registers, as long as consecutive pairs of a thread share an entry
 
@@ -56,6 +62,7 @@ class TensorGradient:
 
     The derivative of the logit is ``constant``, the same for all pairs of a head, times ``varying``. The indices of a
     DIAGONAL, and its ``varying``, are functions of ``APART``; in a cluster, the indices may be the same for all pairs.
+    Those of a BLOCK are constant on ``block``, so many queries and keys; 0: all.
     """
 
     load: Load
@@ -63,6 +70,14 @@ class TensorGradient:
     constant: Expr
     varying: Expr
     indices: tuple[Expr, ...]
+    block: Block = (0, 0)
+
+    def within(self, tile: Block) -> tuple[TensorGradient, Block]:
+        """A BLOCK's gradient as the largest block that divides a tile evaluates it, at its first query ``q_lo`` and key
+        ``kv_lo``; and the queries and keys of that block."""
+        rows, columns = (gcd(own, of_tile) for own, of_tile in zip(self.block, tile, strict=True))
+        indices = tuple(at_corner(index, (rows, columns)) for index in self.indices)
+        return replace(self, indices=indices, varying=at_corner(self.varying, (rows, columns))), (rows, columns)
 
     @property
     def in_registers(self) -> bool:
@@ -122,16 +137,23 @@ def _gradient(variant: Variant, load: Load, by_load: Expr, *, by_tile: bool) -> 
     if is_of_pair(load) and varying == ONE and all(is_of_tile(variant, index) for index in load.indices[:-2]):
         return replace(gradient, way=Way.PAIR)
     moved = [_along_diagonal(each) for each in (*load.indices, varying)]
-    if is_large(variant, load) or any(names(each) & (_ROWS | _KEYS) for each in moved):
-        return gradient
-    *indices, varying = moved
-    return replace(gradient, way=Way.DIAGONAL, varying=varying, indices=tuple(indices))
+    if not is_large(variant, load) and not any(names(each) & (_ROWS | _KEYS) for each in moved):
+        *indices, varying = moved
+        return replace(gradient, way=Way.DIAGONAL, varying=varying, indices=tuple(indices))
+    block = block_of_value(*load.indices, varying)
+    return replace(gradient, way=Way.BLOCK, block=block) if all(n % _ROUND == 0 for n in block) else gradient
 
 
 def is_large(variant: Variant, load: Load) -> bool:
-    """Whether a tensor may have more entries than an int32 counts: the call decides the extents of two axes."""
+    """Whether an element's place in its tensor may exceed an int32: the call decides the extents of two axes, besides
+    those of heads and of what has an index of a head or of a sequence."""
     shape = variant.tensor(load.tensor).shape
-    return sum(isinstance(extent, str) and extent not in _FEW for extent in shape) > 1
+    axes = zip(shape, load.indices, strict=True)
+    return sum(isinstance(extent, str) and extent not in _FEW and not _is_few(at) for extent, at in axes) > 1
+
+
+def _is_few(index: Expr) -> bool:
+    return isinstance(index, Var) and index.name in _FEW
 
 
 def _direction(node: Expr) -> int | None:
@@ -193,6 +215,11 @@ def _subtracted_first(node: Expr) -> Expr:
 
 def _within(node: Expr) -> Expr:
     match node:
+        case Op(op=op, args=(a, b)) if op in MIRRORED and a.type is Type.INT is b.type:
+            apart = _along_diagonal(Op("sub", (a, b), Type.INT))
+            if APART.name in names(apart) and not names(apart) & (_ROWS | _KEYS):
+                return replace(node, args=(apart, Const(0, Type.INT)))
+            return replace(node, args=tuple(map(_along_diagonal, (a, b))))
         case Op(args=args):
             return replace(node, args=tuple(map(_along_diagonal, args)))
         case Load(indices=indices):

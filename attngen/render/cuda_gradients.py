@@ -54,6 +54,7 @@ from attngen.render.expressions import CUDA, QUERIES, emit_for, scalar_bindings,
 from attngen.render.key_values import HELD, fields_of, taken
 from attngen.render.tables import SharedTable, placed, with_tables
 from attngen.render.tensor_gradients import weighted, weighted_slope, weights
+from attngen.render.tile_values import BINDINGS, RANGES, once_for_tile
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _ROW_NAMES = ("kv", "kv_packed", "row")
@@ -116,7 +117,9 @@ def probabilities(plan: Plan) -> ProbabilitySteps:
     (value, *derivatives), shared_tables = with_tables(
         plan, [logit.value, *derivatives], (each.expr for each in of_distance)
     )
-    value = with_score_values(value, [*of_query, *of_distance])
+    value = once_for_tile(plan, with_score_values(value, [*of_query, *of_distance]))
+    derivatives = [once_for_tile(plan, each) for each in derivatives]
+    shared_tables = tuple(each.with_values(lambda place: once_for_tile(plan, place)) for each in shared_tables)
     value = split_queries(value) if plan.fast_math else value
     if plan.fast_math and slope.varying is not None:  # as the score, so that both share what they compute
         derivatives[0] = split_queries(derivatives[0])
@@ -126,7 +129,7 @@ def probabilities(plan: Plan) -> ProbabilitySteps:
     distances = distance_values_of(plan, ())
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
-        bound = _elements(plan) | {each.symbol.name: Binding(each.name, _Q) for each in of_query}
+        bound = _elements(plan) | BINDINGS | {each.symbol.name: Binding(each.name, _Q) for each in of_query}
         bound |= {each.symbol.name: Binding(each.name, _Q | _KV) for each in of_distance}
         biased, asked = with_lookups(plan, roots)
         entries = held_entries(plan, asked, bound, lane="lane_of_warp()", inner="q")
@@ -134,7 +137,7 @@ def probabilities(plan: Plan) -> ProbabilitySteps:
         # a place in a table is inside of it, whatever the query
         before, places = placed(plan, shared_tables, bound | {"q": Binding("q_any", _Q)}, inner="q")
         bound |= {each.symbol.name: each.binding for each in shared_tables}
-        scored = emit_for(plan, CUDA, biased, bound, inner="q", taken=declared([*before, *places]))
+        scored = emit_for(plan, CUDA, biased, bound, inner="q", taken=declared([*before, *places]), ranges=RANGES)
         entries = [*entries, *before]
         hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], [*places, *scored.body]
         if slope.varying is not None:

@@ -56,6 +56,7 @@ from attngen.render.cuda_statements import (
 )
 from attngen.render.expressions import CUDA, LOGIT_SCALE, emit_for, in_product, scalar_bindings, start_bindings
 from attngen.render.tables import SharedTable, placed, with_tables
+from attngen.render.tile_values import BINDINGS, RANGES, once_for_tile
 
 _Q, _KV = frozenset({"q"}), frozenset({"kv"})
 _QUERY_NAMES = ("q_row", "q_pos", "q_packed", "position")
@@ -140,6 +141,8 @@ def logits(plan: Plan) -> Logits:
     whole, shared_tables = with_tables(plan, whole, (each.expr for each in of_distance))
     value, argument = (with_score_values(each, of_tile) for each in whole)
     shared_tables = tuple(each.with_values(lambda place: with_score_values(place, of_key)) for each in shared_tables)
+    value, argument = once_for_tile(plan, value), once_for_tile(plan, argument)
+    shared_tables = tuple(each.with_values(lambda place: once_for_tile(plan, place)) for each in shared_tables)
     if plan.fast_math:
         value, argument = split_keys(value), split_keys(argument)
     if plan.structure.relative:
@@ -153,7 +156,7 @@ def logits(plan: Plan) -> Logits:
     steps = []
     multiplier = leaf("scale_log2e")
     for partial in (True, False):
-        bound = element_bindings(plan, ragged=partial)
+        bound = element_bindings(plan, ragged=partial) | BINDINGS
         bound |= {each.symbol.name: Binding(each.name, _KV) for each in of_key}
         bound |= {each.symbol.name: Binding(each.name, _Q | _KV) for each in of_distance}
         evaluates = argument if plan.structure.takes_powers and not partial else value
@@ -162,7 +165,9 @@ def logits(plan: Plan) -> Logits:
         bound |= lookup_bindings(plan, asked, "{i}")
         before, places = placed(plan, shared_tables, bound)
         bound |= {each.symbol.name: each.binding for each in shared_tables}
-        scored = emit_for(plan, CUDA, [biased, folded.multiplier, *more], bound, taken=declared([*before, *places]))
+        scored = emit_for(
+            plan, CUDA, [biased, folded.multiplier, *more], bound, taken=declared([*before, *places]), ranges=RANGES
+        )
         entries = [*entries, *before]
         hoisted, body = [*entries, *(each for each in scored.hoisted if each not in entries)], [*places, *scored.body]
         of_mask: frozenset[str] = frozenset()

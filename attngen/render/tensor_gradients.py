@@ -86,7 +86,8 @@ class SumsView:
 class TileSum:
     """Reduction of a tile of dS by one warp, for one element that the score reads.
 
-    ``entry`` is that of a query of the tile, of a diagonal, or of the first pair of a bias. ``stored`` is the argument
+    ``entry`` is that of a query of the tile, of a diagonal, of the first pair of a block, of which ``block`` has the
+    queries and keys, or of the first pair of a bias. ``stored`` is the argument
     that says whether tiles are stored, not added, ``cleared`` the one that says whether a warp also clears the others;
     "" without one. Stored entries are those of dS as they are, or ``in_float32``.
     """
@@ -101,6 +102,7 @@ class TileSum:
     stored: str = ""
     cleared: str = ""
     in_float32: bool = False
+    block: tuple[int, int] = (0, 0)
     rows: str = ""  # of a bias: its extents
     columns: str = ""
 
@@ -212,12 +214,12 @@ def weighted_slope(plan: Plan, slope: Slope) -> Slope:
     return slope if uniform_weight(plan) is None else Slope(slope.factor, None, slope.loads)
 
 
-def tile_sums(plan: Plan) -> TilesView | None:
-    """The sums of the warp that reads tiles of dS; None if no gradient has one."""
+def tile_sums(plan: Plan, keys: int) -> TilesView | None:
+    """The sums of the warp that reads tiles of dS, of so many ``keys``; None if no gradient has one."""
     mine = [each for each in _gradients(plan) if not each.in_registers]
     if not mine:
         return None
-    sums = tuple(_tile_sum(plan, each) for each in mine)
+    sums = tuple(_tile_sum(plan, each, keys) for each in mine)
     read = frozenset[str]().union(*(each.entry.reads for each in sums)) | {"seqlen_q", "seqlen_k"}
     if plan.structure.in_cluster:  # whose one tile of keys the kernel's variables describe
         lines = ["const int first_key = own_start;", *(["const int h = step.h;"] if "h" in read else [])]
@@ -228,7 +230,7 @@ def tile_sums(plan: Plan) -> TilesView | None:
     return TilesView(sums, tuple(lines), any(role.registers >= _OF_PRODUCTS for role in adders), read)
 
 
-def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
+def _tile_sum(plan: Plan, each: TensorGradient, keys: int) -> TileSum:
     tensor = plan.variant.tensor(each.load.tensor)
     name, gradient = tensor.name, gradient_pointer(tensor.name)
     if each.way is Way.PAIR:
@@ -247,10 +249,14 @@ def _tile_sum(plan: Plan, each: TensorGradient) -> TileSum:
         by_ends = each.by_ends and not plan.structure.in_cluster
         varies = APART.name in names(each.varying)
         return TileSum("diagonal", name, gradient, entry, varies=varies, uniform=uniform, by_ends=by_ends)
+    if each.way is Way.BLOCK:
+        of_block, block = each.within((plan.tile_m, keys))
+        entry = _entry(plan, of_block, {"q_lo": Binding("q_lo", _TILE), "kv_lo": Binding("kv_lo", _TILE)})
+        return TileSum("block", name, gradient, entry, block=block)
     if each.way is Way.COLUMN:
         entry = _entry(plan, each, _bindings_of_keys())
-        keys = _number_keys("{first_key} + 2 * {own_lane} + {column}", entry.reads)
-        return TileSum("column", name, gradient, replace(entry, lines=(*keys, *entry.lines)))
+        own = _number_keys("{first_key} + 2 * {own_lane} + {column}", entry.reads)
+        return TileSum("column", name, gradient, replace(entry, lines=(*own, *entry.lines)))
     entry = _entry(plan, each, _bindings_of_pairs(plan))
     return TileSum("row", name, gradient, replace(entry, lines=(*number_queries(entry.reads), *entry.lines)))
 

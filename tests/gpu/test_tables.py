@@ -6,6 +6,7 @@ table changes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ def values(name: str, batch: int, heads: int) -> dict[str, Tensor]:
             return {"table": random(heads, 19)}
         case "learned":
             return {"table": random(169, heads)}
+        case "learned_by_blocks":
+            kind = torch.randint(0, 7, (4, 4), device=DEVICE)
+            return {"table": random(6, heads), "kind": kind, "other": random(heads, 32, 64)}  # kind 6 has no entry
+        case "learned_by_distance":
+            return {"table": random(32, heads), "other": random(heads, 1200)}
     return {"table": random(heads, 169)}
 
 
@@ -91,18 +97,22 @@ def test_other_head_dims(head_dim: int) -> None:
     check(outs, wanted, plain)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_learned_table(head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "head_dim"),
+    [("learned", 64), ("learned", 128), *product(("learned_by_blocks", "learned_by_distance"), (64, 128, 256))],
+)
+def test_learned_tables(name: str, head_dim: int) -> None:
     torch.manual_seed(2)
     inputs, above = inputs_of(head_dim, 500, 500, 2, 4, 2)
-    table = values("learned", 2, 4)["table"]
+    tables = values(name, 2, 4)
 
     def results(backend: str | None, dtype: torch.dtype) -> list[Tensor]:
         given = [one.to(dtype, copy=True).requires_grad_() for one in inputs]
-        own = table.to(torch.float64 if dtype == torch.float64 else torch.float32, copy=True).requires_grad_()
-        out = attngen.attention(*given, variant="learned", table=own, backend=backend)
+        of_tables = torch.float64 if dtype == torch.float64 else torch.float32
+        own = {key: one.to(of_tables, copy=True).requires_grad_() for key, one in tables.items() if key != "kind"}
+        out = attngen.attention(*given, variant=name, **{**tables, **own}, backend=backend)
         assert isinstance(out, Tensor)
-        return [out.detach(), *torch.autograd.grad(out, [*given, own], above.to(dtype))]
+        return [out.detach(), *torch.autograd.grad(out, [*given, *own.values()], above.to(dtype))]
 
     wanted, plain = results("reference", torch.float64), results("reference", torch.bfloat16)
     check(results(None, torch.bfloat16), wanted, plain)

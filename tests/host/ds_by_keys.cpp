@@ -12,7 +12,7 @@
 #include "given.inc"
 
 using Tile = DsByKeys<Element, kKeys, kQueries, kBytes, kWarps>;
-static float sum_of_all, of_diagonals[kKeys + kQueries + 256], of_queries[kQueries], copied[kQueries][kKeys];
+static float sum_of_all, of_diagonals[kKeys + kQueries + 256], of_queries[kQueries], of_blocks[3][kKeys * kQueries / 64], copied[kQueries][kKeys];
 
 static void add_up() {
   const Tile tile = {kSharedStart};
@@ -37,6 +37,9 @@ static void add_up() {
         copied[query][key + 8 * i + 2 * (lane % 4) + 1] += both.y;
       }
     });
+    tile.each_sum_of_block<8, 8>(warp, lane, [&](int query, int key, float sum) { of_blocks[0][key / 8 * (kQueries / 8) + query / 8] += sum; });
+    tile.each_sum_of_block<kQueries, 16>(warp, lane, [&](int, int key, float sum) { of_blocks[1][key / 16] += sum; });
+    tile.each_sum_of_block<16, kKeys>(warp, lane, [&](int query, int, float sum) { of_blocks[2][query / 16] += sum; });
     __syncwarp();
   }
 }
@@ -53,4 +56,8 @@ int main() {
     for (float x : row) std::printf("%.9g ", x);
   }
   std::printf("\n");
+  for (auto& blocks : of_blocks) {
+    for (float sum : blocks) std::printf("%.9g ", sum);
+    std::printf("\n");
+  }
 }

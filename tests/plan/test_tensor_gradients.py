@@ -51,6 +51,11 @@ def backward(score: str, **fields: object) -> Plan:
         ("s + table[h, min(abs(q - kv), 256)]", [Way.DIAGONAL]),
         ("s + table[h, bucket[clamp(2 * kv - 2 * q_pos + 255, 0, 511)]] / (1 + abs(q_pos - kv))", [Way.DIAGONAL]),
         ("s + grid[clamp(q // 8 - kv // 8, -7, 7) + 7, clamp(q % 8 - kv % 8, -7, 7) + 7]", [Way.EACH]),
+        ("s + grid[q // 64 % 15, kv // 8 % 15] * (kv // 24)", [Way.BLOCK]),
+        ("s + table[h, bucket[min(q // 128 + 3 * (kv // 128), 511)]]", [Way.BLOCK]),
+        ("s + grid[q // 64 % 15, kv // 4 % 15]", [Way.EACH]),
+        ("s + grid[q_pos // 64 % 15, kv // 64 % 15]", [Way.EACH]),
+        ("s + table[h, min(q_pos - kv, 128) + (128 if kv > q_pos else 0)]", [Way.DIAGONAL]),
         ("s + table[h, clamp(q + kv, 0, 256)]", [Way.EACH]),
         ("s + table[h, clamp(q_pos - kv, 0, 256)] * q", [Way.EACH]),
         ("s + bias[h, q, kv]", [Way.PAIR]),
@@ -83,6 +88,7 @@ def test_ways(score: str, ways: list[Way]) -> None:
         "q_pos - kv", "q - kv", "3 * (kv - q_pos) + 7 * h", "q - kv + (q_pos - kv)",
         "abs(q - kv) // 3 + seqlen_k - q + kv",
         "min(2 * kv + 5 - q - q_pos, kv - q) % 17", "-(q - (kv + h)) * 4",
+        "min(abs(q - kv), 9) + (10 if kv > q else 0) + (20 if q_pos == kv + 3 else 0)",
     ],
 )  # fmt: skip
 def test_differences_of_query_and_key(index: str) -> None:
@@ -125,6 +131,7 @@ def value_of(node: Expr, values: dict[str, int]) -> int:
         ("s * sigmoid(gate[h])", None),
         ("s + gate[h] * kv", None),
         ("s + table[h, clamp(q + kv, 0, 256)]", None),
+        ("s + table[h, min(q // 128 + 3 * (kv // 128), 256)]", Way.BLOCK),
         ("tanh(s + rows[h, q])", None),
     ],
     always=range(0, 999, 3),

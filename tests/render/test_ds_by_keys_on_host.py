@@ -41,7 +41,7 @@ static const uint16_t pairs[] = {{{bits}}};
     compile_host(HOST / "ds_by_keys.cpp", tmp_path / "program", tmp_path)
     done = subprocess.run([tmp_path / "program"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
-    (whole,), diagonals, rows, copied = ([float(x) for x in line.split()] for line in done.stdout.splitlines())
+    (whole,), diagonals, rows, copied, *blocks = ([float(x) for x in line.split()] for line in done.stdout.splitlines())
     assert whole == sum(map(sum, tile))
     wanted = [0.0] * (keys + queries - 1)
     for key, row in enumerate(tile):
@@ -50,3 +50,10 @@ static const uint16_t pairs[] = {{{bits}}};
     assert diagonals == wanted
     assert rows == [sum(row[query] for row in tile) for query in range(queries)]
     assert copied == [tile[key][query] for query in range(queries) for key in range(keys)]
+    for sums, (keys_of_block, queries_of_block) in zip(blocks, ((8, 8), (16, queries), (keys, 16)), strict=True):
+        wanted = [
+            sum(x for row in tile[key : key + keys_of_block] for x in row[query : query + queries_of_block])
+            for key in range(0, keys, keys_of_block)
+            for query in range(0, queries, queries_of_block)
+        ]
+        assert sums == [*wanted, *[0.0] * (len(sums) - len(wanted))]

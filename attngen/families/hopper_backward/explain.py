@@ -32,6 +32,7 @@ _WAYS = {
     Way.COLUMN: "columns of tiles of dS, summed by a warp of the producer",
     Way.ROW: "rows of tiles of dS, summed by a warp of the producer",
     Way.DIAGONAL: "diagonals of tiles of dS, summed by a warp of the producer",
+    Way.BLOCK: "blocks of tiles of dS, summed by a warp of the producer",
     Way.PAIR: "tiles of dS, stored or added by a warp of the producer",
     Way.EACH: "pair by pair in registers of consumers, added when a thread comes to another entry: the slowest way",
 }

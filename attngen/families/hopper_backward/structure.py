@@ -76,6 +76,11 @@ class HopperBackward(Structure):
         return self.clears
 
     @property
+    def own_rows(self) -> int:
+        """See ``Structure``."""
+        return 64
+
+    @property
     def keys(self) -> int:
         """Keys of a block."""
         return 64 if self.cluster > 1 else 64 * self.consumers

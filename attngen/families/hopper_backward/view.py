@@ -158,7 +158,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     if code.distance_values:
         steps |= {"kv_first", "seqlen_k"}
     spans = reads([*span.lines, *span.values.values(), *listed])
-    tensor_tiles = tile_sums(dqkv)
+    tensor_tiles = tile_sums(dqkv, roles.keys)
     of_tiles = tensor_tiles.reads if tensor_tiles and roles.cluster > 1 else frozenset[str]()
     box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
     end_qk, end_v = (-(-each // box) * box for each in (plan.head_dim_qk, plan.head_dim_v))

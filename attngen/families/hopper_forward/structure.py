@@ -56,6 +56,11 @@ class HopperForward(Structure):
             raise ValueError(f"{self.consumers} consumers, of 1 to {self.most_consumers}")
 
     @property
+    def own_rows(self) -> int:
+        """See ``Structure``."""
+        return 0 if self.end_aligned or self.map_rows or self.entries > 1 else 64
+
+    @property
     def shares(self) -> bool:
         """Whether the blocks of a cluster split the keys of a work item and merge their results."""
         return self.sharing > 1

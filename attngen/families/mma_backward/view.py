@@ -96,7 +96,7 @@ def mma_backward_view(plan: Plan, template: str) -> MmaBackwardView:
     parts = {part.name: part for part in plan.launches}
     dqkv, postprocess = plan.of_launch(parts["dqkv"]), parts["postprocess"]
     span, code = tiles(dqkv, QUERIES), probabilities(dqkv)
-    tensor_sums, tensor_tiles = register_sums(dqkv, first_key="{kv_first} + 8 * {row}"), tile_sums(dqkv)
+    tensor_sums, tensor_tiles = register_sums(dqkv, first_key="{kv_first} + 8 * {row}"), tile_sums(dqkv, dqkv.tile_n)
     partial_steps, key_fields, key_lines = _with_keys_once(dqkv, code.partial, kept=backward.keys_once)
     listed = query_word(dqkv) if plan.iteration != "ranges" else ()
     factor_lines, factor_text = factor(dqkv, code.factor)

@@ -164,6 +164,41 @@ __device__ __forceinline__ void add_diagonals(uint32_t tile, int lane, const Add
   }
 }
 
+// The largest power of two that is at most n, and at most the lanes of a warp.
+__device__ constexpr int lanes_for(int n) {
+  int lanes = 32;
+  while (lanes > n) lanes /= 2;
+  return lanes;
+}
+
+// Calls `add(row, key, sum)` for each block of kBlockRows queries and kBlockKeys keys, with its first ones. As many lanes as
+// there are eights of keys add up a block, and several blocks are added up at a time if these are few.
+template <typename Element, int kRows, int kKeys, int kBlockRows, int kBlockKeys, typename Add>
+__device__ __forceinline__ void add_blocks(uint32_t tile, int lane, const Add& add) {
+  static_assert(kRows % kBlockRows == 0 && kKeys % kBlockKeys == 0 && kBlockKeys % 8 == 0);
+  constexpr int kChunks = kBlockKeys / 8, kEights = kBlockRows * kChunks, kLanes = lanes_for(kEights), kAcross = kKeys / kBlockKeys;
+  constexpr int kBlocks = kRows / kBlockRows * kAcross;
+#pragma unroll 1
+  for (int first = 0; first < kBlocks; first += 32 / kLanes) {
+    const int block = first + lane / kLanes, row = block / kAcross * kBlockRows, key = block % kAcross * kBlockKeys;
+    float2 sum = {};
+    if (block < kBlocks) {
+#pragma unroll 2
+      for (int i = lane % kLanes; i < kEights; i += kLanes) {
+        const int at = row + i / kChunks, chunk = key / 8 + i % kChunks;
+        const uint4 eight = load_eight(tile + chunk / 8 * (128 * kRows) + 128 * at + 16 * (chunk % 8 ^ at % 8));
+        const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
+        sum.x += (a.x + b.x) + (c.x + d.x);
+        sum.y += (a.y + b.y) + (c.y + d.y);
+      }
+    }
+    float total = sum.x + sum.y;
+#pragma unroll
+    for (int other = kLanes / 2; other > 0; other /= 2) total += __shfl_xor_sync(~0u, total, other);
+    if (lane % kLanes == 0 && block < kBlocks) add(row, key, total);
+  }
+}
+
 // Adds a term to a sum of terms that share an entry; where the entry changes, the sum is added to the old one first. An
 // entry of -1 is nowhere. Without branches, which would come between matrix products.
 template <typename Entry>

@@ -81,6 +81,27 @@ struct DsByKeys {
     }
   }
 
+  // Calls `add(query, key, sum)` for each block of so many queries and keys, with its first ones; warps take turns.
+  template <int kBlockQueries, int kBlockKeys, typename Add>
+  __device__ __forceinline__ void each_sum_of_block(int warp, int lane, const Add& add) const {
+    constexpr int kChunks = kBlockQueries / 8, kAcross = kQueries / kBlockQueries, kBlocks = kKeys / kBlockKeys * kAcross;
+    static_assert(kQueries % kBlockQueries == 0 && kKeys % kBlockKeys == 0 && kBlockQueries % 8 == 0);
+#pragma unroll 1
+    for (int block = warp; block < kBlocks; block += kWarps) {
+      const int key = block / kAcross * kBlockKeys, query = block % kAcross * kBlockQueries;
+      float2 sum = {};
+#pragma unroll 2
+      for (int i = lane; i < kBlockKeys * kChunks; i += 32) {
+        const uint4 eight = load_eight(at(key + i / kChunks, query + 8 * (i % kChunks)));
+        const float2 a = unpack<Element>(eight.x), b = unpack<Element>(eight.y), c = unpack<Element>(eight.z), d = unpack<Element>(eight.w);
+        sum.x += (a.x + b.x) + (c.x + d.x);
+        sum.y += (a.y + b.y) + (c.y + d.y);
+      }
+      const float total = sum_of_warp(sum.x + sum.y);
+      if (lane == 0) add(query, key, total);
+    }
+  }
+
   // Calls `use(query, key, pairs)` for each 8 queries by 32 keys of the warp. A lane has two neighbouring keys of one query in
   // each 8 keys from `key` on.
   template <typename Use>
