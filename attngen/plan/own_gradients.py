@@ -21,7 +21,8 @@ APART = own("apart")
 
 _ROWS, _KEYS = frozenset({"q", "q_pos", "q_global"}), frozenset({"kv", "kv_global"})
 _FEW = frozenset({"b", "h", "hk", "heads", "kv_heads", "batch"})  # extents that are never long
-#: Queries and keys of which the blocks are made that are summed from tiles of dS: neighbours that are loaded together.
+#: Queries, and keys, of which a block has a multiple if it is summed from tiles of dS: as many as one load brings.
+#: Not measured against others.
 _ROUND = 8
 
 
