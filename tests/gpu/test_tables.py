@@ -63,8 +63,8 @@ def values(name: str, batch: int, heads: int) -> dict[str, Tensor]:
         case "learned":
             return {"table": random(169, heads)}
         case "learned_by_blocks":
-            kind = torch.randint(0, 7, (4, 4), device=DEVICE)
-            return {"table": random(6, heads), "kind": kind, "other": random(heads, 32, 64)}  # kind 6 has no entry
+            kind = torch.randint(0, 6, (4, 4), device=DEVICE)
+            return {"table": random(6, heads), "kind": kind, "other": random(heads, 32, 64)}
         case "learned_by_distance":
             return {"table": random(32, heads), "other": random(heads, 1200)}
     return {"table": random(heads, 169)}
