@@ -24,6 +24,8 @@ _FEW = frozenset({"b", "h", "hk", "heads", "kv_heads", "batch"})  # extents that
 #: Queries, and keys, of which a block has a multiple if it is summed from tiles of dS: as many as one load brings.
 #: Not measured against others.
 _ROUND = 8
+#: Keys of a warp in the accumulators of a consumer.
+WARP_KEYS = 16
 
 
 def differentiable(plan: Plan) -> tuple[str, ...]:
@@ -90,14 +92,16 @@ class TensorGradient:
         """Whether the derivative depends on the product of query and key, which is gone when dS is there."""
         return PRODUCT.name in names(self.varying)
 
+    def by_warps(self, queries: int) -> bool:
+        """Whether warps of consumers, of ``WARP_KEYS`` keys and so many ``queries``, add it up among their lanes."""
+        block = self.block[0] % queries == 0 == self.block[1] % WARP_KEYS
+        return self.way is Way.DIAGONAL or (self.way is Way.BLOCK and block)
+
     @property
-    def by_ends(self) -> bool:
-        """Whether there are tiles whose diagonals all share an entry, which the first and the last one tell, and the
-        derivative: consumers add up these."""
-        if self.way is not Way.DIAGONAL or APART.name in names(self.varying):
-            return False
-        moving = [index for index in self.indices if APART.name in names(index)]
-        return len(moving) == 1 and _direction(moving[0]) is not None and _ends(moving[0])
+    def repeats(self) -> bool:
+        """Whether diagonals may share an entry of a DIAGONAL: no index is a multiple of their number and a constant."""
+        apart = [[term for term in linear(each).terms if APART.name in names(term)] for each in self.indices]
+        return [APART] not in apart
 
     @property
     def reads(self) -> frozenset[str]:
@@ -155,32 +159,6 @@ def is_large(variant: Variant, load: Load) -> bool:
 
 def _is_few(index: Expr) -> bool:
     return isinstance(index, Var) and index.name in _FEW
-
-
-def _direction(node: Expr) -> int | None:
-    """Return 1 or -1 where a function of ``APART`` never falls or never rises, 0 where it is constant, else None."""
-    if APART.name not in names(node):
-        return 0
-    if node == APART:
-        return 1
-    if not isinstance(node, Op):
-        return None
-    first, *others = [_direction(each) for each in node.args]
-    match node.op, first, others:
-        case (("add" | "min" | "max"), int(a), [int(b)]) if a * b >= 0:
-            return a or b
-        case "sub", int(a), [int(b)] if a * b <= 0:
-            return a or -b
-        case "neg", int(a), []:
-            return -a
-        case "floordiv", int(a), [0] if isinstance(node.args[1], Const) and node.args[1].value > 0:
-            return a
-    return None
-
-
-def _ends(node: Expr) -> bool:
-    """Whether a function is clamped somewhere."""
-    return isinstance(node, Op) and (node.op in ("min", "max") or any(map(_ends, node.args)))
 
 
 def _along_diagonal(node: Expr) -> Expr:

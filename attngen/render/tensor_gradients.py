@@ -13,7 +13,16 @@ from attngen.lang.ir import Expr, Var, names, spelled
 from attngen.lang.simplify import mul
 from attngen.lang.statements import Code, Statement, joined, leaf, reads, written
 from attngen.plan.model import Plan
-from attngen.plan.own_gradients import APART, TensorGradient, Way, derivative, gradients_of, is_large, stored_gradients
+from attngen.plan.own_gradients import (
+    APART,
+    WARP_KEYS,
+    TensorGradient,
+    Way,
+    derivative,
+    gradients_of,
+    is_large,
+    stored_gradients,
+)
 from attngen.plan.symbols import cleared_name, extent_name, gradient_pointer, stored_name
 from attngen.plan.traits import varies_within_head
 from attngen.render.cuda_statements import int_constant, number_queries
@@ -22,8 +31,6 @@ from attngen.render.expressions import CUDA, emit_for, in_product, known_ranges,
 _KEY, _QUERY, _TILE = frozenset({"kv"}), frozenset({"q"}), frozenset({"q", "kv"})
 #: Fields in the record of a step of dS, as expressions read them.
 _OF_STEP = ("b", "h", "hk", "q_begin", "k_begin", "seqlen_q", "seqlen_k")
-#: Registers of a thread with which ptxas plans a warp's matrix products.
-_OF_PRODUCTS = 32
 #: Pairs of index and extent that are inside by their meaning.
 _NEVER_OUTSIDE = {("b", "b"), ("h", "h"), ("h", "heads"), ("hk", "hk"), ("hk", "kv_heads")}
 
@@ -98,7 +105,7 @@ class TileSum:
     entry: GradientEntry
     varies: bool = False  # the factor differs from diagonal to diagonal
     uniform: bool = False  # all diagonals have one entry
-    by_ends: bool = False  # consumers add up tiles whose first and last diagonal share an entry
+    repeats: bool = False  # diagonals may share an entry
     stored: str = ""
     cleared: str = ""
     in_float32: bool = False
@@ -119,12 +126,11 @@ class TileSum:
 
 @dataclass(frozen=True, slots=True)
 class TilesView:
-    """The sums of the warp that reads dS, and the lines that name what they read of a step. ``multiplies``: it has the
-    registers to sum up a tile by matrix products. ``reads``: names that the sums read."""
+    """Sums of parts of dS by one warp, and the lines that name what they read of a step. ``reads``: names that the sums
+    read."""
 
     sums: tuple[TileSum, ...]
     step_lines: tuple[str, ...]
-    multiplies: bool
     reads: frozenset[str]
 
 
@@ -214,20 +220,34 @@ def weighted_slope(plan: Plan, slope: Slope) -> Slope:
     return slope if uniform_weight(plan) is None else Slope(slope.factor, None, slope.loads)
 
 
-def tile_sums(plan: Plan, keys: int) -> TilesView | None:
-    """The sums of the warp that reads tiles of dS, of so many ``keys``; None if no gradient has one."""
-    mine = [each for each in _gradients(plan) if not each.in_registers]
+def tile_sums(plan: Plan, keys: int, *, by_warps: bool = False) -> TilesView | None:
+    """The sums of the warp that reads tiles of dS, of so many ``keys``; None if no gradient has one. ``by_warps``:
+    without those of ``warp_sums``."""
+    mine = [each for each in _gradients(plan) if not (each.in_registers or (by_warps and each.by_warps(plan.tile_m)))]
     if not mine:
         return None
-    sums = tuple(_tile_sum(plan, each, keys) for each in mine)
-    read = frozenset[str]().union(*(each.entry.reads for each in sums)) | {"seqlen_q", "seqlen_k"}
-    if plan.structure.in_cluster:  # whose one tile of keys the kernel's variables describe
-        lines = ["const int first_key = own_start;", *(["const int h = step.h;"] if "h" in read else [])]
-    else:
-        of_step = (name for name in _OF_STEP if name in read and (plan.varlen or name != "seqlen_q"))
-        lines = ["const int first_key = step.kv_start;", *(f"const int {name} = step.{name};" for name in of_step)]
-    adders = [role for role in plan.structure.warp_roles if role.name == "tensor_adder"]
-    return TilesView(sums, tuple(lines), any(role.registers >= _OF_PRODUCTS for role in adders), read)
+    sums, read = _tile_sums(plan, mine, keys)
+    of_step = (name for name in _OF_STEP if name in read and (plan.varlen or name != "seqlen_q"))
+    if plan.structure.in_cluster:  # the kernel's variables describe its one tile of keys
+        of_step = (name for name in ("h",) if name in read)
+    return TilesView(sums, tuple(f"const int {name} = step.{name};" for name in of_step), read)
+
+
+def warp_sums(plan: Plan) -> TilesView | None:
+    """The sums that warps of consumers add up among their lanes; None if no gradient has one."""
+    mine = [each for each in _gradients(plan) if each.by_warps(plan.tile_m)]
+    if not mine:
+        return None
+    sums, read = _tile_sums(plan, mine, WARP_KEYS)
+    return TilesView(sums, _work_names(plan, read, h="step.h"), read)
+
+
+def _tile_sums(
+    plan: Plan, gradients: Sequence[TensorGradient], keys: int
+) -> tuple[tuple[TileSum, ...], frozenset[str]]:
+    """Return the sums of parts of dS that have so many ``keys``, and the names that they read."""
+    sums = tuple(_tile_sum(plan, each, keys) for each in gradients)
+    return sums, frozenset[str]().union(*(each.entry.reads for each in sums)) | {"seqlen_q", "seqlen_k"}
 
 
 def _tile_sum(plan: Plan, each: TensorGradient, keys: int) -> TileSum:
@@ -246,9 +266,8 @@ def _tile_sum(plan: Plan, each: TensorGradient, keys: int) -> TileSum:
     if each.way is Way.DIAGONAL:
         entry = _entry(plan, each, {APART.name: Binding(spelled(APART.name), _TILE)})
         uniform = not any(APART.name in names(index) for index in each.indices)
-        by_ends = each.by_ends and not plan.structure.in_cluster
         varies = APART.name in names(each.varying)
-        return TileSum("diagonal", name, gradient, entry, varies=varies, uniform=uniform, by_ends=by_ends)
+        return TileSum("diagonal", name, gradient, entry, varies=varies, uniform=uniform, repeats=each.repeats)
     if each.way is Way.BLOCK:
         of_block, block = each.within((plan.tile_m, keys))
         entry = _entry(plan, of_block, {"q_lo": Binding("q_lo", _TILE), "kv_lo": Binding("kv_lo", _TILE)})

@@ -16,7 +16,8 @@ struct DsStep {
 
 #include "given.inc"
 
-constexpr int kBlockN = 128, kDsKeys = kBlockN, kFirstDs = 1;
+constexpr int kBlockN = kDsKeys, kFirstDs = 1;
+constexpr uint32_t here = 0;  // shared memory of a block of a cluster
 constexpr uint32_t kDsBytes = kBlockM * kBlockN * 2;
 
 template <typename Value>
@@ -28,7 +29,7 @@ static int taken = 0;  // steps
 struct DsRing {
   int stage;
   uint32_t phase;
-  DsRing(int stage, uint32_t phase) : stage(stage), phase(phase) {}
+  DsRing(int stage, uint32_t phase, uint32_t = here) : stage(stage), phase(phase) {}
   void wait() const {
     if (stage != (taken + 1) % 2 || phase != (taken / 2 & 1)) fail("waits for another tile", taken);
     __syncwarp();

@@ -75,7 +75,8 @@ def test_ways(score: str, ways: list[Way]) -> None:
     gradients = gradients_of(kernel.variant, fast_math=True)
     assert [each.way for each in gradients] == ways
     assert isinstance(kernel.structure, HopperBackward)
-    assert kernel.structure.reads_ds == any(not each.in_registers for each in gradients)
+    by_consumers = [each.in_registers or each.by_warps(kernel.tile_m) for each in gradients]
+    assert kernel.structure.reads_ds == (not all(by_consumers))
     text = render(kernel).text
     assert ("tensor_sum_0" in text) == any(each.in_registers for each in gradients)
     assert ("ds_ring.wait();" in text) == kernel.structure.reads_ds
@@ -198,21 +199,33 @@ def test_kernels_without_gradients_of_tensors_have_none_of_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "by_ends"),
+    ("index", "repeats"),
     [
         ("clamp(q - kv + 128, 0, 256)", True),
-        ("min(q_pos - kv, 40)", True),
-        ("40 - clamp((q - kv) // 4, 0, 40)", True),
-        ("q - kv + 128", False),  # no two diagonals share an entry
-        ("clamp(abs(q - kv), 0, 40)", False),  # falls, then rises
-        ("clamp((q - kv) * (q - kv), 0, 40)", False),
+        ("(q - kv) // 4", True),
+        ("q - kv + 128", False),
+        ("3 * (kv - q_pos)", False),
     ],
 )
-def test_clamped_indices_that_never_turn_back_are_known_by_their_ends(index: str, by_ends: bool) -> None:
-    declared = (
-        f'variants:\n  own:\n    mask: "q >= kv"\n    score: "s + table[{index}]"\n'
-        "    tensors:\n      table: {dtype: float32, shape: [257], grad: true}\n"
-    )
-    plan = planned("own", passes="backward", backward="{backend: cuda}", head_dim=64, declared=declared)
-    (gradient,) = gradients_of(plan.variant, fast_math=plan.fast_math)
-    assert (gradient.way, gradient.by_ends) == (Way.DIAGONAL, by_ends)
+def test_diagonals_with_entries_of_their_own_are_known(index: str, repeats: bool) -> None:
+    (gradient,) = gradients_of(backward(f"s + table[h, {index}]").variant, fast_math=True)
+    assert (gradient.way, gradient.repeats) == (Way.DIAGONAL, repeats)
+
+
+@pytest.mark.parametrize(
+    ("score", "head_dim", "by_warps"),
+    [
+        ("s + table[h, q - kv + 128]", 128, True),
+        ("s + grid[q // 128 % 15, kv // 16 % 15]", 64, True),
+        ("s + grid[q // 64 % 15, kv // 16 % 15]", 128, True),
+        ("s + grid[q // 32 % 15, kv // 64 % 15]", 128, False),
+        ("s + grid[q // 64 % 15, kv // 8 % 15]", 128, False),
+        ("s + table[h, q - kv + 128] + rows[h, q]", 128, True),
+        ("s + table[h, q - kv + 128]", 256, False),
+    ],
+)
+def test_consumers_add_up_diagonals_and_blocks_of_their_warps(score: str, head_dim: int, by_warps: bool) -> None:
+    kernel = backward(score, head_dim=head_dim)
+    text = render(kernel).text
+    assert ("DiagonalsOfWarp" in text or "totals.x +=" in text) == by_warps
+    assert ("ds_ring.wait();" in text) == (not by_warps or "rows" in score)

@@ -27,6 +27,8 @@ _ADD_FOUR = (
     'if (reinterpret_cast<uintptr_t>(to) % 16) fail("four sums at such an address"); '
     "to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;"
 )
+#: An addition to an element where a predicate holds.
+_PREDICATED = r'asm volatile\(\s*"\{{\.reg \.pred p; [^;]*; @p red\.[^;]*;\}}"\s*::"l"\(to \+ {}\).*?\);'
 #: Stand-ins on the host for the PTX in the header.
 PTX = {
     r'asm volatile\("red\.relaxed\.gpu\.global\.add\.f32 .*?\);': "*to += x;",
@@ -34,25 +36,9 @@ PTX = {
     r'asm volatile\(\s*"ld\.shared\.v4\.u32 .*?\);': "eight = *reinterpret_cast<uint4*>(place_of_address(from));",
     r'asm volatile\(\s*"ld\.shared\.v2\.u32 .*?\);': "four = *reinterpret_cast<uint2*>(place_of_address(from));",
     r'asm volatile\("ld\.shared\.u32 .*?\);': "both = *reinterpret_cast<uint32_t*>(place_of_address(from));",
-    r'asm volatile\(\s*"\{\.reg \.pred p; setp.*?\);': "if (ends) to[run] += sum;",
+    _PREDICATED.format("run"): "if (ends) to[run] += sum;",
+    _PREDICATED.format("entry"): "if (adds) to[entry] += sum;",
 }
-#: The sums over rows of a product of ones and B, of which a lane has those of two columns.
-COLUMNS = """
-template <typename Element>
-inline void add_columns(float (&d)[4], uint32_t b0, uint32_t b1) {
-  const auto& all = exchange(static_cast<uint64_t>(b1) << 32 | b0);
-  for (int i = 0; i < 2; ++i) {
-    const int column = 2 * (current->lane % 4) + i;
-    float sum = 0;
-    for (int lane = 4 * column; lane < 4 * column + 4; ++lane) {
-      const float2 x = unpack<Element>(all[lane]), y = unpack<Element>(all[lane] >> 32);
-      sum += x.x + x.y + y.x + y.y;
-    }
-    d[i] += sum, d[i + 2] += sum;
-  }
-}
-"""
-
 DECLARED = """variants:
   own:
     score: "{score}"
@@ -93,8 +79,8 @@ def place_of(name: str, step: Step, q: int, kv: int, lengths: tuple[int, int], f
 
 
 FORMS = {
-    "all": "s + 2.0 * table[h, clamp(q_pos - kv + 20, 0, 40)] + row[b, h, q] + bias[h, q, kv]"
-    " + 0.5 * half[b, h, q, kv]",
+    "all": "s + row[b, h, q] + bias[h, q, kv] + 0.5 * half[b, h, q, kv]",
+    "clamped": "s + 2.0 * table[h, clamp(q_pos - kv + 20, 0, 40)]",
     "shared": "s + shared[b // 2, h, q, kv]",
     "blocks": "s + 0.5 * grid[h, q // 64, (kv + 8) // 32] * (kv // 16)",
     "decay": "s + table[h, clamp(q_pos - kv + 20, 0, 40)] / (1 + abs(q_pos - kv))",
@@ -106,7 +92,8 @@ FORMS = {
     ("form", "head_dim", "dtype", "layout", "lengths", "stored"),
     [
         ("shared", 32, "bf16", "dense", (80, 136), 0),
-        ("decay", 32, "fp16", "dense", (150, 300), 0),
+        ("clamped", 256, "bf16", "dense", (150, 300), 0),
+        ("decay", 256, "fp16", "dense", (150, 300), 0),
         ("blocks", 32, "bf16", "varlen", (149, 301), 0),
         ("all", 64, "fp16", "varlen", (149, 301), 1),
         ("all", 64, "bf16", "dense", (192, 256), 0),
@@ -128,16 +115,17 @@ def test_sums_are_those_of_float64(
     random = Random(f"{form} {head_dim} {lengths} {stored}")
     seqlen_q, seqlen_k = lengths
     batches = 1 if stored else 2
+    keys = 64 if plan.structure.in_cluster else 128
     every = [
         Step(tile, h, b, kv_start)
         for tile in range(-(-seqlen_q // plan.tile_m))
         for h in range(2)
         for b in range(batches)
-        for kv_start in range(0, seqlen_k, 128)
+        for kv_start in ((64,) if plan.structure.in_cluster else range(0, seqlen_k, keys))
     ]
     steps = random.sample(every, len(every))
     pairs = [
-        [[random.randint(-8, 8) / 8 if inside(plan, step, lengths, i, j) else 0.0 for j in range(128)]
+        [[random.randint(-8, 8) / 8 if inside(plan, step, lengths, i, j) else 0.0 for j in range(keys)]
          for i in range(plan.tile_m)]
         for step in steps
     ]  # fmt: skip
@@ -148,24 +136,16 @@ def test_sums_are_those_of_float64(
     }  # fmt: skip
     wanted = {name: [0.0] * sizes[name] for name in names}
     for step, rows in zip(steps, pairs, strict=True):
-        own = [name for name in names if not (name == "table" and form == "all" and shares_entry(plan, step, lengths))]
         for i, row in enumerate(rows):
             for j, x in enumerate(row):
                 if x:
-                    for name in own:
+                    for name in names:
                         place = place_of(name, step, plan.tile_m * step.tile + i, step.kv_start + j, lengths, form)
                         if place is not None:
                             wanted[name][place[0]] += x * place[1]
     results = run(plan, steps, pairs, lengths, {name: sizes[name] for name in names}, stored, tmp_path)
     for name in names:
         assert results[name] == pytest.approx(wanted[name], abs=1e-4, rel=1e-4), name
-
-
-def shares_entry(plan: Plan, step: Step, lengths: tuple[int, int]) -> bool:
-    """Whether all diagonals of a tile share an entry of the table, so that consumers add it up."""
-    first = plan.tile_m * step.tile + lengths[1] - lengths[0] - step.kv_start
-    low, high = (min(max(apart + 20, 0), 40) for apart in (first - 127, first + plan.tile_m - 1))
-    return low == high
 
 
 def inside(plan: Plan, step: Step, lengths: tuple[int, int], row: int, key: int) -> bool:
@@ -175,12 +155,6 @@ def inside(plan: Plan, step: Step, lengths: tuple[int, int], row: int, key: int)
 def header_on_host() -> str:
     """Return the header of both kinds of sums with stand-ins for what it asks of the hardware."""
     header = headers()["tensor_gradient.cuh"].replace("#pragma once", "").replace('#include "types.cuh"', "")
-    header = re.sub(
-        r"template <typename Element>\n[^\n]*void add_columns.*?DEFINE_ADD_COLUMNS\(fp16[^\n]*\n",
-        lambda _: COLUMNS,
-        header,
-        flags=re.DOTALL,
-    )
     for pattern, instead in PTX.items():
         header = re.sub(pattern, lambda _, instead=instead: instead, header, flags=re.DOTALL)
     assert "asm" not in header
@@ -200,7 +174,8 @@ def run(
     element = plan.operands.ds.cuda
     extents = {"b": 2, "h": 2, "seqlen_q": lengths[0], "seqlen_k": lengths[1]}
     lines = [f"using Element = {element};", f"constexpr int kBlockM = {plan.tile_m}, kSteps = {len(steps)};"]
-    lines.append(f"static int seqlen_q = {lengths[0]};")
+    lines.append(f"constexpr int kDsKeys = {len(pairs[0][0])};")
+    lines.append(f"static int seqlen_q = {lengths[0]}, seqlen_k = {lengths[1]}, own_start = {steps[0].kv_start};")
     for tensor in plan.variant.tensors:
         if tensor.name in sizes:
             lines.append(f"alignas(16) static float gradient_u_{tensor.name}[{sizes[tensor.name]}];")

@@ -110,7 +110,7 @@ class BlocksBackwardView:
     weighted: None = None
     kept: tuple[()] = ()
     tensor_sums: None = None
-    end_sums: tuple[()] = ()
+    warp_sums: None = None
     query_values: None = None
     distance_values: None = None
     biases: tuple[()] = ()

@@ -262,7 +262,7 @@ def _tile(
     stages = (spec.backward or Backward()).dkdv.stages or parts + more
     varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
-    reads_ds = _reads_ds(spec)
+    reads_ds = not all(each.in_registers or (not wide and each.by_warps(choice.tile.m)) for each in gradients)
     # consumers need 240 registers
     crowded = choice.overlap == "pingpong" and not varlen
     narrow = max(qk, v) <= NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
@@ -354,12 +354,6 @@ def _has_own_spans(spec: KernelSpec, choice: BackwardChoice, family: str, iterat
     few = len(visible) == 1 and (spec.layout == "varlen" or visible[0].hi is not None)
     halves = choice.overlap == "pingpong" and choice.tile.m < _KEYS and family != "varying_derivative"
     return few and halves and iteration == "ranges" and not spec.deterministic
-
-
-def _reads_ds(spec: KernelSpec) -> bool:
-    """Whether a warp of the producer adds up gradients of the variant's tensors from tiles of dS."""
-    gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=is_wide(spec))
-    return not all(each.in_registers for each in gradients)
 
 
 def _cuts(spec: KernelSpec, *, crowded: bool) -> bool:

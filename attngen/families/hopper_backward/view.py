@@ -29,7 +29,7 @@ from attngen.render.expressions import OWN_QUERIES, QUERIES
 from attngen.render.header import command, summary
 from attngen.render.pipes import PipesView, constant, pipes_view
 from attngen.render.tables import Fill, fills
-from attngen.render.tensor_gradients import SumsView, TileSum, TilesView, register_sums, tile_sums
+from attngen.render.tensor_gradients import SumsView, TilesView, register_sums, tile_sums, warp_sums
 
 _REGION_TEXTS = {
     "k": "K", "v": "V", "q": "Q, a tile per stage", "dout": "dO, a tile per stage",
@@ -121,7 +121,8 @@ class CudaBackwardView:
     weighted: Code | None
     kept: tuple[tuple[str, Code], ...]  # other products of P, by the arrays that hold them until dP is there
     tensor_sums: SumsView | None  # gradients of the variant's tensors that consumers add up
-    tensor_tiles: TilesView | None  # and those that a warp adds up from tiles of dS
+    warp_sums: TilesView | None  # those that their warps add up among their lanes
+    tensor_tiles: TilesView | None  # and those that a warp of the producer adds up from tiles of dS
     query_values: QueryValues | None
     distance_values: DistanceValues | None
     biases: tuple[Bias, ...]
@@ -136,11 +137,6 @@ class CudaBackwardView:
     dq_factor_lines: tuple[Statement, ...]
     dq_factor: Code
     classifier: ClassifierView | None
-
-    @property
-    def end_sums(self) -> tuple[TileSum, ...]:
-        """Gradients of the variant's tensors of which consumers add up the tiles whose diagonals share an entry."""
-        return tuple(each for each in self.tensor_tiles.sums if each.by_ends) if self.tensor_tiles else ()
 
 
 def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
@@ -158,7 +154,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
     if code.distance_values:
         steps |= {"kv_first", "seqlen_k"}
     spans = reads([*span.lines, *span.values.values(), *listed])
-    tensor_tiles = tile_sums(dqkv, roles.keys)
+    tensor_tiles = tile_sums(dqkv, roles.keys, by_warps=roles.cluster == 1)
     of_tiles = tensor_tiles.reads if tensor_tiles and roles.cluster > 1 else frozenset[str]()
     box = roles.box_bytes // plan.operands.shared("q", "k", "v", "dout").bytes
     end_qk, end_v = (-(-each // box) * box for each in (plan.head_dim_qk, plan.head_dim_v))
@@ -211,6 +207,7 @@ def cuda_backward_view(plan: Plan, template: str) -> CudaBackwardView:
         weighted=code.weighted,
         kept=code.kept,
         tensor_sums=register_sums(dqkv),
+        warp_sums=warp_sums(dqkv) if roles.cluster == 1 else None,
         tensor_tiles=tensor_tiles,
         query_values=code.query_values,
         distance_values=code.distance_values,

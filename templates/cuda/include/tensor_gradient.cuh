@@ -75,39 +75,6 @@ __device__ __forceinline__ float sum_of_tile(uint32_t tile, int lane) {
   return sum_of_warp(sum.x + sum.y);
 }
 
-// D (16 x 8, float32) += A (16 x 16) * B (16 x 8), where all elements of A are 1 (PTX ISA, "mma.m16n8k16"): all rows of D
-// have the sums over the rows of B.
-template <typename Element>
-__device__ __forceinline__ void add_columns(float (&d)[4], uint32_t b0, uint32_t b1);
-
-#define DEFINE_ADD_COLUMNS(Element, TYPE, ONES)                                                   \
-  template <>                                                                                     \
-  __device__ __forceinline__ void add_columns<Element>(float (&d)[4], uint32_t b0, uint32_t b1) { \
-    asm volatile(                                                                                 \
-        "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE                                    \
-        ".f32 {%0, %1, %2, %3}, {%6, %6, %6, %6}, {%4, %5}, {%0, %1, %2, %3};"                    \
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                          \
-        : "r"(b0), "r"(b1), "r"(ONES));                                                           \
-  }
-
-DEFINE_ADD_COLUMNS(bf16, "bf16", 0x3f803f80u)
-DEFINE_ADD_COLUMNS(fp16, "f16", 0x3c003c00u)
-
-// The same sum by matrix products, for which a warp needs more than 24 registers.
-template <typename Element, int kRows, int kKeys>
-__device__ __forceinline__ float multiplied_sum_of_tile(uint32_t tile, int lane) {
-  float sums[2][4] = {};
-#pragma unroll 4
-  for (int i = 0; i < kRows * kKeys / 256; ++i) {  // 512 bytes, in whatever order
-    const uint4 eight = load_eight(tile + 512 * i + 16 * lane);
-    add_columns<Element>(sums[0], eight.x, eight.y);
-    add_columns<Element>(sums[1], eight.z, eight.w);
-  }
-  float sum = (sums[0][0] + sums[0][1]) + (sums[1][0] + sums[1][1]);
-  sum += __shfl_xor_sync(~0u, sum, 1);
-  return sum + __shfl_xor_sync(~0u, sum, 2);
-}
-
 template <typename Element>
 __device__ __forceinline__ float2 load_pair(uint32_t from) {
   uint32_t both;
@@ -212,16 +179,114 @@ __device__ __forceinline__ void add_to_run(float* to, Entry& run, float& sum, En
   run = entry;
 }
 
-// The same for a term that all lanes of a warp have; an entry of -1 changes nothing.
-__device__ __forceinline__ void add_to_run_of_warp(float* to, int& run, float& sum, int entry, float term, int lane) {
-  const bool changes = entry >= 0 && entry != run, ends = changes && run >= 0 && lane == 0;
+// Adds to an entry, unless it is -1, or the lane is not meant. Without branches, too.
+template <typename Entry>
+__device__ __forceinline__ void add_to_entry(float* to, Entry entry, float sum, bool meant = true) {
+  const bool adds = meant && entry >= 0 && sum != 0.0f;
   asm volatile(
       "{.reg .pred p; setp.ne.s32 p, %2, 0; @p red.relaxed.gpu.global.add.f32 [%0], %1;}"
-      ::"l"(to + run), "f"(sum), "r"(static_cast<int>(ends))
+      ::"l"(to + entry), "f"(sum), "r"(static_cast<int>(adds))
       : "memory");
-  sum = (changes ? 0.0f : sum) + (entry >= 0 ? term : 0.0f);
-  run = entry >= 0 ? entry : run;
 }
+
+// A sum of terms that share an entry of a gradient, over several steps, of which each lane has a part; an entry of -1 is nowhere.
+struct SharedEntry {
+  int entry = -1;
+  float sum = 0.0f;
+
+  __device__ __forceinline__ void leave(float* to, int lane) { add_to_entry(to, entry, sum_of_warp(sum), lane == 0); }
+};
+
+// Adds sums of all lanes to their entries. Additions to one address wait for one another: where all share an entry, their sum
+// stays in registers until the entry is another one; else neighbouring lanes that share one add once.
+template <int kParts>
+__device__ __forceinline__ void add_to_shared_entries(
+    float* to, SharedEntry& shared, const int (&entries)[kParts], float (&sums)[kParts], int lane) {
+  const int first = __shfl_sync(~0u, entries[0], 0);
+  bool alike = true;
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) alike = alike && entries[i] == first, total += sums[i];
+  alike = __all_sync(~0u, alike);
+  if (__any_sync(~0u, alike && first == shared.entry)) {
+    shared.sum += total;
+    return;
+  }
+  shared.leave(to, lane);
+  shared = {alike ? first : -1, alike ? total : 0.0f};
+  if (__any_sync(~0u, alike)) return;
+  uint32_t begins[kParts];
+  int end[kParts];  // of the lanes that share the entry
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    const int before = __shfl_up_sync(~0u, entries[i], 1);
+    begins[i] = __ballot_sync(~0u, lane == 0 || entries[i] != before);
+    const uint32_t later = begins[i] >> lane >> 1;
+    end[i] = later != 0 ? lane + __ffs(later) : 32;
+  }
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      const float more = __shfl_down_sync(~0u, sums[i], other);
+      sums[i] += lane + other < end[i] ? more : 0.0f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) add_to_entry(to, entries[i], sums[i], begins[i] >> lane & 1);
+}
+
+// Sums of diagonals, on which query minus key is the same, of 16 keys, eight queries after the other, by the warp that has
+// the terms as accumulators: lane l those of queries 2 (l % 4) and the next one, with key l / 4 and the one 8 after it.
+//
+// Blocks of 8 x 8 that lie on one diagonal are added up first, term by term: the block of the last eight keys, and that of
+// the first eight keys with the queries before. What lies on or below the diagonal of such a block, and what lies above that
+// of the next one, are eight diagonals, of which (query - key) % 8 tells which.
+template <int kQueries>
+struct DiagonalsOfWarp {
+  static constexpr int kEights = kQueries / 8 + 2;  // of diagonals: the first two have negative numbers
+  static constexpr int kParts = (kEights + 3) / 4;
+  float2 begun = {};   // the block of the first eight keys, with the queries before
+  float2 before = {};  // the sum of the blocks on the diagonal before
+  float terms[4];      // of each lane, of up to four times eight diagonals
+  float sums[kParts];  // of these the n-th eight in the lanes l % 4 == n
+
+  // Adds terms of the next eight queries, and of the first and last eight keys.
+  __device__ __forceinline__ void next(int eight, float2 first_keys, float2 last_keys, int lane) {
+    const float2 whole = {begun.x + last_keys.x, begun.y + last_keys.y};
+    add(eight, before, whole, lane);
+    before = whole;
+    begun = first_keys;
+  }
+
+  // Finishes the sums, and gives each lane one of each 32 diagonals, as `number` counts them from that of the first query and key.
+  __device__ __forceinline__ void end(int lane) {
+    add(kEights - 2, before, begun, lane);
+    add(kEights - 1, begun, {}, lane);
+    const int own = lane / 8, from = 4 * ((2 * own - lane) & 7) + own;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) sums[i] = __shfl_sync(~0u, sums[i], from);
+  }
+
+  static __device__ __forceinline__ int number(int part, int lane) { return min(max(32 * part - 16 + lane, -15), kQueries - 1); }
+
+ private:
+  __device__ __forceinline__ void add(int eight, float2 below, float2 above, int lane) {
+    const int query = 2 * (lane % 4), key = lane / 4, last = eight % 4;
+    const float own = query >= key ? below.x : above.x, other = query + 1 >= key ? below.y : above.y;
+    terms[last] = own + __shfl_sync(~0u, other, lane + 4);  // which has the same diagonal for the next query and key
+    if (last < 3 && eight < kEights - 1) return;
+    // lanes 18 and 9 apart share their diagonals, too: each of the four keeps the sum of one eight
+    const bool upper = lane & 2, odd = lane & 1;
+    float pairs[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float low = i <= last ? terms[i] : 0.0f, high = i + 2 <= last ? terms[i + 2] : 0.0f;
+      pairs[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 18);
+    }
+    sums[eight / 4] = (odd ? pairs[1] : pairs[0]) + __shfl_sync(~0u, odd ? pairs[0] : pairs[1], lane + (odd ? -9 : 9));
+  }
+};
 
 // Eight neighbouring numbers of dS as they are, of which `count` are wanted; `aligned`: at a multiple of 16 bytes.
 template <typename Element>
