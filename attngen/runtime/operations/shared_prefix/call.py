@@ -89,7 +89,7 @@ class SharedPrefix:
         to rounding: a part is rounded to the dtype of its output before it is merged. There is no backward.
 
         Args:
-            q: (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim), as said when the prefix was shared.
+            q: (batch, seqlen_q, heads, head_dim), or (total_q, heads, head_dim), as said when the prefix was found.
             k_pages: As for ``attention_paged``.
             v_pages: As for ``attention_paged``.
             variant: One whose queries see all keys before them, such as ``causal``, ``full`` or ``causal_sink``. The
