@@ -259,6 +259,14 @@ class Layer:
         self._only_windows("reference sliding windows")
         return _shipped("prompt_window", {"prompt": prompt, "window": window})
 
+    def with_tree(self, tree: Tensor) -> VariantCall:
+        """Keys before the queries, which are drafts, and of these the ones that ``tree`` (requests, drafts, drafts)
+        shows to each."""
+        if self.window is not None:
+            raise CallError("trees of drafts are served for layers without windows only")
+        self._only_windows("trees of drafts")
+        return _shipped("draft_tree", {"tree": tree})
+
     def own(self, mask: Mask) -> VariantCall:
         """A user's mask in place of the layer's, with what the layer gives to it. Raises CallError where the layer has
         what the variant does not declare."""
