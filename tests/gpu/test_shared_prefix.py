@@ -159,6 +159,19 @@ def test_layers_repeat_launches(prefixes: int) -> None:
             wanted = attngen.attention_paged(packed, *pages, table, used, softmax_scale=0.1, package=PACKAGE, **shape)
             assert isinstance(wanted, Tensor)
             torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+    prefix = attngen.shared_prefix(table, used, 16, prefixes=prefixes, total_q=len(packed), **shape)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in layers[1:]:
+            layer(packed, out, prefix)
+    pages = caches[-1]
+    table.copy_(made.table)
+    used.copy_(made.used)
+    prefix.update(attngen.shared_prefix(table, used, 16, prefixes=prefixes, total_q=len(packed), **shape))
+    graph.replay()
+    wanted = attngen.attention_paged(packed, *pages, table, used, softmax_scale=0.1, package=PACKAGE, **shape)
+    assert isinstance(wanted, Tensor)
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_packed_queries() -> None:

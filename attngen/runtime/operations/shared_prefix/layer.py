@@ -58,7 +58,7 @@ class SharedPrefixLayer:
     def __call__(self, q: Tensor, out: Tensor, prefix: SharedPrefix) -> None:
         """Write the attention of packed queries (tokens, heads, head_dim) to ``out``, whose rows lie one behind the
         other."""
-        if not torch_state.on_gpu(q) or not may_repeat(q) or torch.cuda.is_current_stream_capturing():
+        if not torch_state.on_gpu(q) or not may_repeat(q):
             k_pages, v_pages, options = self._given
             of_all = prefix.own_lengths.shape[0], -1
             scales: dict[str, Any] = {
