@@ -12,7 +12,7 @@ from attngen.lang.ir import names
 from attngen.lang.variant import Variant
 from attngen.plan.operands import operands_of
 from attngen.plan.traits import bands_of, has_short_bounds_of, reads_data, reads_data_per_key, reads_data_per_query
-from attngen.schema.kernel_spec import KernelSpec
+from attngen.schema.kernel_spec import Backward, KernelSpec
 
 #: Rows or keys of a tile, warps and stages that a spec may name. Not measured.
 TILE_SIZES = (16, 32, 64, 128, 256)
@@ -36,6 +36,12 @@ _FEW_INTERVALS = 3
 def refuse(spec: KernelSpec, field: str, message: str) -> PlanError:
     """Return the error for a field of a spec."""
     return PlanError(message, location=spec.locate(field), field=field)
+
+
+def check_no_roles(spec: KernelSpec) -> None:
+    """Raise PlanError for choices of a backward that kernels by wgmma alone have."""
+    for name in (spec.backward or Backward()).dkdv.of_roles:
+        raise refuse(spec, f"backward.dkdv.{name}", "is for backward kernels by wgmma, which this is not; leave it out")
 
 
 def is_beyond_256(spec: KernelSpec) -> bool:

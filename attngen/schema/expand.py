@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
 from math import prod
@@ -32,7 +32,15 @@ from attngen.schema.fields import IN_GROUPS, SPLIT_TILES
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
 from attngen.schema.loading import DeclaredVariant, Spec
 from attngen.schema.messages import field_path
-from attngen.schema.models import BackwardModel, GradientModel, HeadDimModel, KernelModel, TileModel, WarpsModel
+from attngen.schema.models import (
+    BackwardModel,
+    GradientModel,
+    HeadDimModel,
+    KernelModel,
+    KeysGradientModel,
+    TileModel,
+    WarpsModel,
+)
 from attngen.schema.presets import declared_preset, preset_names
 from attngen.schema.quoting import show
 
@@ -348,7 +356,11 @@ def gradients_of(model: BackwardModel | None) -> Backward:
     """Choices that a spec fixes for the kernels of a backward."""
     if model is None:
         return Backward()
-    return Backward(*(_gradient(getattr(model, name) or GradientModel()) for name in ("dkdv", "dq")))
+    keys = model.dkdv or KeysGradientModel()
+    dkdv = replace(
+        _gradient(keys), overlap=keys.overlap, packed=keys.packed, q_stages=keys.q_stages, rows_ahead=keys.rows_ahead
+    )
+    return Backward(dkdv, _gradient(model.dq or GradientModel()))
 
 
 def _gradient(model: GradientModel) -> Gradient:

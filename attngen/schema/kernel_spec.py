@@ -43,16 +43,29 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """Choices that the spec fixes for one of the two gradient kernels; None leaves a choice to the plan."""
+    """Choices that the spec fixes for one of the two gradient kernels; None leaves a choice to the plan.
+
+    The last four are of kernels by wgmma, and of tiles of keys, alone.
+    """
 
     tile_m: int | None = None
     tile_n: int | None = None
     stages: int | None = None
     num_warps: int | None = None
+    overlap: str | None = None
+    packed: bool | None = None
+    q_stages: int | None = None
+    rows_ahead: int | None = None
+
+    @property
+    def of_roles(self) -> dict[str, Any]:
+        """Fixed choices of kernels by wgmma alone."""
+        return fixed(overlap=self.overlap, packed=self.packed, q_stages=self.q_stages, rows_ahead=self.rows_ahead)
 
     def said(self) -> dict[str, Any]:
         """Fixed choices, as specs say them."""
-        return fixed(tile=fixed(m=self.tile_m, n=self.tile_n), stages=self.stages, warps=self.num_warps)
+        tile = fixed(m=self.tile_m, n=self.tile_n)
+        return fixed(tile=tile, stages=self.stages, warps=self.num_warps, **self.of_roles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ Backend = Annotated[str, OneOf(("triton", "cuda"))]
 Loads = Annotated[str, OneOf(("descriptor", "pointer"))]
 TileMap = Annotated[str, OneOf(("auto", "never", "always"))]
 Schedule = Annotated[str, OneOf(("pingpong", "cooperative"))]
+Overlap = Annotated[str, OneOf(("gradients", "pingpong", "nothing", "roles", "dv"))]
 Epilogue = Annotated[str, OneOf(("staged", "direct"))]
 Order = Annotated[str, OneOf(("longest_first", "natural"))]
 Allowance = Annotated[str, OneOf(("spill", "serialized_wgmma"))]
@@ -252,6 +253,17 @@ class GradientModel(Model):
     warps: Annotated[int, Field(ge=1, le=32)] | None = Field(default=None, description="warps of a block")
 
 
+class KeysGradientModel(GradientModel):
+    """Choices for the kernel by tiles of keys; the last four are of kernels by wgmma alone."""
+
+    overlap: Overlap | None = Field(default=None, description="what the softmax of a step runs beside")
+    packed: bool | None = Field(default=None, description="dS is computed from probabilities in 16 bits")
+    q_stages: Annotated[int, Field(ge=2, le=4)] | None = Field(default=None, description="tiles of Q in flight")
+    rows_ahead: Annotated[int, Field(ge=0, le=4)] | None = Field(
+        default=None, description="row statistics that consumers load ahead, in 16 rows"
+    )
+
+
 class BackwardModel(Model):
     """Choices for the backward; `tile`, `pipeline`, `warps` and most other fields beside it are the forward's."""
 
@@ -259,7 +271,7 @@ class BackwardModel(Model):
         default=None,
         description="left out: triton where `backend` is, else the fastest that can do everything in the entry",
     )
-    dkdv: GradientModel | None = Field(default=None, description="the kernel of dK and dV, tile by tile of keys")
+    dkdv: KeysGradientModel | None = Field(default=None, description="the kernel of dK and dV, tile by tile of keys")
     dq: GradientModel | None = Field(default=None, description="the kernel of dQ, tile by tile of queries")
 
 

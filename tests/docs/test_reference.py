@@ -23,13 +23,16 @@ MODELS = [
     models.SpecModel, models.VariantModel, models.ScalarModel, models.TensorModel, models.MonotoneModel,
     models.RangeModel, models.KernelModel, models.HeadDimModel, models.TileModel, models.PipelineModel,
     models.WarpsModel, models.RegistersModel, models.BackwardModel, models.GradientModel,
+    models.KeysGradientModel,
 ]  # fmt: skip
 TABLES = list(tables(SPEC, "field", "type", "default", "meaning", "example"))
 ROWS = [(model, row) for model, rows in zip(MODELS, TABLES, strict=True) for row in rows]
 
 
 def fields_of(model: type[models.Model]) -> dict[str, Any]:
-    return {field.alias or name: field for name, field in model.model_fields.items()}
+    """Fields of a model, beside those that it has of another one with a table."""
+    of_others = models.GradientModel.model_fields if model is models.KeysGradientModel else {}
+    return {field.alias or name: field for name, field in model.model_fields.items() if name not in of_others}
 
 
 def test_every_field_has_its_row() -> None:
@@ -103,9 +106,10 @@ def spec_with(model: type[models.Model], given: dict[str, Any]) -> dict[str, Any
     }  # fmt: skip
     if model is models.RegistersModel:
         kernel["warps"] = {"registers": given}
-    elif model in (models.BackwardModel, models.GradientModel):
+    elif model in (models.BackwardModel, models.GradientModel, models.KeysGradientModel):
         kernel["passes"] = ["forward", "backward"]
-        kernel["backward"] = given if model is models.BackwardModel else {"dq": given}
+        places_of = {models.GradientModel: {"dq": given}, models.KeysGradientModel: {"dkdv": given}}
+        kernel["backward"] = places_of.get(model, given)
     elif model.__name__ in inner:
         parent, key, base = inner[model.__name__]
         parent[key] = base | given

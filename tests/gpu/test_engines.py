@@ -78,9 +78,15 @@ def test_results(cases: Any, name: str) -> None:
     cases.check(engine(cases), larger(cases.CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["shared blocks", "shared blocks, drafts", "shared blocks, captured"])
-def test_shared_blocks(cases: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTNGEN_SHARED_PREFIX", "1")
+@pytest.mark.parametrize(
+    ("name", "prefixes"),
+    [
+        ("shared blocks", 1), ("shared blocks, drafts", 3), ("shared blocks, captured", 1),
+        ("shared blocks, captured", 2), ("shared blocks in 8 bits", 2),
+    ],
+)  # fmt: skip
+def test_shared_blocks(cases: Any, name: str, prefixes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_SHARED_PREFIX", str(prefixes))
     case = cases.CASES[name]
     cases.check(engine(cases), replace(larger(case), queries=case.queries, shared=case.shared * TIMES))
 

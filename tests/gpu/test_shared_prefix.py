@@ -10,6 +10,7 @@ from torch import Tensor
 
 import attngen
 from attngen.build.pipeline import Prepared, prepare
+from attngen.runtime.operations.shared_prefix.layer import SharedPrefixLayer
 from attngen.runtime.registry.lookup import Package, package_of_kernels
 from attngen.schema import load_spec_text
 from tests.gpu.family import compiled_kernels, known
@@ -21,14 +22,18 @@ SPEC = f"""
 schema: 1
 package: {PACKAGE}
 arch: [sm90a]
+variants:
+  softcap_full: {{score: "cap * tanh(s / cap)", scalars: {{cap: {{type: float32, min: 0.001}}}}}}
 kernels:
   - {{variant: [full, causal, causal_sink], head_dim: [64, 128], layout: paged, pack_gqa: true, split_kv: true}}
   - {{variant: full, head_dim: [64, 128], layout: paged, pack_gqa: true, tile: {{m: 128}}, split_kv: tiles}}
+  - {{variant: [full, causal], head_dim: 128, kv_dtype: fp8_e4m3, layout: paged, split_kv: true}}
+  - {{variant: [softcap, softcap_full], head_dim: 128, layout: paged, split_kv: true}}
 """
 
 
 def to_build() -> list[Prepared]:
-    return [one for one in prepare(load_spec_text(SPEC)) if one.plan.direction in ("forward", "merge")]
+    return [one for one in prepare(load_spec_text(SPEC)) if one.plan.direction in ("forward", "merge", "widen")]
 
 
 @known
@@ -101,6 +106,72 @@ def test_numbers(
         ),
         wanted,
     )  # fmt: skip
+
+
+def groups(page_size: int, queries: int = 1) -> Sequences:
+    """Sequences that begin with one of three prefixes, one after the other, and two that do not."""
+    made = Sequences(40, [3, 1, 9, 4, 30, 2, 5, 1, 1, 2, 8, 1], 2, page_size, 128, queries)
+    free = made.table.new_tensor([page for page in range(len(made.pages[0])) if not (made.table == page).any()])
+    for first in (1, 2):
+        made.table[first:12:3, :40] = free[40 * first - 40 : 40 * first]
+    return made
+
+
+@pytest.mark.parametrize(("variant", "cache"), [("causal", 16), ("softcap", 16), ("causal", 8)])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_several_prefixes(queries: int, variant: str, cache: int) -> None:
+    made = groups(16, queries)
+    given: dict[str, Any] = {"cap": 20.0} if variant == "softcap" else {}
+    pages = [one.cuda() for one in made.pages]
+    if cache == 8:
+        pages = [one.to(torch.float8_e4m3fn) for one in pages]
+        made.pages = [one.cpu().bfloat16() for one in pages]
+        given |= {name: torch.tensor(scale) for name, scale in (("k_descale", 0.5), ("v_descale", 2.0))}
+        made.pages = [one * scale for one, scale in zip(made.pages, (0.5, 2.0), strict=True)]
+    wanted = made.wanted(variant=variant, **({} if cache == 8 else given))
+    on_card = {name: one.cuda() if isinstance(one, Tensor) else one for name, one in given.items()}
+    for prefixes in (3, 5, 2):
+        prefix = attngen.shared_prefix(
+            made.table.cuda(), made.used.cuda(), 16, prefixes=prefixes, seqlen_q=queries
+        )  # fmt: skip
+        assert prefix.length.tolist() == [640, 640, 640, 0, 0][:prefixes]
+        close(
+            prefix.attention(made.q.cuda(), *pages, variant=variant, package=PACKAGE, return_lse=True, **on_card),
+            wanted,
+        )
+
+
+@pytest.mark.parametrize("prefixes", [1, 3])
+def test_layers_repeat_launches(prefixes: int) -> None:
+    """As ``attention`` gives them, in every step, and where another prefix is found."""
+    made = groups(16, 2)
+    starts, packed = starts_of([2] * len(made.q)).cuda(), made.q.flatten(0, 1).cuda()
+    caches = [[one.cuda() * factor for one in made.pages] for factor in (1.0, 0.5, -1.0)]
+    layers = [SharedPrefixLayer(*pages, variant="causal", softmax_scale=0.1) for pages in caches]
+    for step in range(3):
+        table = made.table.roll(step, 0).cuda()
+        used = made.used.roll(step).cuda()
+        shape = {"cu_seqlens_q": starts, "max_seqlen_q": 2}
+        prefix = attngen.shared_prefix(table, used, 16, prefixes=prefixes, total_q=len(packed), **shape)
+        for layer, pages in zip(layers, caches, strict=True):
+            out = torch.empty_like(packed)
+            layer(packed, out, prefix)
+            wanted = attngen.attention_paged(packed, *pages, table, used, softmax_scale=0.1, package=PACKAGE, **shape)
+            assert isinstance(wanted, Tensor)
+            torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+    prefix = attngen.shared_prefix(table, used, 16, prefixes=prefixes, total_q=len(packed), **shape)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in layers[1:]:
+            layer(packed, out, prefix)
+    pages = caches[-1]
+    table.copy_(made.table)
+    used.copy_(made.used)
+    prefix.update(attngen.shared_prefix(table, used, 16, prefixes=prefixes, total_q=len(packed), **shape))
+    graph.replay()
+    wanted = attngen.attention_paged(packed, *pages, table, used, softmax_scale=0.1, package=PACKAGE, **shape)
+    assert isinstance(wanted, Tensor)
+    torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_packed_queries() -> None:

@@ -18,6 +18,8 @@ from click.testing import CliRunner
 from attngen import cli, resources
 from attngen.build.pipeline import BuiltKernel, Failure, Prepared
 from attngen.errors import CallError, CompileError, LoadError
+from attngen.families.hopper_backward.choices import TABLE as BACKWARD_TABLE
+from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.families.hopper_forward.choices import FACTS, TABLES
 from attngen.lab.bench.cases import BenchCase
 from attngen.lab.bench.grid import GridResult, GridRow
@@ -31,6 +33,7 @@ from attngen.lab.tune.tables import Searched, tables_of
 from attngen.lab.verify.gpu import Gpu
 from attngen.plan import Plan, plan
 from attngen.schema import KernelSpec, expand, load_spec, load_spec_text
+from attngen.schema.measured import ChoiceTable
 from attngen.schema.tuned import load_tuned
 from tests.lab.bench_support import FakeMonitor
 
@@ -157,6 +160,50 @@ def test_launches_of_a_backward_kernel_are_chosen_one_after_the_other(spec: Path
     assert row["speedup"] == pytest.approx(1 / 0.6, abs=1e-3)
 
 
+BACKWARD = """
+schema: 1
+package: mine
+arch: [sm90a]
+kernels:
+  - {variant: [causal, softcap], head_dim: 128, passes: [forward, backward]}
+  - {variant: causal, head_dim: 256, passes: [forward, backward]}
+"""
+
+
+def shallow_is_faster(kernel: Prepared, case: BenchCase) -> float:
+    roles = kernel.plan.structure
+    if kernel.plan.direction == "forward":
+        return 1.0
+    assert isinstance(roles, HopperBackward)
+    return (
+        1.0
+        - 0.2 * (roles.q_stages == 2)
+        - 0.2 * (roles.rows_ahead == 4)
+        - 0.1 * (roles.overlap in ("gradients", "roles"))
+    )
+
+
+def test_a_backward_of_roles_is_searched_and_its_choice_is_a_row(
+    spec: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fields of a choice are found one after the other, and the planner makes of the row what was measured."""
+    spec.write_text(BACKWARD)
+    card["speed"] = shallow_is_faster
+    report = searched(spec, variants=("causal",), directions=("backward",), tables=spec.parent)
+    choices = [row["choice"]["backward"]["dkdv"] for row in report.rows]
+    assert choices[0] == {
+        "tile": {"m": 64}, "stages": 2, "overlap": "gradients", "packed": False, "q_stages": 2, "rows_ahead": 4,
+    }  # fmt: skip
+    assert choices[1] == {"tile": {"m": 64}, "overlap": "roles"}
+    assert list(report.tables.rows.values()) == ["hopper_backward.yaml"] * 2
+    kernels = [kernel for kernel in expand(load_spec(spec)) if kernel.direction == "backward"]
+    tuned = load_tuned(spec.with_name("card.yaml"))
+    written = [plan_with(spec.parent, monkeypatch, kernel, BACKWARD_TABLE) for kernel in kernels]
+    for kernel, planned in zip(kernels, written, strict=True):
+        assert planned == plan(tuned.applied(kernel) or kernel)
+        assert (planned == plan(kernel)) is (kernel.variant.name == "softcap")  # other work
+
+
 @pytest.mark.exhaustive
 def test_a_search_that_was_cut_goes_on(spec: Path, card: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([0.0, 1.0, 700.0, 700.0, 700.0])
@@ -217,13 +264,18 @@ def rows_written(spec: Path) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def plan_with(folder: Path, monkeypatch: pytest.MonkeyPatch, kernel: KernelSpec) -> Plan:
+def plan_with(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernel: KernelSpec,
+    table: ChoiceTable[Any] = TABLES["hopper_forward"],
+) -> Plan:
     """The plan of a kernel where the tables of a folder are the planner's."""
     with monkeypatch.context() as patch:
         patch.setattr(resources, "tuned_dir", lambda: folder)
-        TABLES["hopper_forward"].forget()
+        table.forget()
         planned = plan(kernel)
-    TABLES["hopper_forward"].forget()
+    table.forget()
     return planned
 
 

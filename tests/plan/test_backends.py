@@ -171,7 +171,7 @@ def own(score: str, *, grad: bool = False, dropout: bool = False) -> dict[str, o
         ({"fast_math": "false"}, "fused in cuda kernels"),
         ({"backward": "{dq: {warps: 4}}"}, "computes dQ, too"),
         ({"backward": "{dkdv: {warps: 4}}"}, "has roles"),
-        ({"backward": "{dkdv: {tile: {m: 32}}}"}, "32 is not allowed; allowed: 128"),
+        ({"backward": "{dkdv: {tile: {m: 32}}}"}, "32 is not allowed; allowed: 128 or 64"),
         ({"backward": "{dkdv: {tile: {n: 64}}}"}, "64 is not allowed; allowed: 128"),
         ({"backward": "{dkdv: {stages: 8}}", "head_dim": 128}, "exceeds 232448 B"),
         (own("s * t[h]", grad=True) | {"head_dim": 256}, "own tensors (grad: true) beyond head dim 128"),

@@ -417,6 +417,25 @@ def test_a_kernel_is_right_and_has_no_race(row: Row) -> None:
     assert not missed
 
 
+@pytest.mark.exhaustive
+@few(
+    "options",
+    [
+        "overlap: gradients, tile: {m: 64}",
+        "overlap: gradients, tile: {m: 128}, packed: false, rows_ahead: 4",
+        "overlap: nothing, packed: false",
+        "packed: false, rows_ahead: 4, stages: 3",
+        "tile: {m: 64}, q_stages: 4",
+    ],
+    always=1,
+    often=(2, 4),
+)
+def test_a_backward_of_other_choices_is_right_and_has_no_race(options: str) -> None:
+    """Choices that specs name, and a search tries."""
+    chosen = {"passes": "backward", "backward": f"{{backend: cuda, dkdv: {{{options}}}}}"}
+    check(Row(options, chosen, (Size(200, 300),)))
+
+
 def is_spared(row: Row, mutant: Mutant) -> bool:
     return any(fnmatchcase(str(mutant), pattern.replace("[", "[[]")) for pattern in (*SPARED, *row.spared))
 

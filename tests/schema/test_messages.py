@@ -32,6 +32,7 @@ PLACES: dict[type[models.Model], tuple[str | int, ...]] = {
     models.RegistersModel: ("kernels", 0, "warps", "registers"),
     models.BackwardModel: ("kernels", 0, "backward"),
     models.GradientModel: ("kernels", 0, "backward", "dq"),
+    models.KeysGradientModel: ("kernels", 0, "backward", "dkdv"),
 }
 
 
@@ -40,7 +41,8 @@ def spec() -> dict[str, Any]:
     variant = {"mask": "kv < x and t[kv] > 0", "scalars": {"x": {"type": "int32"}}, "tensors": {"t": tensor}}
     kernel = {
         "variant": "m", "head_dim": {"qk": 64, "v": 64}, "tile": {"m": 64}, "pipeline": {"stages": 2},
-        "warps": {"registers": {"producer": 24}}, "passes": ["forward", "backward"], "backward": {"dq": {"stages": 2}},
+        "warps": {"registers": {"producer": 24}}, "passes": ["forward", "backward"],
+        "backward": {"dq": {"stages": 2}, "dkdv": {"q_stages": 2}},
     }  # fmt: skip
     return {"schema": 1, "package": "p", "arch": ["sm90a"], "variants": {"m": variant}, "kernels": [kernel]}
 

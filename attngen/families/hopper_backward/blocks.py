@@ -59,6 +59,7 @@ def suits(spec: KernelSpec) -> bool:
         return False
     given, keys = (spec.backward or Backward()).dkdv, _tile(sum(_columns(spec)), _MOST_SUMS)
     fixed = given.tile_m not in (None, ROWS) or given.tile_n not in (None, keys) or given.stages is not None
+    fixed = fixed or bool(given.of_roles)
     if fixed or iteration_of(spec, "q", by_bits=True) != "tile_map" or iteration_of(spec, "kv") != "tile_map":
         return False
     own = mask_block(spec.variant, (ROWS, ROWS)) == (ROWS, ROWS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attngen.families.hopper_backward.cluster_pipes import cluster_pipes_of
 from attngen.families.hopper_backward.kinds import is_wide
-from attngen.families.hopper_backward.schedule import SERVES, alternatives, plan_backward
+from attngen.families.hopper_backward.schedule import SERVES, alternatives, measured_row, plan_backward, tunable
 from attngen.plan.schedule import Schedule
 
 SCHEDULE = Schedule(
@@ -17,6 +17,8 @@ SCHEDULE = Schedule(
     suits=is_wide,
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_cluster", "cluster"),
     alternatives=alternatives,
+    tunable=tunable,
+    measured_row=measured_row,
     pipes=cluster_pipes_of,
     explanation="attngen.families.hopper_backward.explain:ClusterExplanation",
     serves=SERVES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,12 +11,22 @@ from itertools import product
 from attngen.arch import Arch
 from attngen.dtypes import ATTENTION_DTYPES, HEAD_DIMS, DType, dtype
 from attngen.errors import PlanError
-from attngen.families.hopper_backward.choices import LABELS, TABLE, BackwardChoice
+from attngen.families.hopper_backward.choices import (
+    BLOCK_OVERLAPS,
+    CLUSTER_OVERLAPS,
+    LABELS,
+    TABLE,
+    USUAL,
+    BackwardChoice,
+    QueriesOfTile,
+    usual,
+)
 from attngen.families.hopper_backward.cluster_pipes import cluster_pipes, cluster_roles
 from attngen.families.hopper_backward.kinds import (
     BLOCK_HEAD_DIM,
     NARROW,
     NOTHING,
+    WORDS,
     Brought,
     facts_of,
     family_of,
@@ -33,7 +43,7 @@ from attngen.lang.biases import MOST_HELD, biases, hiding_entries, rooms
 from attngen.lang.distances import is_slight
 from attngen.lang.printing import canonical
 from attngen.lang.tables import ENTRY_BYTES, tables
-from attngen.parts.boxes import widest_box, widths
+from attngen.parts.boxes import BOX_BYTES, widest_box, widths
 from attngen.parts.fields import ATTENTION, DESCRIPTORS, FUSED
 from attngen.parts.heads import by_head
 from attngen.plan.allowances import ALL_OF_DQ, left_to_others
@@ -52,7 +62,9 @@ from attngen.plan.traits import (
     is_light,
     reads_positions,
 )
-from attngen.schema.kernel_spec import Backward, KernelSpec
+from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec
+from attngen.schema.measured import MeasuredRow
+from attngen.schema.models import ChosenStages
 
 #: P and dS pass from products to products in pairs that fill a register, and by stmatrix, which moves 16 bits.
 _DTYPES = tuple(name for name in ATTENTION_DTYPES if dtype(name).mma is not None and dtype(name).register_elements == 2)
@@ -81,6 +93,14 @@ _COSTLY_VALUES = 2
 #: Stages of each consumer's ring of bias tiles; the first number that fits is taken (docs/notebook/hopper_backward.md,
 #: "Tiles of biases").
 _BIAS_STAGES = (2, 1)
+
+#: Columns up to which consumers that take turns have registers for as many rows ahead where the derivative varies as
+#: elsewhere. Not measured: the table says so.
+_FEW_COLUMNS = 64
+
+#: Tiles of Q and of dO in flight, and rows that are loaded ahead, among which ``attngen tune`` looks for the fastest:
+#: those that rows of the table have, and their neighbours. Not measured.
+_TUNED_Q_STAGES, _TUNED_STAGES, _TUNED_ROWS = (2, 3, 4), (1, 2, 3, 4), (0, 1, 2, 4)
 
 #: Query tiles that all heads of a group visit before the next ones (docs/notebook/hopper_backward.md, "Stripes").
 _QUERY_CHUNK = 8
@@ -126,16 +146,31 @@ class _HopperTile:
     choice: BackwardChoice
     stages: int
     roles: HopperBackward
+    known: BackwardChoice  # where no table nor spec says another one of the same order
+    origin: str  # of the choice, in words
+
+    def labels(self, roles: HopperBackward, q_stages: int) -> Iterator[str]:
+        """Labels in a kernel's name for what is not usual; ``q_stages`` of the usual ones fit."""
+        yield from LABELS[roles.overlap]
+        if self.choice.packed != self.known.packed:
+            yield "packed" if self.choice.packed else "unpacked"
+        if roles.q_stages != q_stages:
+            yield f"q{roles.q_stages}"
+        if self.choice.rows_ahead != self.known.rows_ahead:
+            yield f"rows{self.choice.rows_ahead}"
 
     def refusal(self, spec: KernelSpec, v: int) -> PlanError | None:
-        """Return the error for a size in the spec that this tile cannot have, or None."""
+        """Return the error for a choice in the spec that this tile cannot have, or None."""
         given, choice = (spec.backward or Backward()).dkdv, self.choice
-        if given.tile_m not in (None, choice.tile.m):
-            return refuse(spec, "backward.dkdv.tile.m", f"{given.tile_m} is not allowed; allowed: {choice.tile.m}")
-        if given.tile_n not in (None, _KEYS):
-            return refuse(
-                spec, "backward.dkdv.tile.n", f"{given.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)"
-            )
+        if given.rows_ahead is not None and given.rows_ahead != self.roles.rows_ahead:
+            allowed = f"allowed: {_one_of(_rows_ahead(spec, choice.overlap))} with 'overlap: {choice.overlap}'"
+            packed = " and packed sequences" if spec.layout == "varlen" else ""
+            return refuse(spec, "backward.dkdv.rows_ahead", f"{given.rows_ahead} is not allowed; {allowed}{packed}")
+        if given.packed is not None and is_wide(spec):
+            return refuse(spec, "backward.dkdv.packed", "blocks of a cluster multiply P in 16 bits; leave it out")
+        if given.packed not in (None, self.roles.packed):
+            why = "P times the derivative of the logit has 16 bits where that differs from pair to pair"
+            return refuse(spec, "backward.dkdv.packed", f"{why}; allowed: true")
         if self.stages < (least := _parts_of_dout(spec, v)):
             return refuse(
                 spec,
@@ -167,11 +202,12 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
     parts = column_blocks * (_CLUSTER if wide else 1)
     columns_qk, columns_v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
     qk, v = columns_qk.width // column_blocks, columns_v.width // column_blocks
-    iteration = iteration_of(spec, "q", by_bits=not wide)
+    iteration, given = iteration_of(spec, "q", by_bits=not wide), (spec.backward or Backward()).dkdv
     roles = None
     for brought in _offers(spec, relief):
         tile = _tile(spec, relief, brought, iteration, qk, v, element)
-        memory = partial(_with_memory, arch, tile.choice.tile.m, tile.stages, qk, v, operands)
+        fitting = partial(_with_memory, arch, tile.choice.tile.m, tile.stages, qk, v, operands)
+        memory = partial(fitting, given.q_stages)
         refused = tile.refusal(spec, v)
         if refused is None and (roles := memory(tile.roles)) is not None:
             break
@@ -184,6 +220,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
             if valued and replace(valued, query_values=0, shared=roles.shared) == roles:  # at the cost of no stage
                 roles = valued
                 break
+    known = fitting(None, replace(tile.roles, q_stages=tile.known.q_stages))
     planned = drafted(
         spec,
         label=label,
@@ -191,7 +228,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
         tile_map=iteration == "tile_map",
         alignment=16,
         choices=(
-            *LABELS[roles.overlap],
+            *tile.labels(roles, known.q_stages if known else 0),
             *(["deterministic"] if roles.ordered else []),
             *relief.labels,
         ),
@@ -216,7 +253,7 @@ def plan_backward(spec: KernelSpec, arch: Arch, schedule: str, label: str, relie
         sum_columns=roles.sum_columns,
         ordered=roles.ordered,
         visible=visible_queries(spec) if roles.cuts else (),
-        tile_reason=tile.choice.origin,
+        tile_reason=tile.origin,
     )
     return planned.with_launches(*launches(planned, roles), workspaces=tuple(workspaces(planned, roles)))
 
@@ -256,11 +293,15 @@ def _tile(
     per_pair = per_pair_of(spec, brought)
     family = family_of(spec, per_pair, brought)
     facts = facts_of(spec, family, iteration, qk, dropout=spec.variant.dropout or relief.rows_of_dropout)
-    choice = next(TABLE.suiting(facts.__contains__, max(qk, v)))
+    row, given = next(TABLE.suiting(facts.__contains__, max(qk, v))), (spec.backward or Backward()).dkdv
+    # P times a derivative that varies has 16 bits, and takes registers beside wide tiles
+    of_derivative = varies(spec) and not wide
+    few_rows = family == "varying_derivative" and max(qk, v) > _FEW_COLUMNS
+    choice = row.completed(given, varies=of_derivative, few_rows=few_rows)
     parts = _parts_of_dout(spec, v)
     more = not (parts > 1 and is_beyond_256(spec))  # what twins send takes the memory of another stage
-    stages = (spec.backward or Backward()).dkdv.stages or parts + more
-    varlen = spec.layout == "varlen"  # its loader and its consumers hold more values
+    stages = given.stages or (choice.pipeline.stages if choice.pipeline else parts + more)
+    varlen, rows = spec.layout == "varlen", _rows_ahead(spec, choice.overlap)
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
     reads_ds = not all(each.in_registers or (not wide and each.by_warps(choice.tile.m)) for each in gradients)
     # consumers need 240 registers
@@ -278,8 +319,8 @@ def _tile(
         consumers=_CONSUMERS,
         warp_roles=backward_roles(_CONSUMERS, *registers, reads_ds=reads_ds),
         overlap=choice.overlap,
-        packed=choice.packed,
-        rows_ahead=min(choice.rows_ahead, 1) if varlen and choice.overlap == "pingpong" else choice.rows_ahead,
+        packed=choice.packed or of_derivative,
+        rows_ahead=min(max(choice.rows_ahead, rows[0]), rows[-1]),
         rows_early=choice.rows_ahead > 0 and (by_rows or not varlen) and not relief.lean and not relief.late,
         q_stages=choice.q_stages,
         box_bytes=widest_box(
@@ -314,7 +355,58 @@ def _tile(
         heavy = not is_light(replace(spec.variant, score=None)) and not reads_positions(spec.variant)
         divides = heavy and family in ("light", "divided")
         draft = _clustered(draft, qk, v, element, _column_blocks(spec), divides=divides)
-    return _HopperTile(choice, stages, draft)
+    known = usual(*choice.order, varies=of_derivative, few_rows=few_rows)
+    own = "" if choice == row else "the spec's own; what it leaves open: "
+    return _HopperTile(choice, stages, draft, known, f"{own}{row.origin}")
+
+
+def tunable(spec: KernelSpec, first: Plan) -> Iterator[KernelSpec]:
+    """Yield the spec of a backward with each order and the queries that a step of it may have, and with each other
+    value of one choice of the ``first`` plan."""
+    roles = first.structure
+    assert isinstance(roles, HopperBackward)
+    own = Gradient(first.tile_m, stages=first.stages, overlap=roles.overlap, q_stages=roles.q_stages)
+    if not is_wide(spec):
+        own = replace(own, packed=roles.packed, rows_ahead=roles.rows_ahead)
+    others = [Gradient(m, overlap=overlap) for overlap, m in _orders(spec)]
+    choices = [one for one in others if (one.overlap, one.tile_m) != (own.overlap, own.tile_m)]
+    choices += [replace(own, q_stages=n) for n in _TUNED_Q_STAGES]
+    choices += [replace(own, stages=n) for n in _TUNED_STAGES]
+    if not is_wide(spec):
+        choices += [replace(own, packed=not roles.packed), *(replace(own, rows_ahead=n) for n in _TUNED_ROWS)]
+    for choice in choices:
+        if choice != own:
+            yield replace(spec, backward=Backward(choice))
+
+
+def measured_row(spec: KernelSpec, fastest: Plan) -> MeasuredRow:
+    """The row for kernels of just the work of a spec, with the choices of its ``fastest`` plan.
+
+    It names every fact of the spec, those that do not hold as ``without``, and has its columns alone: which of these
+    matter was not measured. Raises PlanError if the schedule does not take the spec.
+    """
+    roles = fastest.structure
+    assert isinstance(roles, HopperBackward)
+    wide, element = is_wide(spec), operands_of(spec).shared("q", "k", "v", "dout", "p", "ds")
+    brought = Brought(roles.bias_bytes, roles.distance_values, roles.table_bytes)
+    columns = max(each.width for each in (*fastest.columns_qk, *fastest.columns_v)) // roles.column_blocks
+    qk = fastest.columns_qk[0].width // roles.column_blocks
+    family = family_of(spec, per_pair_of(spec, brought), brought)
+    iteration = iteration_of(spec, "q", by_bits=not wide)
+    facts = facts_of(spec, family, iteration, qk, dropout=spec.variant.dropout)
+    row = BackwardChoice(
+        work=tuple(name for name in WORDS if name in facts),
+        without=tuple(name for name in WORDS if name not in facts),
+        beyond=columns - BOX_BYTES[-1] // element.bytes,
+        columns=columns,
+        tile=QueriesOfTile(m=fastest.tile_m),
+        overlap=roles.overlap,
+        packed=roles.packed,
+        q_stages=roles.q_stages,
+        rows_ahead=roles.rows_ahead,
+        pipeline=ChosenStages(stages=fastest.stages),
+    )
+    return MeasuredRow(TABLE, row, next(TABLE.suiting(facts.__contains__, columns)))
 
 
 def alternatives(spec: KernelSpec, arch: Arch, first: Plan) -> Iterator[Plan]:
@@ -429,7 +521,35 @@ def _refusal(spec: KernelSpec) -> PlanError | None:
         return refuse(spec, "backward.dq", "in cuda the kernel by tiles of keys computes dQ, too; leave it out")
     if given.dkdv.num_warps is not None:
         return refuse(spec, "backward.dkdv.warps", "a backward in cuda has roles; leave it out")
+    if given.dkdv.tile_n not in (None, _KEYS):
+        return refuse(
+            spec, "backward.dkdv.tile.n", f"{given.dkdv.tile_n} is not allowed; allowed: {_KEYS} (64 per consumer)"
+        )
+    orders, queries = (list(dict.fromkeys(one)) for one in zip(*_orders(spec), strict=True))
+    for name, value, allowed in (("tile.m", given.dkdv.tile_m, queries), ("overlap", given.dkdv.overlap, orders)):
+        if value is not None and value not in allowed:
+            return refuse(spec, f"backward.dkdv.{name}", f"{value} is not allowed; allowed: {_one_of(allowed)}")
     return None
+
+
+def _orders(spec: KernelSpec) -> list[tuple[str, int]]:
+    """Orders of the products that a kernel may have, each with the queries of a step. Clusters have others than single
+    blocks; four blocks just one, and so has dropout."""
+    overlaps: tuple[str, ...] = ("nothing",) if spec.variant.dropout else BLOCK_OVERLAPS
+    if is_wide(spec):
+        overlaps = ("roles",) if spec.variant.dropout or is_beyond_256(spec) else CLUSTER_OVERLAPS
+    return [order for order in USUAL if order[0] in overlaps]
+
+
+def _rows_ahead(spec: KernelSpec, overlap: str) -> range:
+    """Times 16 rows of statistics that consumers may load ahead. Those of packed sequences hold more values beside."""
+    if overlap == "pingpong":
+        return range(1, 2 if spec.layout == "varlen" else 5)
+    return range(5 if overlap == "gradients" else 1)
+
+
+def _one_of(allowed: Sequence[object]) -> str:
+    return " or ".join(map(str, allowed))
 
 
 def _why_no_tensor_gradients(spec: KernelSpec) -> str | None:
@@ -447,29 +567,32 @@ def _why_no_tensor_gradients(spec: KernelSpec) -> str | None:
 
 
 def _with_memory(
-    arch: Arch, tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
+    arch: Arch, tile_m: int, stages: int, qk: int, v: int, operands: Operands, fixed: int | None, draft: HopperBackward
 ) -> HopperBackward | None:
-    """Return the roles with as many stages of Q, and then of biases, as shared memory holds; None if it holds none."""
-    layouts = _memory_layouts(tile_m, stages, qk, v, operands, draft)
+    """Return the roles with as many stages of Q, and then of biases, as shared memory holds; None if it holds none, or
+    not the ``fixed`` ones of Q."""
+    layouts = _memory_layouts(tile_m, stages, qk, v, operands, fixed, draft)
     return next((roles for roles in layouts if roles.shared_bytes <= arch.shared_memory), None)
 
 
 def _memory_layouts(
-    tile_m: int, stages: int, qk: int, v: int, operands: Operands, draft: HopperBackward
+    tile_m: int, stages: int, qk: int, v: int, operands: Operands, fixed: int | None, draft: HopperBackward
 ) -> Iterator[HopperBackward]:
     """Yield the roles with their regions of shared memory, from the most stages of Q and biases to the fewest; beside
     biases, dQ may be rounded without shared memory."""
     pipes = backward_pipes if draft.cluster == 1 else cluster_pipes
     of_biases = _BIAS_STAGES if draft.biases else (0,)
     of_dq = (True, False) if draft.biases else (True,)
-    for stages_dq, q_stages, bias_stages in product(of_dq, range(draft.q_stages, 1, -1), of_biases):
+    q_stages_of = (fixed,) if fixed else range(draft.q_stages, 1, -1)
+    for stages_dq, q_stages, bias_stages in product(of_dq, q_stages_of, of_biases):
         roles = replace(draft, q_stages=q_stages, bias_stages=bias_stages, stages_dq=stages_dq)
         yield replace(roles, shared=pipes(roles, tile_m=tile_m, stages=stages, qk=qk, v=v, operands=operands).regions)
 
 
 def _memory_refusal(spec: KernelSpec, arch: Arch, tile: _HopperTile, qk: int, v: int, operands: Operands) -> PlanError:
     """Return the error for a tile that exceeds shared memory even with the fewest stages."""
-    *_, least = _memory_layouts(tile.choice.tile.m, tile.stages, qk, v, operands, tile.roles)
+    given = (spec.backward or Backward()).dkdv
+    *_, least = _memory_layouts(tile.choice.tile.m, tile.stages, qk, v, operands, given.q_stages, tile.roles)
     listed = " + ".join(
         f"{_OPERANDS[region.name]} {region.bytes}" + (f" ({tile.stages} stages)" if region.name == "dout" else "")
         for region in least.shared
@@ -506,6 +629,8 @@ SCHEDULE = Schedule(
     suits=lambda spec: not is_wide(spec),
     plan=lambda spec, arch: plan_backward(spec, arch, "hopper_backward", "wgmma"),
     alternatives=alternatives,
+    tunable=tunable,
+    measured_row=measured_row,
     pipes=backward_pipes_of,
     explanation="attngen.families.hopper_backward.explain:BlockExplanation",
     serves=SERVES,

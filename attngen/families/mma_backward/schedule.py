@@ -23,7 +23,7 @@ from attngen.parts.boxes import BOX_BYTES, widest_box, widths
 from attngen.parts.fields import ADDRESSES, ATTENTION, FUSED
 from attngen.plan import arguments
 from attngen.plan.allowances import MMA_BACKWARD_SPILLS
-from attngen.plan.choices import check_head_dims, is_beyond_256, iteration_of, refuse
+from attngen.plan.choices import check_head_dims, check_no_roles, is_beyond_256, iteration_of, refuse
 from attngen.plan.draft import drafted, row_workspaces
 from attngen.plan.model import Argument, Launch, Plan, Region, Workspace
 from attngen.plan.operands import operands_of
@@ -121,6 +121,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     if refused := _refusal(spec, arch):
         raise refused
     check_head_dims(spec)
+    check_no_roles(spec)
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "dout", "p", "ds")
     qk, v = widths(spec.head_dim_qk, element), widths(spec.head_dim_v, element)

@@ -20,7 +20,16 @@ from attngen.parts.backward_launches import statistics_arguments
 from attngen.parts.columns import padded_width
 from attngen.plan import arguments, budget, naming
 from attngen.plan.allowances import SPILLS, SPLIT_SPILLS, WIDE_BACKWARD_SPILLS, Spills, may_wait
-from attngen.plan.choices import L2_BYTES, STAGES, WARPS, check_sizes, is_beyond_256, iteration_of, refuse
+from attngen.plan.choices import (
+    L2_BYTES,
+    STAGES,
+    WARPS,
+    check_no_roles,
+    check_sizes,
+    is_beyond_256,
+    iteration_of,
+    refuse,
+)
 from attngen.plan.draft import axes_of, drafted, row_workspaces
 from attngen.plan.model import Argument, Columns, Launch, Plan
 from attngen.plan.operands import Operands, kept_bytes, operands_of
@@ -131,6 +140,7 @@ _DV, _DK = (_Kind(name, "dkdv", "keys", "key_words", "kv_tiles", (name,)) for na
 
 
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
+    check_no_roles(spec)
     loads = loads_of(spec, arch)
     operands = operands_of(spec)
     element = operands.shared("q", "k", "v", "dout", "p", "ds")

@@ -121,6 +121,15 @@ def asked_for(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
+def shared_prefixes() -> int:
+    """The most prefixes of a batch whose keys are read once, as ``ATTNGEN_SHARED_PREFIX`` says; 0 without it. Raises
+    CallError for a text that is no number."""
+    given = os.environ.get(SHARED_VARIABLE) or "0"
+    if not given.isascii() or not given.isdigit():
+        raise CallError(f"{SHARED_VARIABLE} must be the most prefixes that requests of a batch share, got {given!r}")
+    return int(given)
+
+
 def leading_decodes(starts: Tensor) -> int:
     """Number of sequences before the first one that has more than one query; 0 where none has. ``starts``: where the
     queries of each begin, on the host."""
@@ -249,6 +258,14 @@ class Layer:
         """Causal, all keys of each request's prompt, and the last ``window`` ones."""
         self._only_windows("reference sliding windows")
         return _shipped("prompt_window", {"prompt": prompt, "window": window})
+
+    def with_tree(self, tree: Tensor) -> VariantCall:
+        """Keys before the queries, which are drafts, and of these the ones that ``tree`` (requests, drafts, drafts)
+        shows to each."""
+        if self.window is not None:
+            raise CallError("trees of drafts are served for layers without windows only")
+        self._only_windows("trees of drafts")
+        return _shipped("draft_tree", {"tree": tree})
 
     def own(self, mask: Mask) -> VariantCall:
         """A user's mask in place of the layer's, with what the layer gives to it. Raises CallError where the layer has

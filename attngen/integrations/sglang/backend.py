@@ -26,6 +26,9 @@ from attngen.runtime.operations.attention.layers import PagedBatch, PagedLayer
 
 _EIGHT_BITS = (torch.float8_e4m3fn,)
 
+#: Algorithms of drafts whose trees come as ``EagleVerifyInput``.
+_TREES = ("EAGLE", "EAGLE3", "STANDALONE")
+
 
 @dataclass
 class Tables:
@@ -51,6 +54,7 @@ class AttngenMetadata:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the user's mask
     image_token_ranges: Tensor | None = None  # (queries, 2) int32, first and last position of an image, set by models
     images: Tensor | None = None  # the same, (2, queries)
+    tree: Tensor | None = None  # (requests, drafts, drafts) bool, the ones that each draft of a tree sees
 
 
 class AttngenAttnBackend(AttentionBackend):
@@ -81,6 +85,8 @@ class AttngenAttnBackend(AttentionBackend):
         deterministic = get_exec().deterministic.enable_deterministic_inference
         self._split_size = engines.INVARIANT_SPLIT if deterministic else None
         self._mask = engines.configured()
+        #: What the draft stage fills in place, with a row of as many drafts for each draft; None of chains.
+        self._verify_mask = _verify_mask(0, self.draft_tokens, self.device) if self._has_trees else None
         self._graphs: dict[tuple[int, int], AttngenMetadata] = {}
         self._layers: dict[tuple[int, int | None], _Layer] = {}
 
@@ -100,8 +106,8 @@ class AttngenAttnBackend(AttentionBackend):
         model, spec = runner.model_config, get_spec()
         if runner.is_draft_worker:
             return "draft models; --speculative-draft-attention-backend takes another backend"
-        if (spec.speculative_eagle_topk or 0) > 1:
-            return "trees of drafts (--speculative-eagle-topk above 1)"
+        if (spec.speculative_eagle_topk or 0) > 1 and (reason := self._tree_reason(runner, spec)):
+            return f"trees of drafts (--speculative-eagle-topk above 1) {reason}"
         if runner.kv_index_translator.is_translating:
             return "--enable-unified-memory, whose slots are translated at each read"
         if getattr(model, "is_local_attention_model", False):
@@ -109,6 +115,14 @@ class AttngenAttnBackend(AttentionBackend):
         if model.is_encoder_decoder and runner.page_size != 1:
             return "cross attention with pages of more than one token"
         return self._form_reason(runner) or self._card_reason(runner)
+
+    def _tree_reason(self, runner: Any, spec: Any) -> str | None:
+        """The first reason against trees of drafts for a model, or None."""
+        if spec.speculative_algorithm not in _TREES:
+            return f"of {spec.speculative_algorithm}; trees are those of {', '.join(_TREES)}"
+        if runner.sliding_window_size is not None:
+            return "with sliding windows"
+        return None if engines.configured() is None else "with a user's mask"
 
     def _card_reason(self, runner: Any) -> str | None:
         """The first kind of kernels that a model needs and the runner's card lacks, or None."""
@@ -142,12 +156,34 @@ class AttngenAttnBackend(AttentionBackend):
             starts, longest_query, Tables(self._as_pages(tokens), lengths), longest, self._decodes(forward_batch),
             encoder=encoder,
         )  # fmt: skip
+        if self._verify_mask is not None and forward_batch.forward_mode.is_target_verify():
+            mask = forward_batch.spec_info.custom_mask
+            self.forward_metadata.tree = self._as_trees(mask, forward_batch.batch_size)
         self._set_window(self.forward_metadata, tokens, forward_batch)
         self._set_arguments(self.forward_metadata, forward_batch)
+
+    @property
+    def verify_mask(self) -> Any:
+        """SGLang's ``VerifyMask`` of trees of drafts: pairs of drafts alone, which graphs read in place."""
+        return self._verify_mask
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Nothing: metadata hold the tensors that the draft stage fills."""
+
+    @property
+    def _has_trees(self) -> bool:
+        return (get_spec().speculative_eagle_topk or 0) > 1
+
+    def _as_trees(self, mask: Tensor, count: int) -> Tensor:
+        """Pairs of drafts of some requests, of a mask that holds nothing else."""
+        drafts = self.draft_tokens
+        return mask[: count * drafts * drafts].view(count, drafts, drafts)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Tensors that captured graphs read, for batches of up to ``max_bs`` requests."""
         del max_num_tokens
+        if self._verify_mask is not None:
+            self._verify_mask = _verify_mask(max_bs, self.draft_tokens, self.device)
 
         def table() -> Tensor:
             return torch.zeros(max_bs, self.most_pages, dtype=torch.int32, device=self.device)
@@ -179,6 +215,12 @@ class AttngenAttnBackend(AttentionBackend):
             )  # fmt: skip
             if self._window_table is not None:
                 metadata.window = Tables(self._window_table[:count], metadata.own.lengths)
+            if self._verify_mask is not None and mode.is_target_verify():
+                metadata.tree = self._as_trees(self._verify_mask.buffer, count)
+        if metadata.tree is not None and not in_capture:
+            given = forward_batch.spec_info.custom_mask
+            if given.data_ptr() != metadata.tree.data_ptr():  # of a batch that had no room in it
+                metadata.tree.view(-1)[: given.shape[0]].copy_(given)
         added = queries if mode.is_target_verify() else 0
         torch.add(forward_batch.seq_lens[:count], added, out=metadata.own.lengths)
         most = self._most(forward_batch, added)
@@ -352,6 +394,8 @@ class AttngenAttnBackend(AttentionBackend):
         tables = metadata.window if in_window and metadata.window is not None else metadata.own
         if layer.attn_type in (AttentionType.ENCODER_ONLY, AttentionType.DECODER_BIDIRECTIONAL):
             return tables, own.both_ways
+        if metadata.tree is not None:
+            return tables, own.over_tree(metadata.tree)
         if self._mask is not None and self._mask.for_window(window):
             masked = own.masked(self._mask)
             if metadata.arguments:
@@ -374,12 +418,29 @@ class _Layer:
         self.cache = 0  # its address
         self.paged: PagedLayer | None = None
         self._masked: VariantCall | None = None
+        self._over_tree: tuple[Tensor, VariantCall] | None = None
+
+    def over_tree(self, tree: Tensor) -> VariantCall:
+        """The variant of trees of drafts; the same value in calls with the same tensor."""
+        known = self._over_tree
+        if known is None or known[0] is not tree:
+            known = self._over_tree = tree, self.layer.with_tree(tree)
+        return known[1]
 
     def masked(self, mask: Mask) -> VariantCall:
         """The user's mask in the layer's place."""
         if self._masked is None:
             self._masked = self.layer.own(mask)
         return self._masked
+
+
+def _verify_mask(requests: int, drafts: int, device: Any) -> Any:
+    """SGLang's mask of trees of drafts, with room for some requests."""
+    from sglang.srt.layers.attention.verify_mask import VerifyMask
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    buffer = torch.zeros(requests * drafts * drafts, dtype=torch.bool, device=device)
+    return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=requests)
 
 
 def _scale(scale: Any, device: torch.device) -> Tensor:

@@ -46,6 +46,10 @@ class AttngenMLABackend(AttngenAttnBackend):
             return f"latent rows of {runner.kv_cache_dtype}; kernels read SGLang's in 16 bits"
         return None if engines.configured() is None else "a user's mask with latent attention"
 
+    def _tree_reason(self, runner: Any, spec: Any) -> str | None:
+        del runner, spec
+        return "with latent attention"
+
     def _kinds(self, runner: Any) -> list[str]:
         del runner
         return ["latent attention"]

@@ -35,6 +35,7 @@ from attngen.runtime.operations.attention.entry import attention_paged, attentio
 from attngen.runtime.operations.attention.layers import PagedBatch, PagedCache, PagedLayer
 from attngen.runtime.operations.merge.call import merge
 from attngen.runtime.operations.shared_prefix.call import SharedPrefix, shared_prefix
+from attngen.runtime.operations.shared_prefix.layer import SharedPrefixLayer
 
 #: Attention types whose keys are the tokens of the call, without a cache.
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -158,7 +159,7 @@ class AttngenMetadata:
     context_lens: Tensor | None = None  # (requests,) int32, with context parallelism: keys here before the queries
     batches: dict[int, PagedBatch] = field(default_factory=dict)
     plain: bool = False  # nothing but ``causal`` decides what a decoder's layer without a mask of its own sees
-    shares: bool = False  # causal layers read keys of blocks that requests share once
+    shares: int = 0  # the most prefixes of blocks that requests share whose keys causal layers read once
     prefixes: dict[tuple[int, bool], SharedPrefix] = field(default_factory=dict)  # by block size, and if in a graph
 
     def batch(self, block_size: int) -> PagedBatch:
@@ -182,7 +183,7 @@ class AttngenMetadata:
         if prefix is None:
             batch = self.batch(block_size)
             prefix = self.prefixes[key] = shared_prefix(
-                batch.page_table, batch.seqused_k, block_size, cu_seqlens_q=batch.cu_seqlens_q,
+                batch.page_table, batch.seqused_k, block_size, prefixes=self.shares, cu_seqlens_q=batch.cu_seqlens_q,
                 max_seqlen_q=batch.max_seqlen_q, total_q=batch.tokens,
             )  # fmt: skip
         return prefix
@@ -211,7 +212,7 @@ class AttngenMetadataBuilder(AttentionMetadataBuilder[AttngenMetadata]):
         scheduler = vllm_config.scheduler_config
         parallel = vllm_config.parallel_config
         self._mask = configured_mask(vllm_config)
-        self._shares = engines.asked_for(engines.SHARED_VARIABLE)
+        self._shares = engines.shared_prefixes()
         self._rswa = vllm_config.model_config.rswa_window is not None
         self._prompts: Tensor | None = None
         if self._rswa:
@@ -349,7 +350,8 @@ class AttngenImpl(AttentionImpl):
         self._causal: tuple[Tensor, PagedLayer, int] | None = None
         unlike = sliding_window is not None or alibi_slopes is not None or self._softcap or self._mask is not None
         #: Whether all keys before a query count alike, as for a prefix that requests share.
-        self._can_share = not (unlike or self._fp8 or self._split_size) and attn_type == AttentionType.DECODER
+        self._can_share = not (unlike or self._split_size) and attn_type == AttentionType.DECODER
+        self._shared: tuple[VariantCall, SharedPrefixLayer] | None = None
         self._exchange = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
         reason = engines.combination_reason(bool(self._softcap), alibi_slopes is not None, sinks is not None)
         if reason is None and self.dcp_world_size > 1 and (alibi_slopes or sliding_window or sinks is not None):
@@ -398,13 +400,14 @@ class AttngenImpl(AttentionImpl):
         views = self._views_of(layer, kv_cache)
         choice, paged = self._choice(layer, attn_metadata, bound), self._paged
         if attn_metadata.shares and self._can_share:
-            tokens = attn_metadata.num_actual_tokens
-            result = attn_metadata.prefix(views.block_size).attention(
-                query[:tokens], views.keys, views.values, variant=choice.variant, softmax_scale=self.scale,
-                page_layout="HND", **choice.arguments,
-            )  # fmt: skip
-            assert isinstance(result, Tensor)
-            output[:tokens].copy_(result)
+            shared, tokens = self._shared, attn_metadata.num_actual_tokens
+            if shared is None or shared[0] is not choice:
+                made_shared = SharedPrefixLayer(
+                    views.keys, views.values, variant=choice.variant, softmax_scale=self.scale, page_layout="HND",
+                    arguments=choice.arguments, **self._own_scales(layer),
+                )  # fmt: skip
+                shared = self._shared = choice, made_shared
+            shared[1](query[:tokens], output[:tokens], attn_metadata.prefix(views.block_size))
             return output
         if paged is None or paged[0] is not choice:
             made = PagedLayer(
@@ -442,7 +445,7 @@ class AttngenImpl(AttentionImpl):
             written = PagedCache(keys, values, page_layout="HND", **self._own_scales(layer))
             k_scale = layer._k_scale if self._fp8 else None
             views = self._views = _Views(kv_cache, keys, values, kv_cache.shape[2], k_scale, written)
-            self._paged = None
+            self._paged = self._shared = None
         return views
 
     def _own_scales(self, layer: Any) -> dict[str, Tensor]:

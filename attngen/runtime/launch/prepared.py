@@ -97,7 +97,7 @@ class PreparedCall:
             if made is not None:
                 made.launch(addresses[0], addresses[OUT], ())
                 out: Tensor = given.out
-                return out
+                return out if made.lse is None else (out, made.lse)
         scale, out, lse = given.softmax_scale, given.out, None
         scale = self._scale if scale is None else softmax_scale_of(scale)
         scalars = self.scalars(given.arguments) if self._call.rules else ()
@@ -110,9 +110,7 @@ class PreparedCall:
             out = self.new_output(given.q, sized)
             addresses[OUT] = out.data_ptr()
         if self._return_lse:
-            # with strides, which torch takes faster than a shape alone
-            lse = torch.empty_strided(sized.lse_shape, sized.lse_strides, dtype=torch.float32, device=self._device)
-            addresses[LSE] = lse.data_ptr()
+            lse = self._new_lse(sized, addresses)
         shared = maps = None  # kept until the launches are enqueued
         if sized.workspaces:
             shared = launch.enter_workspaces(addresses, sized)
@@ -158,7 +156,7 @@ class PreparedCall:
         """The launches of a call, to be repeated; None if it allocates its results, needs a tile map, or launches
         nothing; or if its device is not the current one."""
         launch = self._launch
-        if launch is None or self._maps is not None or self._return_lse or given.out is None:
+        if launch is None or self._maps is not None or given.out is None:
             return None
         if not launch.device_is_ready():
             return None
@@ -170,10 +168,18 @@ class PreparedCall:
         launch = self._launch
         assert launch is not None
         given = tuple(addresses), scale, scalars
+        lse = self._new_lse(sized, addresses) if self._return_lse else None
         kept = launch.enter_workspaces(addresses, sized) if sized.workspaces else None
         chain = launch.ready(addresses, sized)
         assert chain is not None, "there is something to compute"
-        return Repeatable(chain, addresses, scale, scalars, sized, launch.stream(), kept, given)
+        return Repeatable(chain, addresses, scale, scalars, sized, launch.stream(), kept, given, lse)
+
+    def _new_lse(self, sized: Sized, addresses: list[int]) -> Tensor:
+        """Memory for the log-sum-exp of a call, whose address is entered."""
+        # with strides, which torch takes faster than a shape alone
+        lse = torch.empty_strided(sized.lse_shape, sized.lse_strides, dtype=torch.float32, device=self._device)
+        addresses[LSE] = lse.data_ptr()
+        return lse
 
     def _enter_map(self, given: Given, addresses: list[int], scalars: Sequence[Number]) -> list[Tensor]:
         """Append the address of the tile map, the caller's or one that is kept or made now, and return it."""

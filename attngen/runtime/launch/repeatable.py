@@ -10,6 +10,8 @@ from attngen.runtime.arguments.given import TENSORS
 from attngen.runtime.launch.chain import Chain, Moves, Sized
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attngen.runtime.arguments.scalars import Number
 
 _MOVING = _Q, _OUT = TENSORS.index("q"), OUT
@@ -21,15 +23,17 @@ class Repeatable:
     They run on one stream, since their counters and workspaces belong to it, and in one thread at a time.
     """
 
-    __slots__ = ("_block", "_bytes", "_enqueue", "_maps", "_words", "calls", "chain", "given", "kept", "stream")
+    __slots__ = (
+        "_block", "_bytes", "_enqueue", "_maps", "_words", "calls", "chain", "given", "kept", "lse", "stream",
+    )  # fmt: skip
 
     def __init__(
         self, chain: Chain, addresses: Sequence[int], scale: float, scalars: Sequence[Number], sized: Sized,
-        stream: int, kept: object, given: tuple[Sequence[int], float, Sequence[Number]],
+        stream: int, kept: object, given: tuple[Sequence[int], float, Sequence[Number]], lse: Tensor | None = None,
     ) -> None:  # fmt: skip
         """The arguments of a launch, and memory of its workspaces that is to be ``kept``. ``given``: addresses of a
-        call's tensors, its scale and scalars."""
-        self.chain, self.stream, self.kept, self.given = chain, stream, kept, given
+        call's tensors, its scale and scalars. ``lse``: where each launch writes its log-sum-exp, if it has one."""
+        self.chain, self.stream, self.kept, self.given, self.lse = chain, stream, kept, given, lse
         #: Prepared launches for calls of the kind with other sizes: ``RaggedCalls``.
         self.calls: object = None
         self._block = block = chain.take(sized)

@@ -406,7 +406,55 @@ def test_a_score_and_its_derivative_share_a_cosine_of_the_distance() -> None:
         ),
         ("causal", {"backward": "{backend: cuda, dq: {warps: 4}}"}, r"backward\.dq: .*leave it out"),
         ("causal", {"backward": "{backend: cuda, dkdv: {warps: 4}}"}, r"backward\.dkdv\.warps: .*leave it out"),
-        ("causal", {"backward": "{backend: cuda, dkdv: {tile: {m: 64}}}"}, r"backward\.dkdv\.tile\.m: .*allowed: 128"),
+        ("causal", {"backward": "{backend: cuda, dkdv: {tile: {m: 32}}}"}, r"backward\.dkdv\.tile\.m: .*: 128 or 64"),
+        (
+            "causal",
+            {"backward": "{backend: cuda, dkdv: {overlap: dv}}"},
+            r"backward\.dkdv\.overlap: .*: pingpong or",
+        ),
+        (
+            "causal",
+            {"backward": "{backend: cuda, dkdv: {overlap: pingpong, rows_ahead: 0}}"},
+            r"backward\.dkdv\.rows_ahead: 0 is not allowed; allowed: 1 or 2 or 3 or 4 with 'overlap: pingpong'",
+        ),
+        (
+            "causal",
+            {"layout": "varlen", "backward": "{backend: cuda, dkdv: {rows_ahead: 2}}"},
+            r"backward\.dkdv\.rows_ahead: 2 is not allowed; allowed: 1 with 'overlap: pingpong' and packed sequences",
+        ),
+        (
+            "softcap",
+            {"head_dim": 128, "backward": "{backend: cuda, dkdv: {packed: false}}"},
+            r"backward\.dkdv\.packed: P times the derivative of the logit has 16 bits .*; allowed: true",
+        ),
+        (
+            "causal",
+            {"head_dim": 128, "backward": "{backend: cuda, dkdv: {q_stages: 4}}"},
+            r"backward\.dkdv: Shared memory \d+ B exceeds",
+        ),
+        (
+            "causal",
+            {"head_dim": 256, "backward": "{backend: cuda, dkdv: {packed: true}}"},
+            r"backward\.dkdv\.packed: .*leave it out",
+        ),
+        (
+            "own",
+            {
+                "declared": "variants:\n  own: {dropout: true}\n",
+                "backward": "{backend: cuda, dkdv: {overlap: pingpong}}",
+            },
+            r"backward\.dkdv\.overlap: pingpong is not allowed; allowed: nothing",
+        ),
+        (
+            "causal",
+            {"arch": "sm80", "backward": "{backend: cuda, dkdv: {q_stages: 3}}"},
+            r"backward\.dkdv\.q_stages: is for backward kernels by wgmma",
+        ),
+        (
+            "causal",
+            {"backward": "{backend: triton, dkdv: {packed: true}}"},
+            r"backward\.dkdv\.packed: is for backward kernels by wgmma",
+        ),
         ("causal", {"backward": "{backend: cuda, dkdv: {tile: {n: 64}}}"}, r"backward\.dkdv\.tile\.n: .*allowed: 128"),
         ("causal", {"backward": "{backend: cuda, dkdv: {stages: 8}}"}, r"backward\.dkdv: Shared memory \d+ B exceeds"),
         (

@@ -46,6 +46,7 @@ class Case:
     graph: bool = False
     padded: int = 0
     drafts: int = 1
+    parents: tuple[tuple[int, ...], ...] = ()  # of a tree of drafts, by request: that of each but the first one
     mask: Any = None
     seen: Seen | None = None
     lse: bool = False
@@ -77,10 +78,26 @@ CASES = {
     "graph, a pool of windows": Case(**_DECODE, graph=True, padded=1, window=9, window_pool=True),
     "drafts": Case(queries=(3, 3), lengths=(40, 21), mode="TARGET_VERIFY", drafts=3),
     "drafts, graph": Case(queries=(3, 3), lengths=(40, 21), mode="TARGET_VERIFY", drafts=3, graph=True, padded=1),
+    "trees of drafts": Case(
+        queries=(4, 4), lengths=(40, 21), mode="TARGET_VERIFY", drafts=4, parents=((0, 0, 1), (0, 1, 0)),
+    ),
+    "trees of drafts, graph": Case(
+        queries=(4, 4), lengths=(40, 21), mode="TARGET_VERIFY", drafts=4, parents=((0, 0, 1), (0, 1, 0)), graph=True,
+        padded=1,
+    ),
     "log-sum-exp": Case(lse=True),
     "images": Case(images={0: (36, 38), 3: (4, 12)}),
     "images and window": Case(images={0: (36, 39), 3: (2, 15)}, window=6),
 }  # fmt: skip
+
+
+def trees_of(case: Case) -> Tensor:
+    """Pairs of drafts: each sees itself and its ancestors."""
+    trees = torch.eye(case.drafts, dtype=torch.bool).repeat(len(case.parents), 1, 1)
+    for tree, parents in zip(trees, case.parents, strict=True):
+        for draft, parent in enumerate(parents, start=1):
+            tree[draft] |= tree[parent]
+    return trees
 
 
 def seen_by(case: Case) -> Seen:
@@ -89,6 +106,10 @@ def seen_by(case: Case) -> Seen:
     def seen(b: int, q: Tensor, kv: Tensor) -> Tensor:
         if case.seen is not None:
             return case.seen(b, q, kv)
+        if case.parents:
+            first = case.lengths[b] - case.drafts
+            pairs = trees_of(case)[b][(q - first).clamp(min=0), (kv - first).clamp(min=0)]
+            return torch.where(kv < first, True, pairs)
         visible = torch.ones(q.shape[0], kv.shape[1], dtype=torch.bool)
         if case.window is not None:
             visible &= (q - kv).abs() < case.window
@@ -112,7 +133,7 @@ def runner_of(engine: Engine, case: Case, pool: Any, rows: Tensor) -> Any:
     return SimpleNamespace(
         device=torch.device(engine.device), page_size=case.page_size, kv_index_translator=translator,
         req_to_token_pool=SimpleNamespace(req_to_token=rows), token_to_kv_pool=pool, model_config=model,
-        is_draft_worker=False,
+        is_draft_worker=False, sliding_window_size=None,
     )  # fmt: skip
 
 
@@ -174,8 +195,9 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Any, Tensor]:
     )  # fmt: skip
     if case.window_pool:
         batch.window_slots = pool.translate_loc_from_full_to_swa(batch.out_cache_loc)
+    width = 2 if case.parents else 1 if case.drafts > 1 else None
     sglang_backend.get_spec = lambda: SimpleNamespace(
-        speculative_num_draft_tokens=case.drafts, speculative_eagle_topk=1 if case.drafts > 1 else None
+        speculative_num_draft_tokens=case.drafts, speculative_eagle_topk=width, speculative_algorithm="EAGLE"
     )
     sglang_backend.get_exec = lambda: SimpleNamespace(
         deterministic=SimpleNamespace(enable_deterministic_inference=False)
@@ -184,6 +206,9 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Any, Tensor]:
     if case.mask is not None:
         backend._mask = sglang_backend.engines.configured(case.mask)
     q, k, v = made.q, made.k, made.v
+    if case.parents:
+        batch.spec_info = SimpleNamespace(custom_mask=trees_of(case).flatten().to(engine.device))
+        assert not backend.verify_mask.fits(1)
     if case.graph:
         q, k, v = in_graph(engine, backend, case, batch, q, k, v)
     else:
@@ -226,6 +251,11 @@ def in_graph(engine: Engine, backend: Any, case: Case, batch: Any, q: Tensor, k:
                           req_pool_indices=torch.zeros(count, dtype=torch.int64))  # fmt: skip
     backend.init_forward_metadata_out_graph(captured, in_capture=True)
     first = backend.forward_metadata
+    if case.parents:  # the draft stage fills the backend's own tensor
+        assert backend.verify_mask.fits(8)
+        given, filled = batch.spec_info.custom_mask, backend.verify_mask.buffer
+        filled[: given.shape[0]].copy_(given)
+        batch.spec_info = SimpleNamespace(custom_mask=filled)
     backend.init_forward_metadata_out_graph(batch)
     assert backend.forward_metadata is first, "a graph reads the tensors that it was captured with"
     return [torch.cat([t, torch.zeros(case.padded * drafts, *t.shape[1:])]) for t in (q, k, v)]

@@ -48,6 +48,22 @@ class AttentionBackend:
     pass
 
 
+class TreeMaskMode(IntEnum):
+    FULL_MASK = 0
+    QLEN_ONLY = 1
+
+
+@dataclass(frozen=True)
+class VerifyMask:
+    buffer: Tensor
+    mode: TreeMaskMode
+    max_bs: int
+    is_read: bool = True
+
+    def fits(self, bs: int) -> bool:
+        return bs <= self.max_bs
+
+
 @dataclass
 class KVWriteLoc:
     loc: Tensor
@@ -282,6 +298,8 @@ def modules() -> dict[str, ModuleType]:
         },
         "sglang.srt.layers": {}, "sglang.srt.layers.attention": {},
         "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
+        "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
+        "sglang.srt.speculative": {}, "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": TreeMaskMode},
         "sglang.srt.layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": DeepseekSparseAttnBackend},
         "sglang.srt.layers.attention.dsa": {},
         "sglang.srt.layers.attention.dsa.dsa_indexer": {"Indexer": Indexer, "get_token_to_kv_pool": None},

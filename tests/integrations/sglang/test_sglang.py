@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import attngen
+from attngen.errors import CallError
 from attngen.integrations.engines import layers as engines
 from tests.integrations.engines.stubs import imported_with
 from tests.integrations.sglang import sglang_stub
@@ -35,6 +36,7 @@ NAMES = (
     "a pool of windows, decoding", "sinks", "sinks and window", "softcap", "both ways", "encoder", "after an encoder",
     "cross", "images", "images and window",
     "fp8", "graph", "graph, a pool of windows", "drafts", "drafts, graph", "log-sum-exp",
+    "trees of drafts", "trees of drafts, graph",
 )  # fmt: skip
 
 
@@ -83,6 +85,33 @@ def test_what_is_not_served_is_said_in_words(
     change(runner)
     with pytest.raises(ValueError, match=f"--attention-backend attngen does not serve {words}"):
         cases.sglang_backend.AttngenAttnBackend(runner)
+
+
+@pytest.mark.parametrize(
+    ("spec", "window", "words"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, None, "of NGRAM; trees are those of EAGLE, EAGLE3, STANDALONE"),
+        ({}, 128, "with sliding windows"),
+    ],
+)
+def test_trees_that_are_not_served(
+    cases: Any, monkeypatch: pytest.MonkeyPatch, spec: dict[str, str], window: int | None, words: str
+) -> None:
+    given = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8, "speculative_algorithm": "EAGLE", **spec}
+    monkeypatch.setattr(cases.sglang_backend, "get_spec", lambda: SimpleNamespace(**given))
+    runner = cases.runner_of(engine(cases), cases.Case(), None, torch.empty(0))
+    runner.sliding_window_size = window
+    with pytest.raises(ValueError, match=rf"trees of drafts \(--speculative-eagle-topk above 1\) {words}"):
+        cases.sglang_backend.AttngenAttnBackend(runner)
+
+
+def test_layers_that_trees_do_not_serve() -> None:
+    for layer, words in (
+        (engines.Layer(window=9), "layers without windows only"),
+        (engines.Layer(softcap=2.0), "without soft-capping"),
+    ):
+        with pytest.raises(CallError, match=f"trees of drafts are served for .*{words}"):
+            layer.with_tree(torch.ones(1, 2, 2, dtype=torch.bool))
 
 
 def test_cards_without_the_kernels_are_refused(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ NAMES = (
     "images and window", "images within the window", "images and softcap", "no image in this batch",
     "prompts and windows", "fp8", "fp8 by head", "padded requests and tokens", "captured", "encoder",
     "encoder, window", "cross", "shared blocks", "shared blocks, drafts", "shared blocks, captured",
-    "shared blocks and a window",
+    "shared blocks in 8 bits", "shared blocks and a window",
 )  # fmt: skip
 
 
@@ -64,22 +64,32 @@ def test_results(cases: Any, name: str) -> None:
     cases.check(engine(cases), cases.CASES[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_shared_blocks_are_read_once(cases: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefixes"), [*((name, 1) for name in NAMES), *((name, 3) for name in NAMES if name.startswith("shared"))]
+)
+def test_shared_blocks_are_read_once(
+    cases: Any, name: str, prefixes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """With the option, results are the same, and prefixes are found where there are any."""
-    monkeypatch.setenv("ATTNGEN_SHARED_PREFIX", "1")
+    monkeypatch.setenv("ATTNGEN_SHARED_PREFIX", str(prefixes))
     lengths: list[int] = []
     find = cases.vllm_backend.shared_prefix
 
     def noted(*given: Any, **options: Any) -> Any:
         prefix = find(*given, **options)
-        lengths.append(int(prefix.length))
+        lengths.append(int(prefix.length.max()))
         return prefix
 
     monkeypatch.setattr(cases.vllm_backend, "shared_prefix", noted)
     cases.check(engine(cases), cases.CASES[name])
-    serves = name in ("shared blocks", "shared blocks, drafts", "shared blocks, captured")
+    serves = name.startswith("shared blocks") and "window" not in name
     assert (max(lengths, default=0) > 0) == serves
+
+
+def test_a_number_of_prefixes_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_SHARED_PREFIX", "many")
+    with pytest.raises(CallError, match="must be the most prefixes that requests of a batch share, got 'many'"):
+        engines.shared_prefixes()
 
 
 LANDMARKS = attngen.variant("q_pos >= kv and (q_pos - kv < 4 or kv % 8 == 0)", name="landmarks")

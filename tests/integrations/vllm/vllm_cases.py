@@ -95,6 +95,7 @@ CASES = {
     "shared blocks, captured": Case(
         queries=(1, 1, 1), lengths=(40, 33, 50), shared=2, padded=2, extra_tokens=2, capture=True
     ),
+    "shared blocks in 8 bits": Case(queries=(1, 1, 1), lengths=(70, 49, 66), shared=3, fp8="head"),
     "shared blocks and a window": Case(queries=(1, 1), lengths=(40, 50), shared=2, window=9),
     "encoder": Case(kind="encoder_only", causal=False, queries=(9, 1, 20), lengths=(9, 1, 20)),
     "encoder, window": Case(kind="encoder_only", causal=False, window=4, queries=(9, 20), lengths=(9, 20)),

@@ -130,7 +130,7 @@ class PagedLayer:
     ``k_descale`` and ``v_descale`` have shape (), or (kv_heads,) with a scale for each KV head.
     """
 
-    __slots__ = ("_alike", "_given", "_places", "moves")
+    __slots__ = ("_alike", "_given", "_places", "_with_lse", "moves")
 
     def __init__(
         self, k_pages: Tensor, v_pages: Tensor, *, variant: str | Variant, softmax_scale: float,
@@ -150,23 +150,25 @@ class PagedLayer:
         self._places = _noted(key, tensors | dict(enumerate(own, len(FORWARD))))
         #: The changes that bring another layer's launches to this one's tensors, by what is launched.
         self.moves: dict[Chain, Moves] = {}
-        self._alike = _of_key(key, None if named else variant)
+        kept = None if named else variant
+        self._alike, self._with_lse = _of_key(key, kept), _of_key([*key, "lse"], kept)
 
     def __call__(self, q: Tensor, out: Tensor, batch: PagedBatch, *, return_lse: bool = False) -> Tensor | None:
-        """Write the attention of a batch to ``out``; returns the log-sum-exp (heads, tokens), if asked for."""
-        alike, repeats = self._alike, batch.repeats
+        """Write the attention of a batch to ``out``; returns the log-sum-exp (heads, tokens), if asked for, in memory
+        that the next layer alike writes again."""
+        alike, repeats = self._with_lse if return_lse else self._alike, batch.repeats
         known = repeats.get(alike)
         if known is None and alike not in repeats and alike.last is not None and alike.last[0].are(batch.sizes):
             known = repeats[alike] = alike.last[1]
-        if known is not None and not return_lse and known(q, out, self):
-            return None
-        noted = alike in repeats or return_lse or not torch_state.on_gpu(q) or _watched(q)
+        if known is not None and known(q, out, self):
+            return known.lse
+        noted = alike in repeats or not torch_state.on_gpu(q) or _watched(q)
         how = None if noted else self._how(q, batch)
         if how is not None and (renewal := alike.renewals.get(how)) is not None:
             known = renewal(q, out, batch, self._places, alike)
             if known is not None:
                 repeats[alike], alike.last = known, None if known.holds_memory else (batch.sizes, known)
-                return None
+                return known.lse
         given = self._of_batch(q, out, batch, return_lse=return_lse)
         parts: Repeats | None = None if noted else []
 
@@ -263,6 +265,11 @@ class _Launches:
         self._beside = streams_beside(self._device) if parts[0].stream != parts[-1].stream else None
         #: Whether it has workspaces that belong to torch, which are not kept for longer than a step.
         self.holds_memory = any(part.kept is not None for part in parts)
+
+    @property
+    def lse(self) -> Tensor | None:
+        """The log-sum-exp, of layers that return it, which run as one part."""
+        return self.parts[0].lse
 
     def __call__(self, q: Tensor, out: Tensor, layer: PagedLayer) -> bool:
         """Launch with these tensors and those of a layer; False, and no launch, if a tensor is not like the first

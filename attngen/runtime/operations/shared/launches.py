@@ -46,7 +46,7 @@ Resized = Sequence[tuple[int, bytes]]
 
 
 def takes(kernel: Kernel, tensor: str) -> bool:
-    """Whether a kernel has a parameter for a tensor: one that was built by an earlier version may have none."""
+    """Whether a kernel has a parameter for a tensor: one that was built by an older attngen may have none."""
     return any(one.of == tensor for one in kernel.main.entry.layout.parameters)
 
 

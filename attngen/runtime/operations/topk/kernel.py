@@ -212,7 +212,8 @@ def prepare_on(kernel: Kernel, call: Topk, sizes: TopkSizes, driver: Driver) -> 
             return f"{name} is not contiguous"
     table = call.page_table
     if (table is not None or into != call.k) and not takes(kernel, "page_table"):
-        return f"{kernel.full_name} was built before kernels took page tables and wider rows of out; build it again"
+        lacking = "page tables and wider rows of out"
+        return f"{kernel.full_name} was built by an older attngen, which had no {lacking}; build it again"
     if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
         return "rows of page_table are not contiguous"
     most = max(launch.tile_m for launch in kernel.launches)
