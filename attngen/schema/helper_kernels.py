@@ -15,11 +15,11 @@ from attngen.operations import (
     APPEND_VARIANT,
     BLOCK_MASK,
     BLOCK_MASK_VARIANT,
-    INDEX_SCORES,
     MERGE,
     MERGE_VARIANT,
     QUANTIZE,
     QUANTIZE_VARIANT,
+    SCORES,
     TOPK,
     TOPK_VARIANT,
     WIDEN,
@@ -42,7 +42,7 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     """
     by_key: dict[tuple[str, str, str | None], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.layout != "paged" or kernel.direction == INDEX_SCORES:
+        if kernel.layout != "paged" or kernel.direction in SCORES:
             continue
         quantized = kernel.dtype in QUANTIZED_DTYPES
         for dtype in _UNQUANTIZED if quantized else (kernel.dtype,):
@@ -69,7 +69,7 @@ def mergers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     """
     by_key: dict[tuple[str, str], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.layout != "paged" or kernel.direction == INDEX_SCORES:
+        if kernel.layout != "paged" or kernel.direction in SCORES:
             continue
         dtype = QUANTIZED_DTYPES.get(kernel.dtype, kernel.dtype)
         by_key.setdefault(
@@ -92,7 +92,7 @@ def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     by_arch: dict[str, KernelSpec] = {}
     own: dict[str, set[int]] = {}
     for kernel in kernels:
-        if kernel.dtype in QUANTIZED_DTYPES and kernel.direction != INDEX_SCORES:
+        if kernel.dtype in QUANTIZED_DTYPES and kernel.direction not in SCORES:
             first = by_arch.get(kernel.arch) or KernelSpec(
                 package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0,
                 head_dim_v=0, dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
@@ -154,7 +154,7 @@ def selectors(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     """
     by_arch: dict[str, KernelSpec] = {}
     for kernel in kernels:
-        if kernel.direction == INDEX_SCORES:
+        if kernel.direction in SCORES:
             by_arch.setdefault(
                 kernel.arch,
                 KernelSpec(

@@ -71,6 +71,8 @@ arch: [sm90a]
 kernels:
   - {variant: causal, dtype: bf16, head_dim: [64, 128], layout: [dense, paged], passes: index_scores}
   - {variant: [sliding_window, chunked], dtype: fp16, head_dim: 128, passes: index_scores}
+  - {variant: causal, dtype: bf16, head_dim: [64, 128], layout: [dense, paged], passes: block_scores}
+  - {variant: sliding_window, dtype: fp16, head_dim: 128, passes: block_scores}
 """
 
 #: Entry whose variant takes a block mask, and so brings the kernel that makes one.
@@ -178,15 +180,15 @@ def library(name: str) -> ctypes.CDLL:
     (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
     for name in (
         "append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh", "pieces.cuh",
-        "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "packed_tiles.cuh", "division.cuh", "expression.cuh",
+        "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "maxima.cuh", "packed_tiles.cuh", "division.cuh", "expression.cuh",
         "search_by_warp.cuh",
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name].split("#ifdef __CUDA_ARCH__")[0]
     defined = {"KERNEL": symbol}
-    if source.name.startswith(("quantize", "index")):
+    if source.name.startswith(("quantize", "index", "block_scores")):
         defined["ANY_THREADS"] = "1"
-    if source.name.startswith("index"):
+    if source.name.startswith(("index", "block_scores")):
         defined["MOST_THREADS"] = "384"
     made = shared(f"{symbol}.so", lambda made: compile_host(HOST / "blocks.cpp", made, folder, define=defined))
     shutil.rmtree(folder)
