@@ -16,14 +16,14 @@ from attngen.errors import CallError
 from attngen.runtime.operations.index_scores import arguments as index_scores
 from attngen.runtime.operations.index_scores.arguments import IndexScores
 from attngen.runtime.operations.index_scores.kernel import SCORES
-from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
+from tests.runtime.host_kernels import SPEC_OF_BLOCK_SCORES, HostDriver, kernels_for_indices, on_host
 from tests.sampling import few
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's."""
-    with on_host(monkeypatch, kernels_for_indices(), SCORES.prepared, unchecked=index_scores) as driver:
+    with on_host(monkeypatch, kernels_for_indices(SPEC_OF_BLOCK_SCORES), SCORES.prepared, unchecked=index_scores) as driver:
         yield driver
 
 
