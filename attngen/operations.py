@@ -16,7 +16,8 @@ APPEND, BLOCK_MASK, BLOCK_SCORES = "append", "block_mask", "block_scores"
 INDEX_SCORES, MERGE = "index_scores", "merge"
 QUANTIZE, TOPK, WIDEN = "quantize", "topk", "widen"
 
-#: Directions of kernels that score keys, or blocks of them, for an index: what entries of a spec ask for beside attention.
+#: Directions of kernels that score keys, or blocks of them, for an index: what entries of a spec ask for beside
+#: attention.
 SCORES = (INDEX_SCORES, BLOCK_SCORES)
 
 #: What such kernels compute, where no variant of a spec says it. No variant can have these names.

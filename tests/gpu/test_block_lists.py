@@ -1,5 +1,5 @@
-"""Blocks of keys that an index chooses, scored, selected and attended to over pages, against float64; and a captured graph
-that serves longer requests."""
+"""Blocks of keys that an index chooses, scored, selected and attended to over pages, against float64; and a captured
+graph that serves longer requests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def batch(counts: list[int], used: list[int], page_size: int) -> Batch:
     for b, (number, own) in enumerate(zip(listed, free.split(listed), strict=True)):
         table[b, :number] = own
     starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device="cuda")
-    lengths = [keys - count + i + 1 if keys else 0 for count, keys in zip(counts, used, strict=True) for i in range(count)]
+    lengths = [
+        keys - count + i + 1 if keys else 0 for count, keys in zip(counts, used, strict=True) for i in range(count)
+    ]
     request = torch.repeat_interleave(torch.arange(len(used)), torch.tensor(counts)).cuda()
     requests = Requests(table, torch.tensor(used, dtype=torch.int32, device="cuda"), max(used), starts)
     return Batch(requests, request, torch.tensor(lengths, dtype=torch.int32, device="cuda"), sum(listed) + 2)
@@ -122,7 +124,12 @@ def test_scores_without_pages() -> None:
 def test_selections_of_short_rows(columns: int) -> None:
     rows = torch.randn(1001, columns, device="cuda")
     lengths = torch.randint(-1, columns + 2, (1001,), device="cuda", dtype=torch.int32)
-    for scores in (rows, (2 * rows).round(), rows.masked_fill(rows < 1, -torch.inf), torch.where(rows > 1, torch.nan, rows)):
+    for scores in (
+        rows,
+        (2 * rows).round(),
+        rows.masked_fill(rows < 1, -torch.inf),
+        torch.where(rows > 1, torch.nan, rows),
+    ):
         for k in (1, 15, 300):
             SELECTION.prepared.clear()
             chosen = attngen.topk(scores, k, lengths=lengths)
@@ -174,7 +181,7 @@ def test_msa_selects_and_attends() -> None:
             assert torch.equal(own[own >= 0].sort().values.long(), wanted[head])
     out = torch.empty_like(q)
     pages = block_lists.tokens_of(made.requests.page_table, made.request, made.lengths)
-    block_lists.attend_to_blocks(q, k, v, chosen, lists, pages, 128**-0.5, out)
+    block_lists.attend_to_blocks(q[:, None], k, v, chosen[:, None], lists, pages, 128**-0.5, out[:, None])
     torch.testing.assert_close(out.double(), reference(q, k, v, chosen, made, 128, 128), rtol=0.02, atol=0.02)
 
 
@@ -207,7 +214,7 @@ def test_qsa_selects_and_attends(heads: tuple[int, int]) -> None:
         assert int(chosen[t, 512]) == length // 4
     out = torch.empty_like(q)
     rows = block_lists.tokens_of(made.requests.page_table, made.request, made.lengths)
-    block_lists.attend_to_blocks(q, k, v, chosen, lists, rows, 256**-0.5, out)
+    block_lists.attend_to_blocks(q[:, None], k, v, chosen[:, None], lists, rows, 256**-0.5, out[:, None])
     torch.testing.assert_close(out.double(), reference(q, k, v, chosen, made, 4, 64), rtol=0.02, atol=0.02)
 
 

@@ -180,7 +180,8 @@ def library(name: str) -> ctypes.CDLL:
     """Return the launch of a symbol for this machine."""
     every = [
         *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
-        *prepared_for_indices(), *prepared_for_indices(SPEC_OF_BLOCK_SCORES), *prepared_block_maskers(), *prepared_mergers(),
+        *prepared_for_indices(), *prepared_for_indices(SPEC_OF_BLOCK_SCORES), *prepared_block_maskers(),
+        *prepared_mergers(),
     ]  # fmt: skip
     source = next(one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
     symbol = name
@@ -188,8 +189,8 @@ def library(name: str) -> ctypes.CDLL:
     (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
     for name in (
         "append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh", "pieces.cuh",
-        "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "maxima.cuh", "packed_tiles.cuh", "division.cuh", "expression.cuh",
-        "search_by_warp.cuh",
+        "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "maxima.cuh", "packed_tiles.cuh", "division.cuh",
+        "expression.cuh", "search_by_warp.cuh",
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name].split("#ifdef __CUDA_ARCH__")[0]

@@ -72,7 +72,13 @@ class Reduction:
 
 #: Sums over the heads of w relu(q k) (docs/notebook/index_scores.md, "Index scores and selection").
 SUMS = Reduction(
-    INDEX_SCORES, "sums over heads of w relu(q k), in float32", (32, 64, 128), 64, 4, ("weights", "k_scale", "out"), "bs"
+    INDEX_SCORES,
+    "sums over heads of w relu(q k), in float32",
+    (32, 64, 128),
+    64,
+    4,
+    ("weights", "k_scale", "out"),
+    "bs",
 )
 
 
@@ -134,7 +140,9 @@ def plan_scores(reduction: Reduction, spec: KernelSpec, arch: Arch) -> Plan:
     layout = [] if spec.layout == "dense" else [spec.layout]
     planned = named(
         spec,
-        naming.operation_name(reduction.direction, spec.arch, spec.dtype, f"d{spec.head_dim_qk}", spec.variant.name, *layout),
+        naming.operation_name(
+            reduction.direction, spec.arch, spec.dtype, f"d{spec.head_dim_qk}", spec.variant.name, *layout
+        ),
         alignment=CHUNK_BYTES,
         columns_qk=(Columns(0, spec.head_dim_qk, spec.head_dim_qk),),
         columns_v=(Columns(0, spec.head_dim_v, spec.head_dim_v),),

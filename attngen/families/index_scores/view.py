@@ -35,8 +35,10 @@ class ScoreParts:
 
 
 def _parts(folder: str, *headers: str) -> ScoreParts:
-    names = ("about", "memory", "chunks", "hidden", "consumer")
-    return ScoreParts(*(f"cuda/index_scores/{folder}/{name}.cu.j2" for name in names), headers=("index.cuh", *headers))
+    files = {
+        name: f"cuda/index_scores/{folder}/{name}.cu.j2" for name in ("about", "memory", "chunks", "hidden", "consumer")
+    }
+    return ScoreParts(**files, headers=("index.cuh", *headers))
 
 
 #: By the direction of kernels.
@@ -160,7 +162,9 @@ def _passed(parameters: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _index_scores_launch(plan: Plan, launch: Launch) -> IndexScoresLaunch:
-    tile = tiles_of(_REDUCTIONS[plan.direction], plan.head_dim_qk, plan.operands.q.bytes, plan.arch.shared_memory)[launch.name]
+    tile = tiles_of(_REDUCTIONS[plan.direction], plan.head_dim_qk, plan.operands.q.bytes, plan.arch.shared_memory)[
+        launch.name
+    ]
     many = "Few queries" if tile.groups == 1 else "Many queries"
     return IndexScoresLaunch(
         symbol=launch.symbol,

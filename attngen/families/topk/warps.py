@@ -36,7 +36,12 @@ assert 32 * max(VALUES.values()) == COLUMNS
 def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     main = next(iter(VALUES))
     planned = rows_plan(
-        spec, naming.operation_name(TOPK, spec.arch, "short"), main, tile_m=COLUMNS, tile_n=32 * VALUES[main], warps=WARPS
+        spec,
+        naming.operation_name(TOPK, spec.arch, "short"),
+        main,
+        tile_m=COLUMNS,
+        tile_n=32 * VALUES[main],
+        warps=WARPS,
     )
 
     def launch(name: str, values: int) -> Launch:

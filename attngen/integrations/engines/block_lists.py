@@ -1,14 +1,14 @@
-"""Models of serving engines whose tokens attend to blocks of keys that an index chooses, over keys and values of KV heads:
-MiniMax-M3 (MSA, blocks of 128 for each KV head) and Qwen3.8-Flash-Next (QSA, blocks of 4 for all heads).
+"""Models of serving engines whose tokens attend to blocks of keys that an index chooses, over keys and values of KV
+heads: MiniMax-M3 (MSA, blocks of 128 for each KV head) and Qwen3.8-Flash-Next (QSA, blocks of 4 for all heads).
 
-An engine projects, rotates and writes its caches; here blocks are scored and selected, and attended to, with the pages of
-the caches read where they lie. The tokens of a step are sequences of one query each, so that prompts, parts of them,
-decoding and drafts are one launch of attention, whatever is mixed. The last columns of a list are what a token always
-sees: they and the tokens' pages are the same in all layers of a step.
+An engine projects, rotates and writes its caches; here blocks are scored and selected, and attended to, with the pages
+of the caches read where they lie. Tokens of prompts are sequences of one query each, whatever is mixed. The last
+columns of a list are what a token always sees: they and the tokens' pages are the same in all layers of a step.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,8 +32,9 @@ VARIABLE = "ATTNGEN_BLOCK_LISTS"
 _CAUSAL = Layer().causal().variant
 
 
-class Lists(NamedTuple):
-    """Lists of blocks of a model: of so many keys, ``count`` chosen ones and ``always`` others, by a variant."""
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Lists of blocks of a model: of so many keys, ``count`` chosen ones and ``always`` others."""
 
     block: int
     count: int
@@ -69,8 +70,8 @@ def require_kernels(lists: Lists, head_dim: int, index_dtype: str, device: torch
 
 
 class Tokens(NamedTuple):
-    """The tokens of a step: pages (tokens, max_pages) int32 and keys (tokens,) int32 up to each one's own, 0 for one that
-    belongs to no request."""
+    """Sequences of as many tokens each: pages (sequences, max_pages) int32, and keys (sequences,) int32 up to the last
+    token's own, 0 for one that belongs to no request. Tokens of a mixed step are sequences of their own."""
 
     page_table: Tensor
     lengths: Tensor
@@ -81,12 +82,21 @@ def tokens_of(page_table: Tensor, request: Tensor, lengths: Tensor) -> Tokens:
     return Tokens(page_table[request.long()], lengths)
 
 
+def lengths_of_tokens(starts: Tensor, used: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Request of each packed token, and the keys that it sees (tokens,) int32: those up to its own, which end at its
+    request's last token; 0 behind all requests. ``starts`` (requests + 1,) int32, ``used`` (requests,) int32."""
+    place = torch.arange(tokens, dtype=torch.int32, device=starts.device)
+    request = torch.searchsorted(starts[1:], place, right=True).clamp(max=len(used) - 1)
+    lengths = used[request] - starts[1:][request] + place + 1
+    return request, lengths.clamp(min=0).where(place < starts[-1], 0).to(torch.int32)
+
+
 def start_lists(lists: Lists, lengths: Tensor, heads: int, out: Tensor | None = None) -> Tensor:
     """Lists of tokens with the entries that each always has, in the last columns; the others are not written.
 
-    ``lengths`` (tokens,) int32 are the keys up to each token's own. Lists of each of ``heads`` are (tokens, heads, entries)
-    and end with the token's own block and those before it; of all heads (tokens, entries), and end with the block that
-    may be incomplete.
+    ``lengths`` (tokens,) int32 are the keys up to each token's own. Lists of each of ``heads`` are (tokens, heads,
+    entries) and end with the token's own block and those before it; of all heads (tokens, entries), and end with the
+    block that may be incomplete.
     """
     tokens = len(lengths)
     shape = (tokens, heads, lists.entries) if lists.per_head else (tokens, lists.entries)
@@ -100,8 +110,8 @@ def start_lists(lists: Lists, lengths: Tensor, heads: int, out: Tensor | None = 
 
 
 def choosable(lists: Lists, lengths: Tensor, heads: int) -> Tensor:
-    """How many blocks each token may choose from: those before the ones that it always sees. As ``start_lists``, (tokens,
-    heads) int32 or (tokens,)."""
+    """How many blocks each token may choose from: those before the ones that it always sees. As ``start_lists``,
+    (tokens, heads) int32 or (tokens,)."""
     if not lists.per_head:
         return lengths // lists.block
     own = (lengths + (lists.block - 1)) // lists.block
@@ -113,29 +123,36 @@ def choose_head_blocks(q: Tensor, keys: Tensor, lists: Lists, requests: Requests
     """Write the chosen blocks of each token and index head into the first columns of ``out``, -1 behind them.
 
     ``q`` is (requests, tokens of each, heads, columns), or (tokens, heads, columns) with ``starts``; ``keys`` (pages,
-    page_size, columns) of the same dtype. ``blocks`` are those of ``choosable``. It does not wait for the GPU, and may be
-    captured in a graph.
+    page_size, columns) of the same dtype. ``blocks`` are those of ``choosable``. It does not wait for the GPU, and may
+    be captured in a graph.
     """
     table = requests.page_table[:, : -(-requests.longest // keys.shape[1])]
     count = -(-table.shape[1] * keys.shape[1] // lists.block)
     scores = q.new_empty((*q.shape[:-1], count), dtype=torch.float32)
     packed = requests.starts is not None
     block_scores(
-        q, keys, lists.block, variant=_CAUSAL, page_table=table, seqused_k=requests.lengths, cu_seqlens_q=requests.starts,
-        max_seqlen_q=q.shape[0] if packed else None, out=scores,
+        q, keys, lists.block, variant=_CAUSAL, page_table=table, seqused_k=requests.lengths,
+        cu_seqlens_q=requests.starts, max_seqlen_q=q.shape[0] if packed else None, out=scores,
     )  # fmt: skip
     rows = scores.flatten(0, -3)
     topk(rows, lists.count, lengths=blocks, out=out[..., : lists.count])
 
 
 def choose_blocks(
-    q: Tensor, keys: Tensor, scale: float, lists: Lists, requests: Requests, context: Tensor, blocks: Tensor, out: Tensor
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    lists: Lists,
+    requests: Requests,
+    context: Tensor,
+    blocks: Tensor,
+    out: Tensor,
 ) -> None:
     """Write the chosen complete blocks of each token into the first columns of ``out``, -1 behind them.
 
-    As ``choose_head_blocks``, but ``keys`` are those of blocks, one each, ``requests`` count and page these, and scores are
-    ``scale`` times sums over heads of relu(q · k). ``context`` (requests,) int32: the keys, not blocks, before the first
-    token of each.
+    As ``choose_head_blocks``, but ``keys`` are those of blocks, one each, ``requests`` count and page these, and
+    scores are ``scale`` times sums over heads of relu(q · k). ``context`` (requests,) int32: the keys, not blocks,
+    before the first token of each.
     """
     table = requests.page_table[:, : -(-requests.longest // keys.shape[1])]
     scores = q.new_empty((*q.shape[:-2], table.shape[1] * keys.shape[1]), dtype=torch.float32)
@@ -152,8 +169,8 @@ def choose_blocks(
 def attend_to_blocks(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, lists: Lists, tokens: Tokens, scale: float, out: Tensor
 ) -> None:
-    """Attention of tokens q (tokens, heads, columns) over pages k and v (pages, page_size, kv_heads, columns) into ``out``."""
+    """Attention of q (sequences, tokens of each, heads, columns) over pages k and v (pages, page_size, kv_heads,
+    columns) into ``out``, with lists (sequences, tokens of each, …)."""
     attention_paged(
-        q[:, None], k, v, tokens.page_table, tokens.lengths, variant=lists.variant, indices=chosen[:, None],
-        softmax_scale=scale, out=out[:, None],
-    )  # fmt: skip
+        q, k, v, tokens.page_table, tokens.lengths, variant=lists.variant, indices=chosen, softmax_scale=scale, out=out
+    )

@@ -88,7 +88,8 @@ def block_scores(
     package: str | None = None,
     **arguments: object,
 ) -> Tensor:
-    """Score all blocks of keys for each query and head, to select few of them: the largest q · k in a block, under a mask.
+    """Score all blocks of keys for each query and head, to select few of them: the largest q · k in a block, under a
+    mask.
 
     Block i is the keys from ``i * block`` on. It does not wait for the GPU, and may be captured in a graph. An entry
     ``passes: block_scores`` of a spec brings kernels for Hopper, with head_dim 64 or 128, up to 8 heads and blocks of a

@@ -55,7 +55,9 @@ def _score(*arguments: Any) -> Tensor:
 
 
 def _score_blocks(*arguments: Any) -> Tensor:
-    q, k, block, used, table, variant, package, tensor_names, tensors, scalar_names, scalars, starts, longest = arguments
+    q, k, block, used, table, variant, package, tensor_names, tensors, scalar_names, scalars, starts, longest = (
+        arguments
+    )
     passed = (*zip(tensor_names, tensors, strict=True), *zip(scalar_names, scalars, strict=True))
     call = IndexScores(q, k, None, None, used, starts, table, None, longest, variant, package, passed, block)
     return SCORES.run(call)

@@ -194,7 +194,7 @@ def prepare(call: Topk, sizes: TopkSizes, driver: Driver) -> PreparedTopk | str:
     """The launch of a checked call on the first kernel that takes it, or the reason why none does."""
     missing = "no package has a kernel that selects scores; an entry with 'passes: index_scores' brings one"
     device = call.scores.device.index or 0
-    kernels = sorted(kernels_of(TOPK, TOPK_VARIANT, torch.float32), key=_most_columns)
+    kernels = sorted(kernels_of(TOPK, TOPK_VARIANT, torch.float32), key=most_columns)
     return first_that_takes(kernels, device, driver, lambda kernel: prepare_on(kernel, call, sizes, driver), missing)
 
 
@@ -218,8 +218,8 @@ def prepare_on(kernel: Kernel, call: Topk, sizes: TopkSizes, driver: Driver) -> 
         return f"{kernel.full_name} was built before kernels took page tables and wider rows of out; build it again"
     if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
         return "rows of page_table are not contiguous"
-    if sizes.columns > _most_columns(kernel):
-        return f"{kernel.full_name} takes rows of at most {_most_columns(kernel)} scores, not {sizes.columns}"
+    if sizes.columns > most_columns(kernel):
+        return f"{kernel.full_name} takes rows of at most {most_columns(kernel)} scores, not {sizes.columns}"
     by_warps = kernel.main.grid == _BY_WARPS
     most = MOST if by_warps else max(launch.tile_m for launch in kernel.launches)
     if call.k > most:
@@ -241,7 +241,7 @@ def prepare_on(kernel: Kernel, call: Topk, sizes: TopkSizes, driver: Driver) -> 
     return PreparedTopk(kernel, operands, grid, driver, scores.device.index or 0, sizes.shape)
 
 
-def _most_columns(kernel: Kernel) -> int:
+def most_columns(kernel: Kernel) -> int:
     """The most scores of a row that a kernel takes."""
     return kernel.tile_m if kernel.main.grid == _BY_WARPS else MOST
 

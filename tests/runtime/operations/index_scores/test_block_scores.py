@@ -1,5 +1,5 @@
-"""Scores of blocks of keys: the kernels, run on the host through the runtime that launches them, beside plain torch, and
-that beside another formula."""
+"""Scores of blocks of keys: the kernels, run on the host through the runtime that launches them, beside plain torch,
+and that beside another formula."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.sampling import few
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's."""
-    with on_host(monkeypatch, kernels_for_indices(SPEC_OF_BLOCK_SCORES), SCORES.prepared, unchecked=index_scores) as driver:
+    with on_host(
+        monkeypatch, kernels_for_indices(SPEC_OF_BLOCK_SCORES), SCORES.prepared, unchecked=index_scores
+    ) as driver:
         yield driver
 
 
@@ -75,7 +77,9 @@ def test_windows_that_end_within_blocks(host: HostDriver, window: int) -> None:
     both(host, "4_few", **given, block=128, variant="sliding_window", window=window)
 
 
-def packed(starts: list[int], used: list[int], heads: int = 4, *, page_size: int = 16, listed: int = 40) -> dict[str, Any]:
+def packed(
+    starts: list[int], used: list[int], heads: int = 4, *, page_size: int = 16, listed: int = 40
+) -> dict[str, Any]:
     """Packed queries over pages, of which no entry behind a sequence may be read."""
     total, batch = starts[-1], len(used)
     table = torch.randperm(batch * listed).int().view(batch, listed)
@@ -113,7 +117,9 @@ def test_another_formula_and_what_attention_takes() -> None:
     torch.manual_seed(1)
     q, k = torch.randn(2, 50, 3, 16, dtype=torch.float64), torch.randn(2, 70, 16, dtype=torch.float64)
     scores = attngen.block_scores(q, k, 8)
-    products = torch.einsum("bqhd,bkd->bqhk", q, k).masked_fill(~torch.ones(50, 70).bool().tril(20)[:, None], -torch.inf)
+    products = torch.einsum("bqhd,bkd->bqhk", q, k).masked_fill(
+        ~torch.ones(50, 70).bool().tril(20)[:, None], -torch.inf
+    )
     products = torch.nn.functional.pad(products, (0, 2), value=-torch.inf).view(2, 50, 3, 9, 8)
     torch.testing.assert_close(scores, products.amax(-1))
     earlier = torch.arange(20, 70) // 8

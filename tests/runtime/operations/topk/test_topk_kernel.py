@@ -135,7 +135,8 @@ def test_short_rows(short: HostDriver) -> None:
 def test_short_rows_with_ties_values_that_are_not_finite_and_slots(short: HostDriver) -> None:
     rows = torch.randn(9, 300)
     for scores in (
-        (2 * rows).round(), torch.ones(9, 300), torch.where(rows > 0, 0.0, -0.0), rows.masked_fill(rows < 1.5, -torch.inf),
+        (2 * rows).round(), torch.ones(9, 300), torch.where(rows > 0, 0.0, -0.0),
+        rows.masked_fill(rows < 1.5, -torch.inf),
         torch.where(rows > 1.0, torch.where(rows > 1.5, torch.nan, torch.inf), rows), torch.full((9, 300), torch.nan),
     ):  # fmt: skip
         both(short, scores, 15)
