@@ -280,7 +280,10 @@ def modules() -> dict[str, ModuleType]:
             "get_dsa_index_kpool": lambda config: config.index_kpool,
             "is_deepseek_dsa": lambda config: getattr(config, "index_topk", None) is not None,
         },
-        "sglang.srt.layers": {}, "sglang.srt.layers.attention": {},
+        "sglang.srt.layers": {}, "sglang.srt.layers.attention": {}, "sglang.srt.layers.attention.qsa": {},
+        "sglang.srt.layers.attention.qsa.config": {
+            "is_qwen_qsa": lambda config: getattr(config, "indexer_n_heads", None) is not None
+        },
         "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
         "sglang.srt.layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": DeepseekSparseAttnBackend},
         "sglang.srt.layers.attention.dsa": {},
