@@ -52,7 +52,7 @@ _WITHOUT_MEANING = ("h", "hk", "kv_heads", "softmax_scale")
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What becomes of the products of a query and a key: their sums over heads, or their maxima over blocks of keys."""
+    """The reduction of products of queries and keys: their sums over heads, or their maxima over blocks of keys."""
 
     direction: str  # and the name of the schedule
     does: str

@@ -69,7 +69,7 @@ def require_kernels(lists: Lists, head_dim: int, index_dtype: str, device: torch
         )
 
 
-class Tokens(NamedTuple):
+class TokenRows(NamedTuple):
     """Sequences of as many tokens each: pages (sequences, max_pages) int32, and keys (sequences,) int32 up to the last
     token's own, 0 for one that belongs to no request. Tokens of a mixed step are sequences of their own."""
 
@@ -77,9 +77,9 @@ class Tokens(NamedTuple):
     lengths: Tensor
 
 
-def tokens_of(page_table: Tensor, request: Tensor, lengths: Tensor) -> Tokens:
+def tokens_of(page_table: Tensor, request: Tensor, lengths: Tensor) -> TokenRows:
     """The tokens of a step whose requests have rows of a page table: ``request`` (tokens,) is the row of each."""
-    return Tokens(page_table[request.long()], lengths)
+    return TokenRows(page_table[request.long()], lengths)
 
 
 def lengths_of_tokens(starts: Tensor, used: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,7 @@ def start_lists(lists: Lists, lengths: Tensor, heads: int, out: Tensor | None = 
 
 
 def choosable(lists: Lists, lengths: Tensor, heads: int) -> Tensor:
-    """How many blocks each token may choose from: those before the ones that it always sees. As ``start_lists``,
+    """Number of blocks that each token may choose from: those before the ones that it always sees. As ``start_lists``,
     (tokens, heads) int32 or (tokens,)."""
     if not lists.per_head:
         return lengths // lists.block
@@ -167,7 +167,7 @@ def choose_blocks(
 
 
 def attend_to_blocks(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, lists: Lists, tokens: Tokens, scale: float, out: Tensor
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, lists: Lists, tokens: TokenRows, scale: float, out: Tensor
 ) -> None:
     """Attention of q (sequences, tokens of each, heads, columns) over pages k and v (pages, page_size, kv_heads,
     columns) into ``out``, with lists (sequences, tokens of each, …)."""

@@ -54,13 +54,15 @@ def _replace(module: str, name: str, choice: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Lists:
+class ChosenBlocks:
     """Blocks of keys by their numbers, int32: (b, sq, n) for all heads, or (b, sq, hk, n), -1 for none. Block i is
-    ``block`` keys from ``start[b] + i * block`` on, where ``start`` (b,) is 0 if it is None."""
+    ``block`` keys from ``start[b] + i * block`` on, where ``start`` (b,) is 0 if it is None. ``whole``: these are
+    all."""
 
     blocks: Tensor
     block: int
     start: Tensor | None = None
+    whole: bool = False
 
     def candidates(self, structure: MaskStructure) -> list[VariantCandidate]:
         """The variants that attend to these blocks, up to each query's own key; empty where none does."""
@@ -86,7 +88,7 @@ class Lists:
         return keys.where(self.blocks[..., None] >= 0, -1).flatten(-2)
 
     def dense(self, keys: int, heads: int) -> Tensor:
-        """Which of so many keys the blocks hold, (b, 1, sq, keys) or (b, heads, sq, keys)."""
+        """The lists as bools, True for keys of a block, (b, 1, sq, keys) or (b, heads, sq, keys)."""
         at = self.positions()
         at = at.unsqueeze(2) if at.dim() == 3 else at
         at = at.where((at >= 0) & (at < keys), keys).transpose(1, 2).long()
@@ -97,22 +99,22 @@ class Lists:
 
 
 class ListedMask(StructuredMask):
-    """A mask of which each query sees the keys of some blocks; ``lists`` is None where it chooses all.
+    """A mask of which each query sees the keys of some blocks.
 
     A model combines the mask of its forward pass with the keys that a layer has chosen: of that mask, this is the
     result.
     """
 
-    lists: Lists | None
-    whole: StructuredMask
+    lists: ChosenBlocks
+    mask: StructuredMask
 
     @staticmethod
-    def choosing(whole: StructuredMask, lists: Lists | None) -> ListedMask:
-        """The mask ``whole`` with these blocks chosen."""
-        nothing = torch.empty_strided(tuple(whole.shape), (0,) * 4, dtype=torch.bool, device=whole.device)
+    def choosing(given: StructuredMask, lists: ChosenBlocks) -> ListedMask:
+        """The mask that is given, with these blocks chosen."""
+        nothing = torch.empty_strided(tuple(given.shape), (0,) * 4, dtype=torch.bool, device=given.device)
         mask: ListedMask = torch.Tensor._make_subclass(ListedMask, nothing)
-        mask.structure, mask.lists, mask.whole, mask._built = whole.structure, lists, whole, None
-        mask._build = lambda: whole.dense() if lists is None else whole.dense() & lists.dense(whole.shape[-1], 1)
+        mask.structure, mask.lists, mask.mask, mask._built = given.structure, lists, given, None
+        mask._build = lambda: given.dense() & lists.dense(given.shape[-1], 1)
         return mask
 
     @classmethod
@@ -120,7 +122,7 @@ class ListedMask(StructuredMask):
         """The mask itself for what a model combines it with; else as other masks do."""
         if func in (torch.Tensor.__and__, torch.Tensor.__rand__) and len(args) == 2 and not kwargs:
             for mask, other in (args, args[::-1]):
-                if isinstance(mask, ListedMask) and other is mask.whole:
+                if isinstance(mask, ListedMask) and other is mask.mask:
                     return mask
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -156,7 +158,7 @@ def _of_qsa(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return forward
 
 
-def _qsa(self: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor], mask: StructuredMask, held: Any) -> Lists | None:
+def _qsa(self: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor], mask: StructuredMask, held: Any) -> ChosenBlocks:
     batch, queries = hidden.shape[:2]
     dim, block, count = self.index_head_dim, self.compress_ratio, self.block_topk
     cos, sin = embeddings  # of all keys so far
@@ -169,10 +171,11 @@ def _qsa(self: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor], mask: Str
     if held is not None:
         keys = held.update_indexer(keys, self.layer_idx)
     blocks = total // block
-    if blocks <= count:
-        return None
     structure = mask.structure
     start = structure.start
+    if blocks <= count and not hidden.is_meta:  # a model without data is asked for the calls of long prompts
+        every = torch.arange(blocks + 1, dtype=torch.int32, device=hidden.device)
+        return ChosenBlocks(every.expand(batch, queries, -1), block, start, whole=True)
     at = torch.arange(blocks * block, device=hidden.device).expand(batch, -1)
     if start is not None:  # blocks are counted from the first key that is not padding
         at = (at + start[:, None]).clamp(max=total - 1)
@@ -201,7 +204,7 @@ def _qsa(self: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor], mask: Str
         )
         topk(scores, count, lengths=complete, out=lists[..., :count])
     lists[..., count] = complete.where(seen % block > 0, -1)
-    return Lists(lists, block, start)
+    return ChosenBlocks(lists, block, start)
 
 
 # --- MSA ------------------------------------------------------------------------------------------------------
@@ -244,7 +247,7 @@ def _msa(self: Any, hidden: Tensor, embeddings: tuple[Tensor, Tensor], held: Any
     return chosen.transpose(1, 2).long()
 
 
-def lists_of_heads(module: Any, block_indices: Tensor, kv_heads: int) -> Lists:
+def lists_of_heads(module: Any, block_indices: Tensor, kv_heads: int) -> ChosenBlocks:
     """The blocks that a module passes on for each head of its index, (b, heads, sq, n). Raises NoKernelError for heads
     that are not as many as KV heads, or a part of them."""
     heads, block = block_indices.shape[1], int(getattr(getattr(module, "indexer", None), "block_size", 0))
@@ -254,4 +257,4 @@ def lists_of_heads(module: Any, block_indices: Tensor, kv_heads: int) -> Lists:
             f"another number of heads than {kv_heads}; attn_implementation='sdpa' serves it"
         )
     lists = block_indices.transpose(1, 2).to(torch.int32)
-    return Lists(lists.repeat_interleave(kv_heads // heads, dim=2).contiguous(), block)
+    return ChosenBlocks(lists.repeat_interleave(kv_heads // heads, dim=2).contiguous(), block)

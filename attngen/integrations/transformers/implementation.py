@@ -32,7 +32,7 @@ from attngen.integrations.shared.tensor_masks import BIAS, candidate_of, full_si
 from attngen.integrations.transformers import paged as transformers_paged
 from attngen.integrations.transformers import versions as transformers_versions
 from attngen.integrations.transformers.block_lists import SPEC as SPEC_OF_LISTS
-from attngen.integrations.transformers.block_lists import ListedMask, Lists, lists_of_heads
+from attngen.integrations.transformers.block_lists import ChosenBlocks, ListedMask, lists_of_heads
 from attngen.integrations.transformers.block_lists import is_causal as is_causal_mask
 from attngen.integrations.transformers.mask_structure import MaskStructure, StructuredMask
 from attngen.integrations.transformers.masks import USED, mask
@@ -157,7 +157,7 @@ def asked(
     lists = given.lists if isinstance(given, ListedMask) else None
     if block_indices is not None:
         lists = lists_of_heads(module, block_indices, k.shape[2])
-    if lists is not None:
+    if lists is not None and not lists.whole:
         if softcap is not None or position_bias is not None or s_aux is not None or sinks is not None:
             raise NoKernelError(
                 f"{type(module).__name__} selects blocks of keys, beside which no variant has a score or a sink"
@@ -178,6 +178,8 @@ def asked(
     with_sinks: list[VariantCandidate] = []
     if structure is not None and candidates and softcap is None and position_bias is None and s_aux is not None:
         with_sinks = _structured_with_sinks(structure, q, k, packing, s_aux)
+    if lists is not None and structure is not None:  # of all keys, where no kernel of the mask is built
+        candidates = [*candidates, *lists.candidates(structure)]
     used = structure.used if structure is not None and candidates else None
     if not candidates:
         assert given is not None
@@ -194,7 +196,7 @@ def asked(
 
 
 def _over_lists(
-    lists: Lists, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, rate: float
+    lists: ChosenBlocks, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, rate: float
 ) -> Asked:
     """The request of a module whose queries see the keys of listed blocks, of those that its mask shows."""
     structure: MaskStructure | None = None

@@ -22,7 +22,7 @@ from torch import Tensor
 from attngen.integrations.engines.block_lists import (
     VARIABLE,
     Lists,
-    Tokens,
+    TokenRows,
     attend_to_blocks,
     choosable,
     choose_blocks,
@@ -130,13 +130,13 @@ def attend_for_msa(
         of_step = step.decode
         shape = (step.num_decodes, of_step.decode_query_len)
         q_, chosen_, out_ = (each[:decoding].unflatten(0, shape) for each in (q, chosen, out))
-        attend_to_blocks(q_, k, v, chosen_, lists, Tokens(of_step.block_table, of_step.seq_lens), impl.scale, out_)
+        attend_to_blocks(q_, k, v, chosen_, lists, TokenRows(of_step.block_table, of_step.seq_lens), impl.scale, out_)
     if step.num_prefills:
         of_step = step.prefill
         rows = getattr(of_step, "attngen_tokens", None)
         if rows is None:  # the same for all layers
             request, lengths = lengths_of_tokens(of_step.cu_seqlens_q, of_step.seq_lens, tokens - decoding)
-            rows = of_step.attngen_tokens = Tokens(of_step.block_table[request], lengths)
+            rows = of_step.attngen_tokens = TokenRows(of_step.block_table[request], lengths)
         q_, chosen_, out_ = (each[decoding:, None] for each in (q, chosen, out))
         attend_to_blocks(q_, k, v, chosen_, lists, rows, impl.scale, out_)
     return output
@@ -228,7 +228,7 @@ def attend_for_qsa(
     block = _block_of(logical_indices.shape[1])
     lists = _lists_of_qsa(logical_indices.shape[1] - block, block)
     chosen, seen = logical_indices[:, : lists.entries], logical_indices[:, lists.entries].clamp(min=0)
-    rows = Tokens(block_table[token_to_req.long()], seen)
+    rows = TokenRows(block_table[token_to_req.long()], seen)
     attend_to_blocks(q[:, None], k_cache, v_cache, chosen[:, None], lists, rows, q.shape[-1] ** -0.5, out[:, None])
     return out.mul_(output_gate.view_as(out).sigmoid())
 

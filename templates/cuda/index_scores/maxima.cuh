@@ -3,6 +3,8 @@
 
 #include "types.cuh"
 
+enum class Named { kMaxima = 1 };  // named barriers: one for each warpgroup, when its warps have written theirs
+
 // Maxima of `kCount` columns over these lanes. Each lane keeps an eighth of them, at the front: it sends those of the other
 // half of lanes and gets its own from there, three times.
 template <int kCount>

@@ -82,7 +82,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def both(name: str, run: Any, dtype: torch.dtype = torch.float64) -> Iterator[Any]:
-    """What a function of a model gives with eager attention, and with attngen's."""
+    """Results of a function of a model with eager attention, and with attngen's."""
     for implementation in ("eager", "attngen"):
         model(name, dtype).set_attn_implementation(implementation)
         with torch.no_grad():

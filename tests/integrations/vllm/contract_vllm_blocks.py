@@ -67,7 +67,7 @@ def test_ours_take_the_arguments_of_theirs() -> None:
 
 
 def test_layers_call_them_by_name() -> None:
-    """Where the names are looked up when a layer runs, and which classes Hopper's models take."""
+    """Names are looked up when a layer runs, and Hopper's models take these classes."""
     qsa = importlib.import_module("vllm.models.qwen4_exp.nvidia.qsa")
     indexer = importlib.import_module("vllm.models.qwen4_exp.nvidia.indexer_qsa")
     forward = inspect.getsource(indexer.QSAIndexer.forward)

@@ -107,7 +107,7 @@ def block_scores(
         page_table: (batch, max_pages) int32.
         cu_seqlens_q: (batch + 1,) int32, with ``page_table``.
         max_seqlen_q: At least the largest number of packed queries of a sequence.
-        out: Tensor for the scores, whose rows may have any stride. Of pages, blocks behind the last key of a sequence
+        out: Tensor for the scores, whose rows may have any stride. Of pages, blocks after the last key of a sequence
             get -inf or stay as they are; ``topk`` with ``lengths`` does not read them. Rows that belong to no sequence
             stay as they are.
         package: Look for kernels in this package only.
