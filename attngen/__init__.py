@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from attngen.runtime.operations.attention.introspection import explain as explain
     from attngen.runtime.operations.attention.introspection import tile_map as tile_map
     from attngen.runtime.operations.block_mask.call import block_mask as block_mask
+    from attngen.runtime.operations.index_scores.call import block_scores as block_scores
     from attngen.runtime.operations.index_scores.call import index_scores as index_scores
     from attngen.runtime.operations.merge.call import merge as merge
     from attngen.runtime.operations.quantize.call import quantize as quantize

@@ -90,4 +90,5 @@ KINDS = {
     "latent keys by index": KernelKind(f"variant: listed, {_LATENT}", _WGMMA),
     "backward of latent keys by index": KernelKind(f"variant: listed, passes: backward, {_LATENT}", _WGMMA),
     "index scores": KernelKind("variant: causal, passes: index_scores", _WGMMA),
+    "scores of blocks": KernelKind("variant: causal, passes: block_scores", _WGMMA),
 }

@@ -12,8 +12,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 #: Directions of kernels that are not attention.
-APPEND, BLOCK_MASK, INDEX_SCORES, MERGE = "append", "block_mask", "index_scores", "merge"
+APPEND, BLOCK_MASK, BLOCK_SCORES = "append", "block_mask", "block_scores"
+INDEX_SCORES, MERGE = "index_scores", "merge"
 QUANTIZE, TOPK, WIDEN = "quantize", "topk", "widen"
+
+#: Directions of kernels that score keys, or blocks of them, for an index: what entries of a spec ask for beside
+#: attention.
+SCORES = (INDEX_SCORES, BLOCK_SCORES)
 
 #: What such kernels compute, where no variant of a spec says it. No variant can have these names.
 APPEND_VARIANT, BLOCK_MASK_VARIANT, MERGE_VARIANT = "append-kv", "block-mask", "merge-parts"
@@ -115,10 +120,10 @@ OPERATIONS = (
     ),
     Operation(
         "index_scores",
-        {"call": ("index_scores",)},
+        {"call": ("block_scores", "index_scores")},
         operators=("operator",),
-        directions=(INDEX_SCORES,),  # entries of a spec ask for these, and their variants are those of attention
-        schedules=("index_scores.schedule",),
+        directions=SCORES,  # entries of a spec ask for these, and their variants are those of attention
+        schedules=("index_scores.schedule", "index_scores.blocks"),
         facts="attngen.families.index_scores.explain:facts",
         trial="attngen.lab.verify.selected:try_index_scores",
     ),
@@ -128,7 +133,7 @@ OPERATIONS = (
         operators=("operator",),
         directions=(TOPK,),
         variant=TOPK_VARIANT,
-        schedules=("topk.schedule",),
+        schedules=("topk.schedule", "topk.warps"),
         specs="attngen.schema.helper_kernels:selectors",
         facts="attngen.families.topk.explain:facts",
         trial="attngen.lab.verify.selected:try_topk",

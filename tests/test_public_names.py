@@ -14,8 +14,9 @@ from attngen.cli import group
 
 #: Module → names that programs import from it. Rows are added; one goes only with a word in the changelog.
 PUBLIC = {
-    "attngen": "append_kv attention attention_paged attention_varlen block_mask debug define_operators errors explain "
-    "index_scores integrations jit load merge parallel quantize shared_prefix tile_map topk trees variant",
+    "attngen": "append_kv attention attention_paged attention_varlen block_mask block_scores debug define_operators "
+    "errors explain index_scores integrations jit load merge parallel quantize shared_prefix tile_map topk trees "
+    "variant",
     "attngen.integrations": "sdpa",  # beside its modules below
     "attngen.integrations.bert_padding": "index_first_axis index_put_first_axis pad_input unpad_input "
     "unpad_input_for_concatenated_sequences",
@@ -61,8 +62,8 @@ PUBLIC = {
 
 #: Operators of no variant, in ``torch.ops.attngen``, which exported programs name.
 OPERATORS = (
-    "kv__append", "qkv__quantize", "scores__topk", "keys__index_scores", "blocks__mask",
-    "dropout__state", "dropout__draw",
+    "kv__append", "qkv__quantize", "scores__topk", "keys__index_scores", "keys__block_scores",
+    "blocks__mask", "dropout__state", "dropout__draw",
 )  # fmt: skip
 
 COMMANDS = (

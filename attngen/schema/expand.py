@@ -27,7 +27,7 @@ from typing import Any
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, HEAD_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.errors import AttngenError, Gathered, Location, SpecError, suggest
 from attngen.formats import SCHEMA
-from attngen.operations import INDEX_SCORES
+from attngen.operations import SCORES
 from attngen.schema.fields import IN_GROUPS, SPLIT_TILES
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
 from attngen.schema.loading import DeclaredVariant, Spec
@@ -216,7 +216,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _FieldValue]) -> KernelSpe
         _refuse_forward_fields(spec, index, entry)
         _refuse_paged(chosen["passes"], index, values["layout"])
         values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
-    elif values["passes"] == INDEX_SCORES:
+    elif values["passes"] in SCORES:
         _refuse_forward_fields(spec, index, entry)
         _refuse_values_of_keys(chosen["passes"], index, entry)
         values |= dict.fromkeys(_FORWARDS) | {"split_kv": False}
@@ -263,7 +263,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _FieldValue]) -> KernelSpe
         alignment=DTYPES[values["dtype"]].bytes if alignment == "element" else alignment,
         fast_math=values["fast_math"],
         softmax=None
-        if backward or values["passes"] == INDEX_SCORES or left_open
+        if backward or values["passes"] in SCORES or left_open
         else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
         deterministic=values["deterministic"],
@@ -346,7 +346,7 @@ def _refuse_values_of_keys(asked: _FieldValue, index: int, entry: KernelModel) -
     """Raise SpecError for index scores, which have no values, with values that are columns of the keys."""
     if entry.v is not None:
         raise SpecError(
-            f"'v: key' has no {INDEX_SCORES}; allowed: forward, backward",
+            f"'v: key' has no {asked.value}; allowed: forward, backward",
             location=asked.location,
             field=f"kernels[{index}].passes",
         )

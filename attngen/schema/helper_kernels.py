@@ -15,11 +15,12 @@ from attngen.operations import (
     APPEND_VARIANT,
     BLOCK_MASK,
     BLOCK_MASK_VARIANT,
-    INDEX_SCORES,
+    BLOCK_SCORES,
     MERGE,
     MERGE_VARIANT,
     QUANTIZE,
     QUANTIZE_VARIANT,
+    SCORES,
     TOPK,
     TOPK_VARIANT,
     WIDEN,
@@ -29,6 +30,9 @@ from attngen.schema.kernel_spec import KernelSpec
 
 #: dtypes that kernels quantize.
 _UNQUANTIZED = ("bf16", "fp16")
+
+#: Scores of a row that the kernel for short rows selects from, at most.
+SHORT_ROWS = 1024
 
 #: Head dims of which kernels quantize whole tiles.
 QUANTIZED_IN_TILES = (64, 128)
@@ -42,7 +46,7 @@ def appends(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     """
     by_key: dict[tuple[str, str, str | None], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.layout != "paged" or kernel.direction == INDEX_SCORES:
+        if kernel.layout != "paged" or kernel.direction in SCORES:
             continue
         quantized = kernel.dtype in QUANTIZED_DTYPES
         for dtype in _UNQUANTIZED if quantized else (kernel.dtype,):
@@ -69,7 +73,7 @@ def mergers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     """
     by_key: dict[tuple[str, str], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.layout != "paged" or kernel.direction == INDEX_SCORES:
+        if kernel.layout != "paged" or kernel.direction in SCORES:
             continue
         dtype = QUANTIZED_DTYPES.get(kernel.dtype, kernel.dtype)
         by_key.setdefault(
@@ -92,7 +96,7 @@ def quantizers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
     by_arch: dict[str, KernelSpec] = {}
     own: dict[str, set[int]] = {}
     for kernel in kernels:
-        if kernel.dtype in QUANTIZED_DTYPES and kernel.direction != INDEX_SCORES:
+        if kernel.dtype in QUANTIZED_DTYPES and kernel.direction not in SCORES:
             first = by_arch.get(kernel.arch) or KernelSpec(
                 package=kernel.package, variant=Variant(QUANTIZE_VARIANT), arch=kernel.arch, head_dim_qk=0,
                 head_dim_v=0, dtype=_UNQUANTIZED[0], direction=QUANTIZE, backend="cuda", spec_file=kernel.spec_file,
@@ -148,22 +152,24 @@ def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
 
 
 def selectors(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
-    """The kernels that select the largest scores of rows: one for each arch with kernels that score keys for an index.
+    """The kernels that select the largest scores of rows: one for each arch with kernels that score keys for an index,
+    and one for short rows where there are kernels that score blocks of keys.
 
     No entry of a spec asks for them.
     """
-    by_arch: dict[str, KernelSpec] = {}
+    by_key: dict[tuple[str, int | None], KernelSpec] = {}
     for kernel in kernels:
-        if kernel.direction == INDEX_SCORES:
-            by_arch.setdefault(
-                kernel.arch,
-                KernelSpec(
-                    package=kernel.package, variant=Variant(TOPK_VARIANT), arch=kernel.arch, head_dim_qk=1,
-                    head_dim_v=1, dtype="fp32", direction=TOPK, backend="cuda", spec_file=kernel.spec_file,
-                    location=kernel.location, places=kernel.places,
-                ),
-            )  # fmt: skip
-    return tuple(by_arch.values())
+        if kernel.direction in SCORES:
+            for columns in (None, SHORT_ROWS) if kernel.direction == BLOCK_SCORES else (None,):
+                by_key.setdefault(
+                    (kernel.arch, columns),
+                    KernelSpec(
+                        package=kernel.package, variant=Variant(TOPK_VARIANT), arch=kernel.arch, head_dim_qk=1,
+                        head_dim_v=1, dtype="fp32", direction=TOPK, backend="cuda", tile_n=columns,
+                        spec_file=kernel.spec_file, location=kernel.location, places=kernel.places,
+                    ),
+                )  # fmt: skip
+    return tuple(by_key.values())
 
 
 def block_maskers(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:

@@ -58,6 +58,7 @@ NOT_OURS = {
     "ATTNGEN_SHARED_PREFIX=1 vllm serve": "an engine",
     "ATTNGEN_JIT=1 ATTNGEN_MASK=": "an engine",
     "ATTNGEN_INDEXER=1 vllm serve": "an engine",
+    "ATTNGEN_BLOCK_LISTS=1 vllm serve": "an engine",
     "PYTHONPATH=. ATTNGEN_": "an engine",
     "python docs/examples/": "tests/docs/test_examples.py runs the scripts",
     "hf ": "needs an account",

@@ -47,6 +47,7 @@ ENTRIES = {
     "mma_backward": "variant: causal, head_dim: 64, arch: sm80, passes: backward",
     "triton_backward": "variant: causal, head_dim: 64, passes: backward, backward: {backend: triton}",
     "index_scores": "variant: causal, head_dim: 128, passes: index_scores",
+    "block_scores": "variant: causal, head_dim: 128, passes: block_scores",
 }
 
 #: Values of each field of ``KernelSpec`` that some schedule serves, beside its default.
@@ -85,6 +86,7 @@ ALWAYS = {
     *(("deterministic", name) for name in ENTRIES if "backward" not in name or name == "triton_backward"),
     ("deterministic", "hopper_blocks"),
     ("fast_math", "index_scores"),
+    ("fast_math", "block_scores"),
 }
 
 
@@ -106,7 +108,7 @@ def others() -> dict[str, KernelSpec]:
         "  - {variant: causal, head_dim: 64, dtype: fp8_e4m3}\n"
         "  - {variant: causal, head_dim: 64, kv_dtype: fp8_e4m3, split_kv: true}\n"
         "  - {variant: causal, head_dim: 64}\n"
-        "  - {variant: causal, head_dim: 64, passes: index_scores}\n"
+        "  - {variant: causal, head_dim: 64, passes: [index_scores, block_scores]}\n"
         "  - {variant: blockwise, head_dim: 64}\n"
     )
     kernels = expand(load_spec_text(text))

@@ -5,7 +5,7 @@ a kernel fails."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -24,7 +24,7 @@ from attngen.runtime.geometry import sizes
 from attngen.runtime.operations.index_scores import arguments as index_scores
 from tests.plan.specs import planned
 from tests.render.checked_barriers import COMPILER, BarrierError, Library, Mutant, RefusedError, compiled, device
-from tests.runtime.host_kernels import prepared_for_indices
+from tests.runtime.host_kernels import SPEC_OF_BLOCK_SCORES, prepared_for_indices
 from tests.runtime.support import variant as variant_of
 from tests.sampling import few
 
@@ -571,11 +571,34 @@ def test_scores_for_an_index_are_right_and_every_change_is_noticed(
         given |= {"seqused_k": torch.tensor([560, 3, 597], dtype=torch.int32)}
         given |= {"page_table": torch.stack([torch.randperm(15) for _ in range(3)]).int()}
     plans = (one.plan for one in prepared_for_indices() if one.plan.head_dim_qk == 64)
-    kernel = compiled(next(one for one in plans if one.layout == layout))
-    wanted, tried = attngen.index_scores(**given), kernel.mutants
+    every_change_is_noticed(next(one for one in plans if one.layout == layout), lambda: attngen.index_scores(**given))
+
+
+@pytest.mark.exhaustive
+@few(("heads", "layout"), [(4, "paged"), (2, "dense"), (8, "paged")], always=0, often=(0,))
+def test_scores_of_blocks_are_right_and_every_change_is_noticed(
+    heads: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_scores, "check_contents", lambda call, more: None)
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 3, heads, 64).bfloat16(), torch.randn(1, 1200, 64).bfloat16()
+    given: dict[str, Any] = {"q": q, "k": k}
+    if layout == "paged":
+        given = {"q": q[0], "k": k.view(30, 40, 64), "cu_seqlens_q": torch.tensor([0, 1, 1, 3], dtype=torch.int32)}
+        given |= {"max_seqlen_q": 2, "seqused_k": torch.tensor([1160, 3, 1197], dtype=torch.int32)}
+        given |= {"page_table": torch.stack([torch.randperm(30) for _ in range(3)]).int()}
+    plans = (one.plan for one in prepared_for_indices(SPEC_OF_BLOCK_SCORES) if one.plan.direction == "block_scores")
+    plan = next(one for one in plans if one.layout == layout and one.head_dim_qk == 64)
+    every_change_is_noticed(plan, lambda: attngen.block_scores(**given, block=128))
+
+
+def every_change_is_noticed(plan: Plan, score: Callable[[], Tensor]) -> None:
+    """Check the scores of a kernel, and that a fault is found in each of its mutants."""
+    kernel = compiled(plan)
+    wanted, tried = score(), kernel.mutants
     for order in range(2):
         with device(kernel, tried, blocks=1, order=order) as driver:
-            actual = attngen.index_scores(**given)
+            actual = score()
         torch.testing.assert_close(actual, wanted, rtol=1e-3, atol=1e-2)
         assert driver.faults
         tried = [mutant for mutant, said in driver.faults.items() if not said]

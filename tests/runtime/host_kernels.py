@@ -73,6 +73,16 @@ kernels:
   - {variant: [sliding_window, chunked], dtype: fp16, head_dim: 128, passes: index_scores}
 """
 
+#: Entry that asks for scores of blocks, and so brings the kernel that selects from short rows, too.
+SPEC_OF_BLOCK_SCORES = """
+schema: 1
+package: block_scores
+arch: [sm90a]
+kernels:
+  - {variant: causal, dtype: bf16, head_dim: [64, 128], layout: [dense, paged], passes: block_scores}
+  - {variant: sliding_window, dtype: fp16, head_dim: 128, passes: block_scores}
+"""
+
 #: Entry whose variant takes a block mask, and so brings the kernel that makes one.
 SPEC_OF_BLOCKS = """
 schema: 1
@@ -133,10 +143,10 @@ def prepared_wideners() -> list[Prepared]:
 
 
 @cache
-def prepared_for_indices() -> list[Prepared]:
-    """Return the kernels that score keys for an index, and the one that selects."""
+def prepared_for_indices(text: str = SPEC_OF_INDEX) -> list[Prepared]:
+    """Return the kernels that score keys, or blocks of them, for an index, and those that select."""
     prepared = []
-    scoring = expand(load_spec_text(SPEC_OF_INDEX))
+    scoring = expand(load_spec_text(text))
     for spec in (*scoring, *selectors(scoring)):
         planned = plan(spec)
         prepared.append(Prepared(spec, planned))
@@ -170,24 +180,27 @@ def library(name: str) -> ctypes.CDLL:
     """Return the launch of a symbol for this machine."""
     every = [
         *prepared(*APPENDED), *prepared_quantizers(), *prepared_quantizers(tiles=True), *prepared_wideners(),
-        *prepared_for_indices(), *prepared_block_maskers(), *prepared_mergers(),
+        *prepared_for_indices(), *prepared_for_indices(SPEC_OF_BLOCK_SCORES), *prepared_block_maskers(),
+        *prepared_mergers(),
     ]  # fmt: skip
-    (source,) = (one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
+    source = next(one.source for one in every if name in [launch.symbol for launch in one.plan.launches])
     symbol = name
     folder = Path(mkdtemp(prefix="attngen-host-"))
     (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
     for name in (
         "append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh", "pieces.cuh",
-        "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "packed_tiles.cuh", "division.cuh", "expression.cuh",
-        "search_by_warp.cuh",
+        "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "maxima.cuh", "packed_tiles.cuh", "division.cuh",
+        "expression.cuh", "search_by_warp.cuh",
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name].split("#ifdef __CUDA_ARCH__")[0]
     defined = {"KERNEL": symbol}
-    if source.name.startswith(("quantize", "index")):
+    if source.name.startswith(("quantize", "index", "block_scores")) or source.name.endswith("_short"):
         defined["ANY_THREADS"] = "1"
-    if source.name.startswith("index"):
+    if source.name.startswith(("index", "block_scores")):
         defined["MOST_THREADS"] = "384"
+    if source.name.endswith("_short"):
+        defined["MOST_THREADS"] = "256"
     made = shared(f"{symbol}.so", lambda made: compile_host(HOST / "blocks.cpp", made, folder, define=defined))
     shutil.rmtree(folder)
     return ctypes.CDLL(str(made))
@@ -261,9 +274,9 @@ def widening_kernels() -> list[Kernel]:
     return as_kernels([one.plan for one in prepared_wideners()])
 
 
-def kernels_for_indices() -> list[Kernel]:
-    """Return those that score keys for an index, and the one that selects."""
-    return as_kernels([one.plan for one in prepared_for_indices()])
+def kernels_for_indices(text: str = SPEC_OF_INDEX) -> list[Kernel]:
+    """Return those that score keys, or blocks of them, for an index, and those that select."""
+    return as_kernels([one.plan for one in prepared_for_indices(text)])
 
 
 def block_masking_kernels() -> list[Kernel]:

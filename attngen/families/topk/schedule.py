@@ -41,7 +41,7 @@ _COUNTERS = 8
 SHARED = 4 * (BINS + 2 * WARPS + _COUNTERS)
 
 #: PTX ISA, "redux.sync" needs sm_80.
-_LEAST_CAPABILITY = 80
+LEAST_CAPABILITY = 80
 
 
 def largest_k(launch: str) -> int:
@@ -57,7 +57,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     def launch(name: str) -> Launch:
         symbol = planned.name if name == TOPK else naming.launch_name(planned.name, name)
         return Launch(
-            name, symbol, GRID, largest_k(name), CHUNK, 1, WARPS, arguments=_ARGUMENTS, max_spills=SPILLS.bytes,
+            name, symbol, GRID, largest_k(name), CHUNK, 1, WARPS, arguments=ARGUMENTS, max_spills=SPILLS.bytes,
             products=0, shared_bytes=SHARED + 8 * CAPACITY[name], pdl=arch.pdl,
         )  # fmt: skip
 
@@ -65,7 +65,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     return planned.with_launches(*map(launch, fitting))
 
 
-_ARGUMENTS = (
+ARGUMENTS = (
     Argument("scores_ptr", "pointer", "*fp32", of="scores", divisibility=4),
     Argument("lengths_ptr", "pointer", "*i32", of="lengths", divisibility=4),
     Argument("page_table_ptr", "pointer", "*i32", of="page_table", divisibility=4),
@@ -83,8 +83,9 @@ SCHEDULE = Schedule(
     direction=TOPK,
     template="cuda/topk/kernel.cu.j2",
     view="attngen.families.topk.view:topk_view",
-    supports=lambda arch: arch.capability >= _LEAST_CAPABILITY,
+    supports=lambda arch: arch.capability >= LEAST_CAPABILITY,
     plan=_plan,
+    suits=lambda spec: spec.tile_n is None,
     layouts=("dense",),
     serves={"dtype": ANY},
 )

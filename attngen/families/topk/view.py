@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attngen.families.topk import schedule as topk
+from attngen.families.topk import warps
 from attngen.plan.model import Plan
 from attngen.render.cuda_arguments import argument_lines
 from attngen.render.header import command
@@ -53,6 +54,42 @@ def topk_view(plan: Plan, template: str) -> TopkView:
                 topk.CAPACITY[launch.name],
                 launch.tile_m,
                 topk.BLOCKS[launch.name],
+            )
+            for launch in plan.launches
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WarpsLaunch:
+    """One launch of a kernel whose warps select: the scores that a lane holds."""
+
+    symbol: str
+    argument_lines: tuple[str, ...]
+    values: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarpsView:
+    """Everything that the template of a selection by warps names beside the plan itself."""
+
+    template: str
+    command: str
+    summary: str
+    pdl: bool
+    launches: tuple[WarpsLaunch, ...]
+
+
+def warps_view(plan: Plan, template: str) -> WarpsView:
+    """View of a plan whose warps select the largest scores of short rows."""
+    return WarpsView(
+        template=template,
+        command=command(plan),
+        summary="Indices of the k largest scores of each short row, ascending; of equal scores the lower indices.",
+        pdl=plan.launch(plan.main).pdl,
+        launches=tuple(
+            WarpsLaunch(
+                launch.symbol, argument_lines(plan, launch.arguments, written={"out"}), warps.VALUES[launch.name]
             )
             for launch in plan.launches
         ),

@@ -37,9 +37,19 @@ def register() -> None:
 
 
 def _make(runner: Any) -> Any:
-    """The backend of a model runner."""
+    """The backend of a model runner. Raises NotImplementedError for models whose layers SGLang gives another one."""
     from sglang.srt.configs.model_config import is_deepseek_dsa
+    from sglang.srt.layers.attention.qsa.config import is_qwen_qsa
 
+    from attngen.integrations.engines.block_lists import VARIABLE
+    from attngen.integrations.engines.layers import asked_for
+
+    if is_qwen_qsa(runner.model_config.hf_config):
+        raise NotImplementedError(
+            "SGLang gives layers of QSA a backend of its own, whatever the option says; leave --attention-backend out"
+        )
+    if asked_for(VARIABLE):
+        raise NotImplementedError(f"{VARIABLE} serves vLLM: SGLang asks no backend for blocks of keys; unset it")
     if is_deepseek_dsa(runner.model_config.hf_config):
         return import_module(_DSA).AttngenDSABackend(runner)
     if runner.model_config.attention_arch.name == "MLA":

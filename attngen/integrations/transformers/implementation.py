@@ -31,6 +31,9 @@ from attngen.integrations.shared.gradients import join_sinks
 from attngen.integrations.shared.tensor_masks import BIAS, candidate_of, full_size
 from attngen.integrations.transformers import paged as transformers_paged
 from attngen.integrations.transformers import versions as transformers_versions
+from attngen.integrations.transformers.block_lists import SPEC as SPEC_OF_LISTS
+from attngen.integrations.transformers.block_lists import ChosenBlocks, ListedMask, lists_of_heads
+from attngen.integrations.transformers.block_lists import is_causal as is_causal_mask
 from attngen.integrations.transformers.mask_structure import MaskStructure, StructuredMask
 from attngen.integrations.transformers.masks import USED, mask
 
@@ -90,7 +93,7 @@ def attention(
         )
     call = asked(module, query, key, value, attention_mask, dropout, **kwargs)
     out: Tensor = attend(
-        call.candidates, call.q, call.k, call.v, spec=SPEC, packing=call.packing, softmax_scale=scaling,
+        call.candidates, call.q, call.k, call.v, spec=call.spec, packing=call.packing, softmax_scale=scaling,
         seqused_k=call.used, or_reference=module.training and dropout > 0,
     )  # fmt: skip
     return (out if call.packing is None else out.unsqueeze(0)), None
@@ -109,6 +112,7 @@ class Asked:
     v: Tensor
     packing: Packing | None
     used: Tensor | None
+    spec: str = SPEC
 
 
 def asked(
@@ -130,17 +134,13 @@ def asked(
 ) -> Asked:
     """The request of a module, by the arguments that transformers passes on. Computes no attention.
 
-    ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value; ``sinks``
-    (b, h, sq, 1) has one for each query as well. ``indices`` (b, sq, n) are the keys that each query selects, each of
-    them once. Without a mask the call is causal if the module or ``is_causal`` says so, with a key for each query.
-    ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` pack sequences into one row of the
-    batch. Raises NoKernelError for what no variant computes, such as ``block_indices``, and CallError for arguments
-    that disagree.
+    ``s_aux`` (h,) are sinks: a logit of each head that takes part in the softmax and has no value; ``sinks`` (b, h,
+    sq, 1) has one for each query as well. ``indices`` (b, sq, n) are the keys that each query selects, each of them
+    once, and ``block_indices`` (b, heads of an index, sq, n) are blocks of keys, -1 for none. Without a mask the call
+    is causal if the module or ``is_causal`` says so, with a key for each query. ``cu_seq_lens_q``, ``cu_seq_lens_k``,
+    ``max_length_q`` and ``max_length_k`` pack sequences into one row of the batch. Raises NoKernelError for what no
+    variant computes, and CallError for arguments that disagree.
     """
-    if block_indices is not None and block_indices.shape[-1] * _block_size(module) < key.shape[2]:
-        raise NoKernelError(
-            f"{type(module).__name__} selects blocks of keys, which no variant does; attn_implementation='sdpa' does"
-        )
     # the last dimension of convolved keys may not be contiguous
     q, k, v = (contiguous_last(tensor.transpose(1, 2)) for tensor in _same_dtype(query, key, value))
     if is_causal is None:
@@ -154,6 +154,15 @@ def asked(
                 "another one in a prefix tree; run the sequences of the pack one by one"
             )
         given = _selected(indices, given, k.shape[1], causal=is_causal and q.shape[1] > 1)
+    lists = given.lists if isinstance(given, ListedMask) else None
+    if block_indices is not None:
+        lists = lists_of_heads(module, block_indices, k.shape[2])
+    if lists is not None and not lists.whole:
+        if softcap is not None or position_bias is not None or s_aux is not None or sinks is not None:
+            raise NoKernelError(
+                f"{type(module).__name__} selects blocks of keys, beside which no variant has a score or a sink"
+            )
+        return _over_lists(lists, given, q, k, v, is_causal=is_causal, rate=dropout if module.training else 0.0)
     packing = _packing(q, given, kwargs)
     structure: MaskStructure | None = None
     if packing is not None:
@@ -169,6 +178,8 @@ def asked(
     with_sinks: list[VariantCandidate] = []
     if structure is not None and candidates and softcap is None and position_bias is None and s_aux is not None:
         with_sinks = _structured_with_sinks(structure, q, k, packing, s_aux)
+    if lists is not None and structure is not None:  # of all keys, where no kernel of the mask is built
+        candidates = [*candidates, *lists.candidates(structure)]
     used = structure.used if structure is not None and candidates else None
     if not candidates:
         assert given is not None
@@ -182,6 +193,31 @@ def asked(
     if logits is not None:
         candidates = with_sinks + [replace(each, finish=partial(join_sinks, sinks=logits)) for each in candidates]
     return Asked(with_dropout(candidates, dropout if module.training else 0.0), q, k, v, packing, used)
+
+
+def _over_lists(
+    lists: ChosenBlocks, given: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, rate: float
+) -> Asked:
+    """The request of a module whose queries see the keys of listed blocks, of those that its mask shows."""
+    structure: MaskStructure | None = None
+    if given is None:
+        structure = MaskStructure(right=0) if is_causal or q.shape[1] == 1 else None
+    elif isinstance(given, StructuredMask) and given.shape[-1] == k.shape[1]:
+        structure = given.structure
+    elif hasattr(given, USED) and given.shape[-1] == k.shape[1]:
+        structure = MaskStructure(right=0, used=getattr(given, USED))
+    candidates = lists.candidates(structure) if structure is not None and is_causal_mask(structure) else []
+    used = structure.used if structure is not None and candidates else None
+    if not candidates:
+        shown = lists.dense(k.shape[1], q.shape[2])
+        if given is not None:
+            dense = (given.dense() if isinstance(given, StructuredMask) else given)[..., : k.shape[1]]
+            lowest = torch.finfo(dense.dtype).min if dense.dtype != torch.bool else 0.0
+            shown = dense & shown if dense.dtype == torch.bool else dense.masked_fill(~shown, lowest)
+        elif is_causal:
+            shown = shown.tril(k.shape[1] - q.shape[1])
+        return Asked(with_dropout([candidate_of(shown, _shape(q, k))], rate), q, k, v, None, None)
+    return Asked(with_dropout(candidates, rate), q, k, v, None, used, SPEC_OF_LISTS)
 
 
 def _covers(
@@ -239,11 +275,6 @@ def _selected(indices: Tensor, given: Tensor | None, keys: int, *, causal: bool)
         return chosen.tril(keys - queries) if causal else chosen
     dense = (given.dense() if isinstance(given, StructuredMask) else given)[..., :keys]
     return dense & chosen if dense.dtype == torch.bool else dense.masked_fill(~chosen, torch.finfo(dense.dtype).min)
-
-
-def _block_size(module: torch.nn.Module) -> int:
-    """Number of keys of the blocks that a module selects; 0 where it does not say."""
-    return int(getattr(getattr(module, "indexer", None), "block_size", 0))
 
 
 def _packing(q: Tensor, given: Tensor | None, kwargs: Mapping[str, Any]) -> Packing | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 from attngen.errors import CallError, NoKernelError
+from attngen.integrations.transformers.block_lists import serve
 from attngen.integrations.transformers.mask_structure import StructuredMask, structure_of, tree_structure
 from attngen.integrations.transformers.tree_mask import TreeMask
 
@@ -56,6 +57,7 @@ def mask(
         return tensor
 
     config: type = type(kwargs.get("config"))
+    serve(config)
     if isinstance(attention_mask, TreeMask):
         whole = (batch_size, q_length, q_offset, kv_offset) == (1, kv_length, 0, 0)
         return _mask_of_tree(attention_mask, config, None if use_vmap else function, whole=whole)

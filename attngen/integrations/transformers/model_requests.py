@@ -22,6 +22,7 @@ from attngen.errors import SpecError
 from attngen.integrations.flash_attn.cache import CachedCall, candidates_over_cache
 from attngen.integrations.transformers import implementation as attngen_transformers
 from attngen.integrations.transformers import paged as transformers_paged
+from attngen.integrations.transformers.block_lists import ListedMask, serve
 from attngen.integrations.transformers.mask_structure import StructuredMask, structure_of
 from attngen.integrations.transformers.masks import takes_masks_of_eager
 from attngen.integrations.transformers.model_config import (
@@ -202,8 +203,12 @@ class _Notes:
         """Record what a call asks for, without padding and with it, and return a result of its shape."""
         call = partial(attngen_transformers.asked, module, query, key, value)
         self._note(module, call(attention_mask, dropout, **kwargs))
-        padded = getattr(attention_mask, "padded", None)
+        listed = attention_mask if isinstance(attention_mask, ListedMask) else None
+        padded = getattr(attention_mask if listed is None else listed.mask, "padded", None)
         if padded is not None:
+            if listed is not None:
+                lists = replace(listed.lists, start=padded.structure.start)
+                padded = ListedMask.choosing(padded, lists)
             with self.on("padded batches" if padded.structure.chunk is None else "padding, caches that dropped keys"):
                 self._note(module, call(padded, dropout, **kwargs))
         if self._kept and self._steps:
@@ -288,6 +293,7 @@ def _mask(
 
     shape = (batch_size, 1, q_length, kv_length)
     config: type = type(kwargs.get("config"))
+    serve(config)
     if takes_masks_of_eager(config):
         return torch.empty(shape, dtype=kwargs.get("dtype", torch.float32), device="meta")
     build = partial(torch.empty, shape, dtype=torch.bool, device="meta")

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.sparse_attn_indexer import (
     _reserve_row_shard_exchange_transient,
 )
 
+from attngen.integrations.engines.block_lists import lengths_of_tokens
 from attngen.integrations.engines.indexer import (
     KEY_BYTES,
     MOST_HEADS,
@@ -183,16 +184,8 @@ def _decode(call: _Call, step: Any, in_graph: bool) -> None:
     if decode.requires_padding or tokens % requests:
         counts = decode.decode_lens
         starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-        lengths = _lengths_of_tokens(starts, used, tokens)
+        _, lengths = lengths_of_tokens(starts, used, tokens)
         call.select(slice(0, tokens), Requests(table[:requests], used, longest, starts), lengths)
         return
     lengths = seq_lens.reshape(requests, tokens // requests)
     call.select(slice(0, tokens), Requests(table[:requests], used, longest), lengths)
-
-
-def _lengths_of_tokens(starts: Tensor, used: Tensor, tokens: int) -> Tensor:
-    """Keys that each token sees: those up to its own, which end at its request's last token; 0 behind all requests."""
-    place = torch.arange(tokens, dtype=torch.int32, device=starts.device)
-    own = torch.searchsorted(starts[1:], place, right=True).clamp(max=len(used) - 1)
-    lengths = used[own] - starts[1:][own] + place + 1
-    return lengths.clamp(min=0).where(place < starts[-1], 0).to(torch.int32)

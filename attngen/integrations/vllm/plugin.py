@@ -2,7 +2,8 @@
 ``ATTNGEN_MLA_SPARSE`` where an indexer selects keys.
 
 vLLM calls ``register`` through the entry point of ``vllm.general_plugins`` in each of its processes. What derives from
-vLLM's classes is in ``backend``, ``mla`` and ``sparse_mla``, which vLLM imports when a backend is chosen.
+vLLM's classes is in ``backend``, ``mla`` and ``sparse_mla``, which vLLM imports when a backend is chosen. Models that
+choose blocks of keys have no backend in a registry: for these ``ATTNGEN_BLOCK_LISTS=1`` has names in vLLM bound.
 """
 
 from __future__ import annotations
@@ -39,3 +40,11 @@ def register() -> None:
     register_backend(members.get(MLA_NAME, MLA_NAME), _MLA)
     register_backend(members.get(SPARSE_MLA_NAME, SPARSE_MLA_NAME), _SPARSE_MLA)
     register_mla_prefill_backend(MLAPrefillBackendEnum.__members__.get(NAME, NAME), _MLA_PREFILL)
+
+    from attngen.integrations.engines.block_lists import VARIABLE
+    from attngen.integrations.engines.layers import asked_for
+
+    if asked_for(VARIABLE):
+        from attngen.integrations.vllm import block_lists
+
+        block_lists.when_imported()

@@ -1,8 +1,9 @@
-"""Kernels that score keys for an index, against float64, and those that select scores, against a stable sort."""
+"""Kernels that score keys, or blocks of them, for an index, against float64, and those that select scores, against a
+stable sort."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from attngen.inspect.cases import Case, cases_of
 from attngen.inspect.contract import Deviation
 from attngen.lab.verify.inputs import Element, make_inputs
 from attngen.lab.verify.trial import Trial, try_cases
+from attngen.operations import BLOCK_SCORES, INDEX_SCORES
 from attngen.runtime.arguments.paging import Paging
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.kernels.module import Kernel
@@ -25,8 +27,9 @@ from attngen.runtime.operations.shared.records import addresses_of
 from attngen.runtime.operations.topk import kernel as topk
 from attngen.runtime.operations.topk.kernel import Topk
 
-#: Heads of the calls of each case: those of the launches, and fewer.
-_HEADS = (3, 64, 100)
+#: Heads of the calls of each case: those of the launches, and fewer; and keys of a block.
+_HEADS = {INDEX_SCORES: (3, 64, 100), BLOCK_SCORES: (1, 3, 8)}
+_BLOCK = 128
 
 #: Largest difference from float64, in units of the sum of |w| |q| · |k|. Tensor cores sum products of 8 bits in fewer
 #: bits than float32 has.
@@ -39,7 +42,7 @@ def try_index_scores(kernel: Kernel, device: torch.device | str, seed: int, *, s
         replace(case, heads=heads, kv_heads=1)
         for case in cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)
         if kernel.layout == "paged" or len(set(case.q_lengths)) == 1
-        for heads in _HEADS
+        for heads in _HEADS[kernel.direction]
     ]
     run = partial(_scored, kernel, torch.device(device))
     return try_cases([(f"{case.name}, {case.heads} heads", partial(run, case)) for case in cases], seed)
@@ -50,12 +53,13 @@ def _scored(kernel: Kernel, device: torch.device, case: Case, seed: int) -> Devi
     bound = index_scores.check(given)
     prepared = index_scores_kernel.prepare_on(kernel, given, bound, drivers.current())
     if isinstance(prepared, str):
-        if not all(index_scores.scores_shape(bound.call)):
+        if not all(index_scores.scores_shape(bound.call, given.block)):
             return Deviation(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
         raise LoadError(prepared)
     scores = prepared.run(given, addresses_of(FIELDS.tensors_of(given)))
     exact = _in_double(given)
-    of_magnitudes = exact._replace(q=exact.q.abs(), k=exact.k.abs(), weights=exact.weights.abs())
+    weights = None if exact.weights is None else exact.weights.abs()
+    of_magnitudes = exact._replace(q=exact.q.abs(), k=exact.k.abs(), weights=weights)
     wanted, largest = (index_scores.score(one, index_scores.check(one)) for one in (exact, of_magnitudes))
     hidden = wanted == -torch.inf
     wrong = ["other keys are hidden than the mask hides"] if not torch.equal(scores == -torch.inf, hidden) else []
@@ -79,6 +83,8 @@ def _scores_call(kernel: Kernel, device: torch.device, case: Case, seed: int) ->
             inputs.q, k, weights, k_scale, inputs.seqused_k, paging.cu_seqlens_q, paging.page_table, None,
             paging.max_seqlen_q, kernel.variant, None, tuple(inputs.arguments.items()),
         )  # fmt: skip
+        if kernel.direction == BLOCK_SCORES:
+            given = given._replace(weights=None, k_scale=None, block=_BLOCK)
         try:
             index_scores.score(given, index_scores.check(given))
         except IndexError:  # the mask reads a tensor beyond its extent
@@ -90,9 +96,8 @@ def _scores_call(kernel: Kernel, device: torch.device, case: Case, seed: int) ->
 
 
 def _in_double(given: IndexScores) -> IndexScores:
-    floats: Sequence[Tensor] = given[:4]
-    q, k, weights, k_scale = (tensor.double() for tensor in floats)
-    return given._replace(q=q, k=k, weights=weights, k_scale=k_scale)
+    weights, k_scale = (None if tensor is None else tensor.double() for tensor in (given.weights, given.k_scale))
+    return given._replace(q=given.q.double(), k=given.k.double(), weights=weights, k_scale=k_scale)
 
 
 def try_topk(kernel: Kernel, device: torch.device | str, seed: int, *, small: bool) -> Trial:
@@ -100,7 +105,8 @@ def try_topk(kernel: Kernel, device: torch.device | str, seed: int, *, small: bo
     run = partial(_selected, kernel, torch.device(device))
     cases = [
         (f"{name}, {columns} columns, k {k}", partial(run, name, columns, k))
-        for columns in ((37, 3000) if small else (1, 2048, 20001, 131075))
+        for columns in ((37, 3000) if small else (1, 256, 2048, 20001, 131075))
+        if columns <= topk.most_columns(kernel)
         for k in (1, 2048, max(launch.tile_m for launch in kernel.launches))
         for name, _ in _rows(torch.zeros(1, 1, dtype=torch.float32, device="cpu"))
     ]

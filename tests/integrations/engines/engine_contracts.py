@@ -130,7 +130,7 @@ def run(requirement: str, folder: Path, options: list[str]) -> int:
     path = os.pathsep.join([str(place), str(packages), str(ROOT), str(empty_modules(folder))])
     environment = {**os.environ, "PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     tests = ROOT / "tests" / "integrations" / engine
-    kinds = ("", "_sparse", "_engine", *(("_gpu",) if _on_hopper() else ()))
+    kinds = ("", "_sparse", "_blocks", "_engine", *(("_gpu",) if _on_hopper() else ()))
     files = [tests / f"contract_{engine}{kind}.py" for kind in kinds]
     return max(run_file(file, folder, environment, options) for file in files if file.exists())
 

@@ -17,7 +17,7 @@ import torch
 from sglang.srt import runtime_context
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.environ import envs
-from sglang.srt.layers.attention import dsa_backend, mqa_logits_utils
+from sglang.srt.layers.attention import attention_registry, dsa_backend, mqa_logits_utils
 from sglang.srt.layers.attention.dsa import dsa_indexer
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -129,6 +129,18 @@ def test_which_backend_a_model_gets(monkeypatch: pytest.MonkeyPatch) -> None:
         config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=topk)
         model = SimpleNamespace(attention_arch=AttentionArch.MLA, hf_config=config)
         assert plugin._make(SimpleNamespace(model_config=model)) == name
+
+
+def test_models_that_choose_blocks_take_sglangs_backends() -> None:
+    """QSA takes its own in place of the one that the option names, and MSA beside it, for layers that choose blocks."""
+    wrapper = inspect.getsource(attention_registry.attn_backend_wrapper)
+    assert "full_attn_backend = QwenSparseAttnBackend(runner)" in wrapper
+    assert "sparse_backend = MiniMaxSparseAttnBackend(runner)" in wrapper
+    index = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048}
+    text = SimpleNamespace(**index, indexer_compress_ratio=4)
+    model = SimpleNamespace(hf_config=SimpleNamespace(text_config=text, get_text_config=lambda: text, **vars(text)))
+    with pytest.raises(NotImplementedError, match="layers of QSA a backend of its own"):
+        plugin._make(SimpleNamespace(model_config=model))
 
 
 @pytest.fixture

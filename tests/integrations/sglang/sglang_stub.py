@@ -296,7 +296,10 @@ def modules() -> dict[str, ModuleType]:
             "get_dsa_index_kpool": lambda config: config.index_kpool,
             "is_deepseek_dsa": lambda config: getattr(config, "index_topk", None) is not None,
         },
-        "sglang.srt.layers": {}, "sglang.srt.layers.attention": {},
+        "sglang.srt.layers": {}, "sglang.srt.layers.attention": {}, "sglang.srt.layers.attention.qsa": {},
+        "sglang.srt.layers.attention.qsa.config": {
+            "is_qwen_qsa": lambda config: getattr(config, "indexer_n_heads", None) is not None
+        },
         "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
         "sglang.srt.layers.attention.verify_mask": {"VerifyMask": VerifyMask},
         "sglang.srt.speculative": {}, "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": TreeMaskMode},

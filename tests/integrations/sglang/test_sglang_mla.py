@@ -80,3 +80,13 @@ def test_which_backend_a_model_gets(cases: Any, monkeypatch: pytest.MonkeyPatch)
         config = SimpleNamespace(attention_arch=sglang_stub.AttentionArch[arch], hf_config=SimpleNamespace())
         config.hf_config.index_topk = topk
         assert plugin._make(SimpleNamespace(model_config=config)) == name
+
+
+def test_models_that_choose_blocks_are_refused(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(attention_arch=sglang_stub.AttentionArch.MHA, hf_config=SimpleNamespace(indexer_n_heads=4))
+    with pytest.raises(NotImplementedError, match="SGLang gives layers of QSA a backend of its own"):
+        plugin._make(SimpleNamespace(model_config=config))
+    config.hf_config.indexer_n_heads = None
+    monkeypatch.setenv("ATTNGEN_BLOCK_LISTS", "1")
+    with pytest.raises(NotImplementedError, match="ATTNGEN_BLOCK_LISTS serves vLLM"):
+        plugin._make(SimpleNamespace(model_config=config))

@@ -351,9 +351,9 @@ def test_a_query_that_selects_all_keys_needs_no_mask(served: list[str]) -> None:
     assert served == ["causal", "causal"]
 
 
-def test_blocks_of_keys_that_queries_select_are_refused() -> None:
+def test_blocks_of_keys_of_a_size_that_no_module_says_are_refused() -> None:
     q, k, v = layer_inputs()
-    with pytest.raises(NoKernelError, match="selects blocks of keys, which no variant does"):
+    with pytest.raises(NoKernelError, match="of a size that it does not say"):
         layer_call(None, q, k, v, block_indices=torch.zeros(2, 1, 7, 1, dtype=torch.int64))
 
 

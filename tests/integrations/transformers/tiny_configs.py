@@ -254,8 +254,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "zamba2": {"attention_head_dim": 32, "kv_channels": 16, "attention_hidden_size": 128, "hybrid_layer_ids": [1]},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+    "qwen4_exp_text": {  # so many heads that blocks hardly ever have equal scores, of which any may be selected
+        "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},

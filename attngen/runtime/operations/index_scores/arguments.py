@@ -14,6 +14,7 @@ from attngen.errors import CallError
 from attngen.lang.eager import evaluate
 from attngen.lang.ir import names
 from attngen.lang.variant import Variant
+from attngen.operations import BLOCK_SCORES, INDEX_SCORES
 from attngen.runtime.arguments import debug as debugging
 from attngen.runtime.arguments.checked import Call, refuse_unreadable
 from attngen.runtime.arguments.paging import Paging, as_rows, bind_paged
@@ -38,11 +39,12 @@ _WITHOUT_MEANING = ("h", "hk", "kv_heads", "softmax_scale")
 
 
 class IndexScores(NamedTuple):
-    """A call as its caller made it: see ``index_scores``. ``arguments`` are the variant's own, by name."""
+    """A call as its caller made it: see ``index_scores``, and with ``block`` see ``block_scores``, which has no weights
+    and no scales. ``arguments`` are the variant's own, by name."""
 
     q: TensorArgument
     k: TensorArgument
-    weights: TensorArgument
+    weights: OptionalTensor
     k_scale: OptionalTensor
     seqused_k: OptionalTensor
     cu_seqlens_q: OptionalTensor
@@ -52,6 +54,12 @@ class IndexScores(NamedTuple):
     variant: Annotated[str | Variant, "str"]
     package: Annotated[str | None, "str"]
     arguments: Annotated[tuple[tuple[str, object], ...], "str"]
+    block: Annotated[int | None, "int?"] = None
+
+    @property
+    def does(self) -> str:
+        """Name of the call."""
+        return INDEX_SCORES if self.block is None else BLOCK_SCORES
 
 
 class _FieldsOfVariant(Fields):
@@ -68,7 +76,7 @@ class _FieldsOfVariant(Fields):
 
         def settings_of(call: IndexScores) -> tuple[object, ...]:
             others = (part for name, value in call.arguments for part in (name, _setting(value)))
-            return (call.max_seqlen_q, call.variant, call.package, *others)
+            return (call.max_seqlen_q, call.variant, call.package, call.block, *others)
 
         self.tensors_of, self.settings_of = tensors_of, settings_of
 
@@ -93,7 +101,10 @@ def check(given: IndexScores) -> Bound:
     arguments = dict(given.arguments)
     refuse_unreadable({**{name: getattr(given, name) for name in FIELDS.tensors}, **arguments})
     resolved = find(given.variant, given.package)
-    _check_variant(resolved.variant)
+    _check_variant(resolved.variant, given.does)
+    block = given.block
+    if block is not None and (not isinstance(block, int) or isinstance(block, bool) or block < 1):
+        raise CallError(f"block must be a positive integer, got {block!r}")
     paged = given.page_table is not None
     check_rank("k", given.k, 3, ("pages x page_size" if paged else "batch x seqlen_k") + " x head_dim")
     k = given.k.unsqueeze(2)
@@ -111,11 +122,11 @@ def check(given: IndexScores) -> Bound:
         raise CallError(f"q has dtype {given.q.dtype}, but k has {given.k.dtype}")
     floats = torch.float64 if given.q.dtype == torch.float64 else torch.float32
     wanted = {
-        "weights": tuple(given.q.shape[:-1]), "k_scale": tuple(given.k.shape[:2]), "out": scores_shape(call),
+        "weights": tuple(given.q.shape[:-1]), "k_scale": tuple(given.k.shape[:2]), "out": scores_shape(call, block),
     }  # fmt: skip
     for name, shape in wanted.items():
         tensor = getattr(given, name)
-        if tensor is None and name != "weights":
+        if tensor is None and (name != "weights" or block is not None):
             continue
         if not isinstance(tensor, Tensor):
             raise CallError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -129,9 +140,9 @@ def check(given: IndexScores) -> Bound:
     return Bound(call, resolved)
 
 
-def _check_variant(variant: Variant) -> None:
+def _check_variant(variant: Variant, does: str) -> None:
     """Raise CallError for a variant with parts that index scores would ignore."""
-    variant.require(SERVES, "index_scores, which takes a mask alone,")
+    variant.require(SERVES, f"{does}, which takes a mask alone,")
     if used := sorted(names(variant.mask) & set(_WITHOUT_MEANING)):
         raise CallError(f"{variant.name}: all heads share index scores, but its mask reads {used[0]}")
 
@@ -144,18 +155,20 @@ def check_contents(given: IndexScores, bound: Bound) -> None:
         debugging.check_scale("k_scale", given.k_scale)  # others may have rows that no call has written
 
 
-def scores_shape(call: Call) -> tuple[int, ...]:
-    """Shape of the scores."""
+def scores_shape(call: Call, block: int | None = None) -> tuple[int, ...]:
+    """Shape of the scores, or of those of blocks of so many keys."""
     of_queries = (call.batch, call.seqlen_q) if call.cu_seqlens_q is None else (call.total_q,)
-    return *of_queries, call.seqlen_k
+    return (*of_queries, call.seqlen_k) if block is None else (*of_queries, call.heads, -(-call.seqlen_k // block))
 
 
 def score(given: IndexScores, bound: Bound) -> Tensor:
     """The scores in torch, some queries at a time."""
     call = bound.call
     compute = torch.float64 if given.q.dtype == torch.float64 else torch.float32
-    out = torch.full(scores_shape(call), -torch.inf, dtype=compute, device=call.device)
-    of_rows, weights = out.view(-1, call.seqlen_k), given.weights.reshape(-1, call.heads)
+    shape, block = scores_shape(call, given.block), given.block
+    out = torch.full(shape, -torch.inf, dtype=compute, device=call.device)
+    of_rows = out.view(-1, *shape[-1 if block is None else -2 :])
+    weights = None if given.weights is None else given.weights.reshape(-1, call.heads)
     k = given.k.unsqueeze(2)
     for b, place in enumerate(lengths(call)):
         sequence = one_sequence(call, given.q, k, k, b, place)
@@ -168,6 +181,12 @@ def score(given: IndexScores, bound: Bound) -> Tensor:
             visible = _visible(call, sequence, rows, compute)
             products = torch.einsum("qhd,kd->qhk", sequence.q[rows].to(compute), sequence.k[:, 0].to(compute))
             own = slice(first + rows.start, first + rows.stop)
+            if block is not None:
+                shown = products.masked_fill(~visible[:, None], -torch.inf)
+                padded = torch.nn.functional.pad(shown, (0, -keys % block), value=-torch.inf)
+                of_rows[own, :, : -(-keys // block)] = padded.unflatten(-1, (-1, block)).amax(-1)
+                continue
+            assert weights is not None
             scores = (products.relu() * weights[own, :, None]).sum(1)
             scores = scores if scale is None else scores * scale
             of_rows[own, :keys] = scores.where(visible, torch.full_like(scores, -torch.inf))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from math import gcd, prod
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -11,7 +13,6 @@ from torch import Tensor
 from attngen.lang.divisors import divisors, reciprocal
 from attngen.lang.variant import Variant
 from attngen.manifest import Argument
-from attngen.operations import INDEX_SCORES
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import tensormap
 from attngen.runtime.device.interface import Driver
@@ -62,8 +63,8 @@ class PreparedScores:
 
 def prepare(given: IndexScores, bound: Bound, driver: Driver) -> PreparedScores | str:
     """The launch of a checked call on the first kernel that takes it, or the reason why none does."""
-    kernels = [kernel for kernel in bound.resolved.kernels if kernel.direction == INDEX_SCORES]
-    missing = f"no package has a kernel of index scores for '{bound.call.variant.name}'"
+    kernels = [kernel for kernel in bound.resolved.kernels if kernel.direction == given.does]
+    missing = f"no package has a kernel of {given.does} for '{bound.call.variant.name}'"
     device = given.q.device.index or 0
     return first_that_takes(kernels, device, driver, lambda kernel: prepare_on(kernel, given, bound, driver), missing)
 
@@ -76,7 +77,9 @@ def prepare_on(kernel: Kernel, given: IndexScores, bound: Bound, driver: Driver)
         return reason
     launch = _launch_for(kernel, call)
     batches, query_tiles = _query_tiles(launch, call)
+    step = (given.block or launch.tile_n) // launch.tile_n  # tiles that blocks may not divide
     tiles = _tiles_of_block(launch, call, batches * query_tiles, driver.multiprocessors(given.q.device.index or 0))
+    tiles = -(-tiles // step) * step
     chunks = -(-call.seqlen_k // (tiles * launch.tile_n))
     blocks = batches * query_tiles * chunks
     if blocks > MOST:
@@ -85,7 +88,7 @@ def prepare_on(kernel: Kernel, given: IndexScores, bound: Bound, driver: Driver)
     sizes: dict[str, float] = {
         "heads": call.heads, "seqlen_q": call.seqlen_q, "max_seqlen_q": call.seqlen_q, "max_seqlen_k": call.seqlen_k,
         "total_q": call.total_q, "total_k": call.total_k, "chunk": tiles * launch.tile_n, "chunks": chunks,
-        "query_tiles": query_tiles, **_sizes_of_variant(kernel, call),
+        "query_tiles": query_tiles, "block_tiles": step, **_sizes_of_variant(kernel, call),
     }  # fmt: skip
     box_rows = launch.tile_n
     if paged:
@@ -95,7 +98,7 @@ def prepare_on(kernel: Kernel, given: IndexScores, bound: Bound, driver: Driver)
             "page_size_reciprocal": reciprocal(call.page_size), "batch": call.batch, "least_tiles": _LEAST_TILES,
             "hides_rest": int(given.out is None),
         }  # fmt: skip
-    shape = scores_shape(call)
+    shape = scores_shape(call, given.block)
     dtype = kernel.dtype_of("q").name
 
     def map_of(tensor: Tensor, rows: int | None) -> Callable[[Argument], TensorMap]:
@@ -128,6 +131,8 @@ def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
         return f"{kernel.full_name} was built by an older attngen, which had no packed queries; build it again"
     if not (call.batch and call.seqlen_q and call.total_q and call.seqlen_k and call.heads):
         return "there is no score"
+    if given.block is not None and given.block % kernel.tile_n:
+        return f"{kernel.full_name} takes blocks of a multiple of {kernel.tile_n} keys, not {given.block}"
     most = max(map(_heads_of, kernel.launches))
     if call.heads > most:
         return f"{kernel.full_name} takes at most {most} heads, not {call.heads}"
@@ -187,13 +192,14 @@ def _strides(given: IndexScores, call: Call, shape: tuple[int, ...]) -> dict[tup
     """Strides of the tensors that kernels read by address; 0 for those that are not given, and between the sequences
     of packed rows."""
     rows = ("b", "s") if call.cu_seqlens_q is None else ("s",)
-    scale, columns = given.k_scale, shape[-1]
-    of_out = (shape[-2] * columns, columns)[-len(rows) :] if given.out is None else given.out.stride()
+    of_scores = rows if given.block is None else (*rows, "h")
+    scale = given.k_scale
+    of_out = tuple(accumulate(reversed(shape[1:]), mul))[::-1] if given.out is None else given.out.stride()
     of_keys = ("b" if call.page_table is None else "page", "s")
     strides: dict[tuple[str, str | int | None], int] = {("weights", "b"): 0, ("out", "b"): 0}
     for name, axes, steps in (
-        ("weights", (*rows, "h"), given.weights.stride()),
-        ("out", rows, of_out),
+        ("weights", (*rows, "h"), (0, 0, 0) if given.weights is None else given.weights.stride()),
+        ("out", of_scores, of_out),
         ("k_scale", of_keys, (0, 0) if scale is None else scale.stride()),
     ):
         strides |= {(name, axis): step for axis, step in zip(axes, steps)}  # noqa: B905

@@ -40,6 +40,9 @@ class Topk(NamedTuple):
 
 FIELDS = Fields(Topk)
 
+#: The grid of kernels for short rows, whose warps have a row each.
+_BY_WARPS = "warp_rows"
+
 #: Place of the result among the tensors of a call.
 _OUT = FIELDS.tensors.index("out")
 
@@ -191,7 +194,7 @@ def prepare(call: Topk, sizes: TopkSizes, driver: Driver) -> PreparedTopk | str:
     """The launch of a checked call on the first kernel that takes it, or the reason why none does."""
     missing = "no package has a kernel that selects scores; an entry with 'passes: index_scores' brings one"
     device = call.scores.device.index or 0
-    kernels = kernels_of(TOPK, TOPK_VARIANT, torch.float32)
+    kernels = sorted(kernels_of(TOPK, TOPK_VARIANT, torch.float32), key=most_columns)
     return first_that_takes(kernels, device, driver, lambda kernel: prepare_on(kernel, call, sizes, driver), missing)
 
 
@@ -216,23 +219,32 @@ def prepare_on(kernel: Kernel, call: Topk, sizes: TopkSizes, driver: Driver) -> 
         return f"{kernel.full_name} was built by an older attngen, which had no {lacking}; build it again"
     if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
         return "rows of page_table are not contiguous"
-    most = max(launch.tile_m for launch in kernel.launches)
+    if sizes.columns > most_columns(kernel):
+        return f"{kernel.full_name} takes rows of at most {most_columns(kernel)} scores, not {sizes.columns}"
+    by_warps = kernel.main.grid == _BY_WARPS
+    most = MOST if by_warps else max(launch.tile_m for launch in kernel.launches)
     if call.k > most:
         return f"{kernel.full_name} selects at most {most} scores, not {call.k}"
     if sizes.rows > MOST or sizes.columns > MOST - 2 * kernel.tile_n:
         return "more scores than 32 bits count"
-    launch = min((one for one in kernel.launches if one.tile_m >= call.k), key=lambda one: one.tile_m)
+    least = sizes.columns if by_warps else call.k
+    launch = min((one for one in kernel.launches if one.tile_m >= least), key=lambda one: one.tile_m)
     page_size = call.page_size or 1
     numbers = {
         "columns": sizes.columns, "k": call.k, "batch": sizes.batch, "queries": sizes.queries, "page_size": page_size,
-        "page_size_reciprocal": reciprocal(page_size),
+        "page_size_reciprocal": reciprocal(page_size), "rows": sizes.rows,
     }  # fmt: skip
     strides: dict[tuple[str, str | int | None], int] = {
         ("scores", "row"): stride, ("out", "row"): into, ("page_table", "b"): 0 if table is None else table.stride(0),
     }  # fmt: skip
     operands = LaunchOperands(FIELDS.tensors, numbers, strides)
-    grid = Grid(launch.entry, sizes.rows)
+    grid = Grid(launch.entry, -(-sizes.rows // (launch.entry.threads // 32)) if by_warps else sizes.rows)
     return PreparedTopk(kernel, operands, grid, driver, scores.device.index or 0, sizes.shape)
+
+
+def most_columns(kernel: Kernel) -> int:
+    """The most scores of a row that a kernel takes."""
+    return kernel.tile_m if kernel.main.grid == _BY_WARPS else MOST
 
 
 def _row_stride(scores: Tensor) -> int | None:

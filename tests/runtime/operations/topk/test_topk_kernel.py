@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import attngen
 from attngen.runtime.operations.topk import kernel as topk_kernel
 from attngen.runtime.operations.topk.kernel import SELECTION, Topk, check, select
-from tests.runtime.host_kernels import HostDriver, kernels_for_indices, on_host
+from tests.runtime.host_kernels import SPEC_OF_BLOCK_SCORES, HostDriver, kernels_for_indices, on_host
 from tests.sampling import sampled
 
 #: Scores that a block loads at once.
@@ -22,6 +23,13 @@ CHUNK = 4096
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
     """A device whose memory is the host's."""
     with on_host(monkeypatch, kernels_for_indices(), SELECTION.prepared) as driver:
+        yield driver
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostDriver]:
+    """The same with the kernel for short rows beside."""
+    with on_host(monkeypatch, kernels_for_indices(SPEC_OF_BLOCK_SCORES), SELECTION.prepared) as driver:
         yield driver
 
 
@@ -111,3 +119,30 @@ def test_large_selections_have_a_launch_of_their_own(host: HostDriver) -> None:
     both(host, torch.randn(1, 8 * CHUNK), 3073)
     assert host.launches[-1][0].endswith("_large")
     both(host, torch.randn(1, 8 * CHUNK), 19456)
+
+
+def test_short_rows(short: HostDriver) -> None:
+    """Warps have a row each, and one launch has longer rows than the other; rows that are longer still take blocks."""
+    for columns in (3, 256, 700):
+        for k in (1, 15, 300):
+            scores = torch.randn(13, columns)
+            both(short, scores, k)
+            both(short, scores, k, torch.randint(-1, columns + 2, (13,), dtype=torch.int32))
+    both(short, torch.randn(2, 1025), 15)
+    assert set(short.launches) == {("topk_sm90a_short", 2), ("topk_sm90a_short_wide", 2), ("topk_sm90a", 2)}
+
+
+def test_short_rows_with_ties_values_that_are_not_finite_and_slots(short: HostDriver) -> None:
+    rows = torch.randn(9, 300)
+    for scores in (
+        (2 * rows).round(), torch.ones(9, 300), torch.where(rows > 0, 0.0, -0.0),
+        rows.masked_fill(rows < 1.5, -torch.inf),
+        torch.where(rows > 1.0, torch.where(rows > 1.5, torch.nan, torch.inf), rows), torch.full((9, 300), torch.nan),
+    ):  # fmt: skip
+        both(short, scores, 15)
+    lengths, table = torch.randint(0, 301, (9,)).int(), torch.randint(0, 99, (3, 10)).int()
+    out = torch.zeros(9, 17, dtype=torch.int32)[:, 1:16]
+    given: dict[str, Any] = {"lengths": lengths.view(3, 3), "page_table": table, "page_size": 32}
+    attngen.topk(rows.view(3, 3, 300), 15, **given, out=out.unflatten(0, (3, 3)))
+    call = Topk(rows.view(3, 3, 300), 15, lengths.view(3, 3), table, None, 32)
+    assert torch.equal(out.unflatten(0, (3, 3)), select(call, check(call)))
