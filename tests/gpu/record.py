@@ -66,7 +66,9 @@ FAMILIES = {
         "columns", "score_values", "tables", "cards", "fallback", "arrays", "block_mask",
     ),
     "backward": ("backward", "backward_stress", "cut_tiles", "mla_backward"),
-    "decode": ("decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "decode_stress", "dependent_launches"),
+    "decode": (
+        "decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "block_lists", "decode_stress", "dependent_launches",
+    ),
     "pages and caches": (
         "append", "cached", "merge", "paged", "pages", "serving_loop", "shared_prefix", "transformers_paged", "widen",
     ),
