@@ -92,10 +92,12 @@ class TensorGradient:
         """Whether the derivative depends on the product of query and key, which is gone when dS is there."""
         return PRODUCT.name in names(self.varying)
 
-    def by_warps(self, queries: int) -> bool:
-        """Whether warps of consumers, of ``WARP_KEYS`` keys and so many ``queries``, add it up among their lanes."""
-        block = self.block[0] % queries == 0 == self.block[1] % WARP_KEYS
-        return self.way is Way.DIAGONAL or (self.way is Way.BLOCK and block)
+    @property
+    def by_warps(self) -> bool:
+        """Whether warps of consumers can add it up among their lanes, which have ``WARP_KEYS`` keys and as many queries
+        at a time."""
+        blocks = self.way is Way.BLOCK and all(n % WARP_KEYS == 0 for n in self.block)
+        return self.way is Way.DIAGONAL or blocks
 
     @property
     def repeats(self) -> bool:

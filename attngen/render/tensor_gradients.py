@@ -223,7 +223,7 @@ def weighted_slope(plan: Plan, slope: Slope) -> Slope:
 def tile_sums(plan: Plan, keys: int, *, by_warps: bool = False) -> TilesView | None:
     """The sums of the warp that reads tiles of dS, of so many ``keys``; None if no gradient has one. ``by_warps``:
     without those of ``warp_sums``."""
-    mine = [each for each in _gradients(plan) if not (each.in_registers or (by_warps and each.by_warps(plan.tile_m)))]
+    mine = [each for each in _gradients(plan) if not (each.in_registers or (by_warps and each.by_warps))]
     if not mine:
         return None
     sums, read = _tile_sums(plan, mine, keys)
@@ -235,7 +235,7 @@ def tile_sums(plan: Plan, keys: int, *, by_warps: bool = False) -> TilesView | N
 
 def warp_sums(plan: Plan) -> TilesView | None:
     """The sums that warps of consumers add up among their lanes; None if no gradient has one."""
-    mine = [each for each in _gradients(plan) if each.by_warps(plan.tile_m)]
+    mine = [each for each in _gradients(plan) if each.by_warps]
     if not mine:
         return None
     sums, read = _tile_sums(plan, mine, WARP_KEYS)

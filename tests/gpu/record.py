@@ -67,7 +67,8 @@ FAMILIES = {
     ),
     "backward": ("backward", "backward_stress", "cut_tiles", "mla_backward"),
     "decode": (
-        "decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "block_lists", "decode_stress", "dependent_launches",
+        "decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "block_lists", "decode_stress",
+        "dependent_launches",
     ),
     "pages and caches": (
         "append", "cached", "merge", "paged", "pages", "serving_loop", "shared_prefix", "transformers_paged", "widen",

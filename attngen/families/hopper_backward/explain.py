@@ -36,10 +36,10 @@ _WAYS = {
     Way.PAIR: "tiles of dS, stored or added by a warp of the producer",
     Way.EACH: "pair by pair in registers of consumers, added when a thread comes to another entry: the slowest way",
 }
-#: The same where warps of consumers have all of it.
+#: The same where warps of consumers do it.
 _WAYS_OF_WARPS = {
     Way.DIAGONAL: "diagonals, summed among the lanes of consumers",
-    Way.BLOCK: "what a warp of consumers has of a step, summed among its lanes",
+    Way.BLOCK: "blocks of the keys of a warp of consumers, summed among its lanes",
 }
 
 
@@ -96,8 +96,8 @@ class BlockExplanation(ScheduleExplanation):
             yield f"heads of a group go through {most}, the last ones first"
         clustered = roles.cluster > 1
         for each in gradients_of(self.plan.variant, fast_math=self.plan.fast_math, tiles_only=clustered):
-            by_warps = not clustered and each.by_warps(self.plan.tile_m)
-            yield f"gradient of {canonical(each.load)}: {_WAYS_OF_WARPS[each.way] if by_warps else _WAYS[each.way]}"
+            way = (_WAYS if clustered or not each.by_warps else _WAYS_OF_WARPS)[each.way]
+            yield f"gradient of {canonical(each.load)}: {way}"
         if roles.clears:
             yield "where no step stores a tile of a bias's gradient, the warp that rounds dQ clears it"
         if roles.cuts:

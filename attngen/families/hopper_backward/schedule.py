@@ -303,7 +303,7 @@ def _tile(
     stages = given.stages or (choice.pipeline.stages if choice.pipeline else parts + more)
     varlen, rows = spec.layout == "varlen", _rows_ahead(spec, choice.overlap)
     gradients = gradients_of(spec.variant, fast_math=spec.fast_math, tiles_only=wide)
-    reads_ds = not all(each.in_registers or (not wide and each.by_warps(choice.tile.m)) for each in gradients)
+    reads_ds = not all(each.in_registers or (not wide and each.by_warps) for each in gradients)
     # consumers need 240 registers
     crowded = choice.overlap == "pingpong" and not varlen
     narrow = max(qk, v) <= NARROW and (brought.bias_bytes > 0 or reads_ds or not crowded)
