@@ -264,7 +264,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _FieldValue]) -> KernelSpe
         tile_map=values["tile_map"],
         alignment=DTYPES[values["dtype"]].bytes if alignment == "element" else alignment,
         fast_math=values["fast_math"],
-        if values["passes"] != "forward" or left_open
+        softmax=None if values["passes"] != "forward" or left_open else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
         deterministic=values["deterministic"],
         persistent=values["persistent"],
