@@ -80,6 +80,8 @@ KINDS = {
     "backward in fp32": KernelKind("variant: causal, passes: backward, dtype: fp32", (), _ALL),
     "backward at head dim 256": KernelKind("variant: causal, passes: backward, head_dim: 256", _LARGE, _ALL),
     "backward beyond head dim 256": KernelKind("variant: causal, passes: backward, head_dim: 512", _WGMMA, _WGMMA),
+    "forward-mode derivative": KernelKind("variant: causal, passes: jvp", (), _ALL),
+    "forward-mode derivative in fp32": KernelKind("variant: causal, passes: jvp, dtype: fp32", (), _ALL),
     "latent attention": KernelKind(f"variant: causal, layout: paged, {_LATENT}", _WGMMA),
     "backward of latent attention": KernelKind(f"variant: causal, passes: backward, {_LATENT}", _WGMMA),
     "caches of latents in 8 bits": KernelKind(

@@ -20,6 +20,9 @@ QUANTIZE, TOPK, WIDEN = "quantize", "topk", "widen"
 #: attention.
 SCORES = (INDEX_SCORES, BLOCK_SCORES)
 
+#: Direction of attention's kernels that compute outputs and their tangents (forward-mode derivatives).
+JVP = "jvp"
+
 #: What such kernels compute, where no variant of a spec says it. No variant can have these names.
 APPEND_VARIANT, BLOCK_MASK_VARIANT, MERGE_VARIANT = "append-kv", "block-mask", "merge-parts"
 QUANTIZE_VARIANT, TOPK_VARIANT, WIDEN_VARIANT = "quantize-qkv", "topk-scores", "widen-kv"
@@ -67,7 +70,7 @@ ATTENTION = Operation(
         "introspection": ("explain", "tile_map"),
     },
     operators=("dropout_operator",),
-    directions=("forward", "backward"),
+    directions=("forward", "backward", JVP),
     trial="attngen.lab.verify.gpu:try_attention",
 )
 

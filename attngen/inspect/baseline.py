@@ -23,6 +23,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.descales import dequantized
 from attngen.runtime.arguments.dropout import kept, rate_of
 from attngen.runtime.arguments.extra_cache import with_extra_rows
+from attngen.runtime.autograd.derivatives import pushforward
 from attngen.runtime.reference.eager import lengths, names_of, weights_of
 from attngen.runtime.reference.listed import listed
 
@@ -407,6 +408,25 @@ def plain_gradients(
                 if gradient is not None:
                     total[name] += gradient.nan_to_num(nan=0.0)
     return total
+
+
+def plain_tangents(call: Call, inputs: Sequence[Tensor], directions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return plain PyTorch's tangents of out and lse, from those of q, k and v, in their dtype. Those of rows that see
+    nothing are NaN."""
+    dq, dk, dv = directions
+    moved = iter([one for _, one in _sequences(call, dq, dk, dv)])
+
+    def attend(one: _Sequence) -> tuple[Tensor, Tensor]:
+        also = next(moved)
+
+        def results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return _attend(call, replace(one, q=q, k=k, v=v), call.tensors)
+
+        out, lse = pushforward(results, (one.q, one.k, one.v), (also.q, also.k, also.v))
+        return out, lse
+
+    q, k, v = inputs
+    return _over_sequences(call, q, k, v, attend)
 
 
 def sdpa(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:

@@ -95,6 +95,13 @@ CACHE_SPILLS = Spills(
     "split-KV forward kernels of caches in 8 bits", 160, "stored before the loops and read after them", None
 )
 
+TANGENT_SPILLS = Spills(
+    "Triton kernels of forward-mode derivatives",
+    256,
+    "faster with 64 keys and these spills than with 32 keys and none",
+    Evidence("docs/notebook/triton_jvp.md", "4.24 against 4.84"),
+)
+
 MLA_SPILLS = Spills(
     "kernels whose values are the head of their keys", 2048, "stored before the loop over keys and read after it", None
 )
@@ -130,7 +137,7 @@ SERIALIZED = (
     Serialized("Triton backward kernels", "constant_logits", "nothing reads S, whose product is dropped", None),
     *(
         Serialized(f"Triton {direction} kernels", "parts", "each product of parts waits for the one before it", None)
-        for direction in ("forward", "backward")
+        for direction in ("forward", "backward", "jvp")
     ),
 )
 

@@ -78,3 +78,20 @@ def gradient_memory(
         stages=stages,
         names=names,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TangentMemory:
+    """Bytes of shared memory of a forward-mode derivative: Q and its tangent once, K, V and theirs once per stage."""
+
+    rows: int
+    keys: int
+    stages: int
+
+    @property
+    def total(self) -> int:
+        """The sum in bytes."""
+        return self.rows + self.stages * self.keys
+
+    def __str__(self) -> str:
+        return f"Q and dQ {self.rows} + {self.stages} stages x K, dK, V and dV {self.keys}"

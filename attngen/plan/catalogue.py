@@ -36,6 +36,7 @@ _MODULES = (
     "latent_backward.mma_indexed",
     "mma_backward.schedule",
     "triton.backward",
+    "triton.jvp",
     *(module for operation in OPERATIONS for module in operation.schedules),
 )
 

@@ -21,6 +21,7 @@ from attngen.manifest import (
     TunedOn,
     Workspace,
 )
+from attngen.operations import JVP
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.operands import Operands, dot_precision, kept_bytes
 from attngen.records import ValueKind, written
@@ -331,12 +332,15 @@ class Plan(KernelFields):
     def l2_keys(self) -> int:
         """Keys, of all heads that run side by side, whose K and V take ``l2_bytes``.
 
-        In a backward by tiles of keys these are queries, with Q, dO and the dQ accumulator.
+        In a backward by tiles of keys these are queries, with Q, dO and the dQ accumulator; in a forward-mode
+        derivative keys have tangents, too.
         """
         given = self.operands
-        by_qk, by_v = (given.k, given.v) if self.direction == "forward" else (given.q, given.dout)
+        by_qk, by_v = (given.q, given.dout) if self.direction == "backward" else (given.k, given.v)
         row = sum(block.width for block in self.columns_qk) * by_qk.bytes
         row += sum(block.width for block in self.columns_v) * by_v.bytes
+        if self.direction == JVP:
+            row *= 2
         return self.l2_bytes // (row + given.accumulator.bytes * self.sum_columns)
 
     @property

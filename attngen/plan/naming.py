@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_DIRECTIONS = {"forward": "fwd", "backward": "bwd"}
+_DIRECTIONS = {"forward": "fwd", "backward": "bwd", "jvp": "jvp"}
 
 
 def head_dim_label(head_dim_qk: int, head_dim_v: int) -> str:
@@ -67,13 +67,13 @@ def operation_name(direction: str, arch: str, *labels: str) -> str:
 
 
 def gradient_label(tile_m: int, tile_n: int, stages: int, warps: int) -> str:
-    """Tile, stages and warps of a backward kernel: ``m64n128s2w8``."""
+    """Tile, stages and warps of one launch of several: ``m64n128s2w8``."""
     return f"m{tile_m}n{tile_n}s{stages}w{warps}"
 
 
-def launch_name(backward: str, launch: str) -> str:
-    """Return the symbol of one launch of a backward, such as ``bwd_…_dq``."""
-    return f"{backward}_{launch}"
+def launch_name(kernel: str, launch: str) -> str:
+    """Return the symbol of one launch of several, such as ``bwd_…_dq``."""
+    return f"{kernel}_{launch}"
 
 
 def classifier_name(kernel: str) -> str:

@@ -50,6 +50,7 @@ class Body:
 
     score_lines: tuple[Statement, ...]
     mask_lines: tuple[Statement, ...]
+    slope: Code | None = None  # the part of the logit's derivative that varies from pair to pair, where it is asked for
 
     @property
     def all(self) -> tuple[Statement, ...]:
@@ -143,10 +144,11 @@ def _elements(plan: Plan, *, ragged: bool = False) -> dict[str, Binding]:
 # --- score and mask of a tile -------------------------------------------------------------------------------
 
 
-def math(plan: Plan, before: Iterable[Statement] = ()) -> Math:
+def math(plan: Plan, before: Iterable[Statement] = (), slope: Expr | None = None) -> Math:
     """Return the statements of one step; what does not depend on the key is computed once, before the loop.
 
-    ``before`` are statements of the kernel that stand earlier: their names are not used again.
+    ``before`` are statements of the kernel that stand earlier: their names are not used again. ``slope``: the part of
+    the logit's derivative that varies from pair to pair.
     """
     variant = plan.variant
     logit = fold_variant(variant, fast_math=plan.fast_math)
@@ -158,7 +160,8 @@ def math(plan: Plan, before: Iterable[Statement] = ()) -> Math:
     earlier = declared(before)
     for ragged in (False, True):
         bound = _elements(plan, ragged=ragged)
-        scored = emit_for(plan, TRITON, [logit.value, logit.multiplier], bound, taken=earlier)
+        roots = [logit.value, logit.multiplier, *([slope] if slope is not None else [])]
+        scored = emit_for(plan, TRITON, roots, bound, taken=earlier)
         taken = [*earlier, *declared([*scored.hoisted, *scored.body])]
         masked = emit_for(plan, TRITON, [variant.mask], bound, taken=taken)
         hoisted |= dict.fromkeys((*scored.hoisted, *masked.hoisted))
@@ -168,7 +171,7 @@ def math(plan: Plan, before: Iterable[Statement] = ()) -> Math:
         for block in (score_lines, mask_lines):
             if "kv_packed" in reads(block):
                 block.insert(0, assign("kv_packed", "{k_begin} + {kv_index}"))
-        bodies.append(Body(tuple(score_lines), tuple(mask_lines)))
+        bodies.append(Body(tuple(score_lines), tuple(mask_lines), scored.results[2] if slope is not None else None))
         multiplier = multiplier if plain else scored.results[1]
     read = reads([*hoisted, *(each for body in bodies for each in body.all)])
     rows = [assign("q_packed", "{q_begin} + {q_row}")] if "q_packed" in read else []

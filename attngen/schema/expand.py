@@ -27,7 +27,7 @@ from typing import Any
 from attngen.dtypes import DESCALE_BLOCKS, DTYPES, HEAD_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.errors import AttngenError, Gathered, Location, SpecError, suggest
 from attngen.formats import SCHEMA
-from attngen.operations import SCORES
+from attngen.operations import JVP, SCORES
 from attngen.schema.fields import IN_GROUPS, SPLIT_TILES
 from attngen.schema.kernel_spec import Backward, Gradient, KernelSpec, Roles
 from attngen.schema.loading import DeclaredVariant, Spec
@@ -216,9 +216,11 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _FieldValue]) -> KernelSpe
         _refuse_forward_fields(spec, index, entry)
         _refuse_paged(chosen["passes"], index, values["layout"])
         values |= dict.fromkeys(_FORWARDS) | {"backend": _backend_of_backward(entry), "split_kv": False}
-    elif values["passes"] in SCORES:
+    elif values["passes"] in (*SCORES, JVP):
         _refuse_forward_fields(spec, index, entry)
         _refuse_values_of_keys(chosen["passes"], index, entry)
+        if values["passes"] == JVP:
+            _refuse_paged(chosen["passes"], index, values["layout"])
         values |= dict.fromkeys(_FORWARDS) | {"split_kv": False}
     elif entry.backward is not None and "backward" not in entry.passes:
         raise SpecError(
@@ -262,9 +264,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _FieldValue]) -> KernelSpe
         tile_map=values["tile_map"],
         alignment=DTYPES[values["dtype"]].bytes if alignment == "element" else alignment,
         fast_math=values["fast_math"],
-        softmax=None
-        if backward or values["passes"] in SCORES or left_open
-        else values["softmax"] or declared.model.softmax,
+        softmax=None if values["passes"] != "forward" or left_open else values["softmax"] or declared.model.softmax,
         softmax_scale=_first(entry.softmax_scale, declared.model.softmax_scale),
         deterministic=values["deterministic"],
         persistent=values["persistent"],
@@ -324,26 +324,33 @@ def _refuse_forward_fields(spec: Spec, index: int, entry: KernelModel) -> None:
     given = [name for name in fields if getattr(entry, name) is not None and not (name == "split_kv" and unsplit)]
     for name in given:
         raise SpecError(
-            "is for the forward, but 'passes' has no forward; for the backward, write it under 'backward', as in "
-            "'backward: {dkdv: {tile: {m: 64, n: 128}}}'",
+            "is for the forward, but 'passes' has no forward; " + _instead(entry),
             location=spec.tree.locate(("kernels", index, name)),
             field=f"kernels[{index}].{name}",
         )
 
 
+def _instead(entry: KernelModel) -> str:
+    """Advice about a field of the forward in an entry without a forward."""
+    if "backward" in entry.passes:
+        return "for the backward, write it under 'backward', as in 'backward: {dkdv: {tile: {m: 64, n: 128}}}'"
+    return f"leave it out: the plan of {entry.passes[0]} has its own"
+
+
 def _refuse_paged(asked: _FieldValue, index: int, layout: str) -> None:
-    """Raise SpecError for the backward of a layout that has none."""
+    """Raise SpecError for the derivative of a layout that has none."""
     if layout == "paged":
         raise SpecError(
-            "'layout: paged' has no backward; allowed: forward; write a backward of another layout as an entry of "
-            "its own",
+            f"'layout: paged' has no {asked.value}; allowed: forward; write a {asked.value} of another layout as an "
+            "entry of its own",
             location=asked.location,
             field=f"kernels[{index}].passes",
         )
 
 
 def _refuse_values_of_keys(asked: _FieldValue, index: int, entry: KernelModel) -> None:
-    """Raise SpecError for index scores, which have no values, with values that are columns of the keys."""
+    """Raise SpecError for passes that take no values, or only values of their own, with values that are columns of the
+    keys."""
     if entry.v is not None:
         raise SpecError(
             f"'v: key' has no {asked.value}; allowed: forward, backward",

@@ -52,6 +52,7 @@ _CALLED = {
     **dict.fromkeys(("rtx5090", "sm_120", "sm_120a", "sm120"), "sm120a"),
     **dict.fromkeys(("bwd", "train", "training", "grad", "gradient", "gradients"), "backward"),
     **dict.fromkeys(("fwd", "infer", "inference"), "forward"),
+    **dict.fromkeys(("tangent", "tangents", "forward_mode", "forward_ad", "dual"), "jvp"),
     **dict.fromkeys(("cutlass", "cute", "nvrtc"), "cuda"),
     **dict.fromkeys(("tma", "descriptors", "tensor_map"), "descriptor"),
     "increasing": "nondecreasing", "ascending": "nondecreasing", "sorted": "nondecreasing",

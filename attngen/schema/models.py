@@ -60,7 +60,7 @@ Softmax = Annotated[
 ]
 ValuesOf = Annotated[str, OneOf(("key",))]
 Layout = Annotated[str, OneOf(("dense", "varlen", "paged"))]
-Pass = Annotated[str, OneOf(("forward", "backward", "index_scores", "block_scores"))]
+Pass = Annotated[str, OneOf(("forward", "backward", "jvp", "index_scores", "block_scores"))]
 Backend = Annotated[str, OneOf(("triton", "cuda"))]
 Loads = Annotated[str, OneOf(("descriptor", "pointer"))]
 TileMap = Annotated[str, OneOf(("auto", "never", "always"))]

@@ -23,7 +23,7 @@ from tests.test_cards import kernels
 PAGE = ROOT / "docs" / "which_kernel.md"
 
 #: Passes of a spec, whose schedules have a table of conditions each.
-PASSES = ("forward", "backward", "index_scores", "block_scores")
+PASSES = ("forward", "backward", "jvp", "index_scores", "block_scores")
 
 #: Pages below docs/schedules, by schedule.
 PAGES = {
@@ -33,7 +33,7 @@ PAGES = {
     "hopper_backward": "hopper_backward", "hopper_blocks": "hopper_backward",
     "hopper_cluster": "hopper_backward_wide", "mla_backward": "latent_attention", "indexed_backward": "keys_by_index",
     "mma_indexed_backward": "keys_by_index", "mma_backward": "mma", "triton_backward": "triton_backward",
-    "index_scores": "index_scores", "block_scores": "index_scores",
+    "triton_jvp": "triton_jvp", "index_scores": "index_scores", "block_scores": "index_scores",
 }  # fmt: skip
 
 #: Fields of ``KernelSpec`` that share a name in specs.

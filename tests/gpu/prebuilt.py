@@ -33,7 +33,7 @@ FIRST = (
 )  # fmt: skip
 
 #: Of the others, kernels that take longest to compile come first, so that no core ends alone.
-_SECONDS = {("triton", "backward"): 4, ("triton", "forward"): 2, ("cuda", "backward"): 2}
+_SECONDS = {("triton", "backward"): 4, ("triton", "jvp"): 4, ("triton", "forward"): 2, ("cuda", "backward"): 2}
 
 #: Processes that plan, at most.
 _PLANNERS = 16

@@ -65,7 +65,7 @@ FAMILIES = {
         "looking", "calls", "waves", "shared_tiles", "mask_bits", "tile_maps", "biases", "outside", "transforms",
         "columns", "score_values", "tables", "cards", "fallback", "arrays", "block_mask",
     ),
-    "backward": ("backward", "backward_stress", "cut_tiles", "mla_backward"),
+    "backward": ("backward", "backward_stress", "cut_tiles", "jvp", "mla_backward"),
     "decode": (
         "decode", "mla", "mla_8_bits", "wide", "indexed", "listed", "block_lists", "decode_stress",
         "dependent_launches",

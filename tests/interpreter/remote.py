@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from attngen.lab.verify import interpreter
 from attngen.lab.verify.inputs import Element, Inputs, make_inputs
 from attngen.lab.verify.interpreter import Interpreted, prepare_process
 from attngen.lab.verify.poison import poisoned, poisoned_gradients
-from attngen.lab.verify.trial import try_backward, try_kernel
+from attngen.lab.verify.trial import try_backward, try_jvp, try_kernel
 from attngen.lang.variant import Variant
 from attngen.plan import Plan, plan
 from attngen.render import render
@@ -67,6 +67,15 @@ def gradient_problems(text: str, seed: int, third: int | None = None) -> tuple[s
     """Problems of a backward on all of its cases, or on a third of them."""
     run = kernel(text)
     return try_backward(run.kernel, run.differentiate, "cpu", seed, small=True, part=part(third)).problems
+
+
+def tangent_problems(text: str, tile: tuple[int, int] | None, seed: int, third: int | None = None) -> tuple[str, ...]:
+    """Problems of a forward-mode derivative on all of its cases or a third, with a tile in place of those of the plan,
+    unless it is None."""
+    (spec,) = expand(load_spec_text(HEADER + text))
+    planned = plan(replace(spec, tile_m=tile[0], tile_n=tile[1]) if tile else spec)
+    run = Interpreted(planned, render(planned).text)
+    return try_jvp(run.kernel, run.derive, "cpu", seed, small=True, part=part(third)).problems
 
 
 def gradients_with(

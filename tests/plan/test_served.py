@@ -46,6 +46,7 @@ ENTRIES = {
     "mma_indexed_backward": "variant: listed, head_dim: 64, passes: backward",
     "mma_backward": "variant: causal, head_dim: 64, arch: sm80, passes: backward",
     "triton_backward": "variant: causal, head_dim: 64, passes: backward, backward: {backend: triton}",
+    "triton_jvp": "variant: causal, head_dim: 64, passes: jvp",
     "index_scores": "variant: causal, head_dim: 128, passes: index_scores",
     "block_scores": "variant: causal, head_dim: 128, passes: block_scores",
 }

@@ -43,7 +43,9 @@ def functions(text: str) -> Iterator[ast.FunctionDef]:
 
 def kernels(text: str) -> Iterator[ast.FunctionDef]:
     """Yield the kernels of a source; helper functions have names of their own scope."""
-    yield from (function for function in functions(text) if function.name.startswith(("fwd_", "bwd_", "classify_")))
+    yield from (
+        function for function in functions(text) if function.name.startswith(("fwd_", "bwd_", "jvp_", "classify_"))
+    )
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attngen.plan import plan
 from attngen.runtime.arguments import torch_state
+from attngen.runtime.autograd import tangents as by_kernels
 from attngen.runtime.autograd import training
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.device.interface import Launch
@@ -39,7 +40,9 @@ class GradientDriver(FakeDriver):
         values = decode(rows, parameters)
         part = launch_of(manifest, symbol)["name"]
         self.launches.append(part)  # type: ignore[arg-type]
-        {"forward": run_forward, "preprocess": preprocess, "dkdv": gradients, "dq": gradients}[part](manifest, values)
+        run = {"forward": run_forward, "preprocess": preprocess, "dkdv": gradients, "dq": gradients}
+        run |= {"jvp": tangents, "jvp_q": tangents}
+        run[part](manifest, values)
 
 
 def tensor(values: Mapping[str, Any], name: str, shape: Sequence[int]) -> Tensor:
@@ -104,12 +107,39 @@ def gradients(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         tensor(values, name, (b, sk, hk, d)).copy_(gradient.unflatten(2, (hk, h // hk)).sum(3))
 
 
+def tangents(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Causal attention and its tangent, from the tangents of q, k and v, or of q alone."""
+    b, sq, sk = values["batch"], values["seqlen_q"], values["seqlen_k"]
+    h, hk, d = values["heads"], values["kv_heads"], manifest["head_dim_qk"]
+
+    def of(name: str) -> Tensor:
+        rows, heads = (sq, h) if name.endswith("q") else (sk, hk)
+        if f"{name}_ptr" not in values:
+            return torch.zeros(b, rows, h, d)
+        return tensor(values, name, (b, rows, heads, d)).float().repeat_interleave(h // heads, 2)
+
+    q, k, v, dq, dk, dv = (of(name) for name in ("q", "k", "v", "dq", "dk", "dv"))
+    product, mix = "bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd"
+    visible = (torch.arange(sq)[:, None] + sk - sq) >= torch.arange(sk)
+    logits = (torch.einsum(product, q, k) * values["softmax_scale"]).masked_fill(~visible, -1e30)
+    moved = (torch.einsum(product, dq, k) + torch.einsum(product, q, dk)) * values["softmax_scale"]
+    p, lse = logits.softmax(-1), logits.logsumexp(-1)
+    dlse = (p * moved).sum(-1)
+    out = torch.einsum(mix, p, v)
+    dout = torch.einsum(mix, p, dv) + torch.einsum(mix, p * (moved - dlse[..., None]), v)
+    for name, result in (("out", out), ("dout", dout)):
+        tensor(values, name, result.shape).copy_(result)
+    for name, result in (("lse", lse), ("dlse", dlse)):
+        rows_of(values, name, b, sq).copy_(result)
+
+
 @contextmanager
 def taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradientDriver]:
     """Put the driver in place, with nothing prepared, and have dispatch take CPU tensors for GPU ones."""
     fake = GradientDriver()
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, torch.Tensor))
     training._PREPARED.clear()
+    by_kernels._PREPARED.clear()
     with drivers.use(fake):
         yield fake
 

@@ -141,7 +141,7 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         range_lines=lines(spans.lines),
         q_load_lines=_load_q(plan),
         hoisted_lines=lines(code.hoisted),
-        v_blocks=tuple(_block(plan, i) for i in range(len(plan.columns_v))),
+        v_blocks=tuple(column_block(plan, i) for i in range(len(plan.columns_v))),
         loops=tuple(Loop(_TITLES[kind], loop, steps[kind]) for kind, loop in spans.loops),
         word_lines=lines(listed.lines),
         step=step,
@@ -152,7 +152,7 @@ def triton_view(plan: Plan, template: str) -> TritonView:
         p_type=triton_type(plan, "p"),
         out_type=triton_type(plan, "out"),
         precision=precision_of(plan),
-        classifier=_classifier(plan, uses_q_pos=code.uses_q_pos) if plan.has_launch("classify") else None,
+        classifier=classifier_view(plan, uses_q_pos=code.uses_q_pos) if plan.has_launch("classify") else None,
     )
 
 
@@ -177,7 +177,7 @@ def precision_of(plan: Plan) -> str:
     return f', input_precision="{plan.dot_precision}"' if plan.dot_precision else ""
 
 
-def _block(plan: Plan, index: int) -> ColumnBlock:
+def column_block(plan: Plan, index: int) -> ColumnBlock:
     block = plan.columns_v[index]
     inside = f" & (column[None, :] < {plan.head_dim_v})" if block.used < block.width else ""
     columns = f"{block.start} + " * (block.start > 0) + f"tl.arange(0, {block.width})"
@@ -214,18 +214,19 @@ def _load_q(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...], *, ragged: bool) -> tuple[Statement, ...]:
-    """Return the statements that load one K or V tile; in the ragged tile, rows of V beyond the end become 0."""
+def load_kv(plan: Plan, name: str, blocks: tuple[Columns, ...], *, ragged: bool) -> tuple[Statement, ...]:
+    """Return the statements that load one K or V tile, or one of their tangents; in the ragged tile, rows of V and of
+    its tangent beyond the end become 0."""
     loads: list[Statement] = []
-    head_dim = plan.head_dim_qk if name == "k" else plan.head_dim_v
+    of_values = name.endswith("v")
+    head_dim = plan.head_dim_v if of_values else plan.head_dim_qk
     for index, block in enumerate(blocks):
         suffix = block_suffix(blocks, index)
         if plan.loads == "descriptor":
             loads.append(assign(f"{name}{suffix}", _descriptor_load(name, suffix, block, varlen=plan.varlen)))
-            if ragged and name == "v":  # a probability of 0 times NaN would be NaN
-                loads.append(
-                    assign(f"v{suffix}", f"tl.where({{kv_index}}[:, None] < {{seqlen_k}}, {{v{suffix}}}, 0.0)")
-                )
+            if ragged and of_values:  # a probability of 0 times NaN would be NaN
+                kept = f"tl.where({{kv_index}}[:, None] < {{seqlen_k}}, {{{name}{suffix}}}, 0.0)"
+                loads.append(assign(f"{name}{suffix}", kept))
             continue
         column, inside = column_offsets(block, head_dim)
         tests = ["({kv_index}[:, None] < {seqlen_k})"] * ragged + inside
@@ -263,8 +264,8 @@ def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: 
         suffix = block_suffix(plan.columns_qk, index)
         accumulate = ", s" if index else ""
         dots.append(f"s = tl.dot(q{suffix}, tl.trans(k{suffix}){accumulate}{precision_of(plan)})")
-    load_k = _load_kv(plan, "k", plan.columns_qk, ragged=ragged)
-    load_v = _load_kv(plan, "v", plan.columns_v, ragged=ragged)
+    load_k = load_kv(plan, "k", plan.columns_qk, ragged=ragged)
+    load_v = load_kv(plan, "v", plan.columns_v, ragged=ragged)
     read = reads([*load_k, *load_v, *body.all])
     return ForwardStep(
         kv_index=not read.isdisjoint(("kv_index", "kv_packed")),
@@ -279,7 +280,7 @@ def _step(plan: Plan, code: Math, body: Body, condition: str | None, *, ragged: 
     )
 
 
-def _classifier(plan: Plan, *, uses_q_pos: bool) -> TritonClassifier:
+def classifier_view(plan: Plan, *, uses_q_pos: bool) -> TritonClassifier:
     code = classifier(plan)
     return TritonClassifier(
         argument_lines=parameter_list(plan.launch("classify").arguments),

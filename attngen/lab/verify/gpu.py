@@ -17,9 +17,9 @@ from attngen.arch import arch_of
 from attngen.build.pipeline import Prepared, compile_kernels
 from attngen.errors import AttngenError
 from attngen.lab.verify.retarget import retarget
-from attngen.lab.verify.trial import Trial, try_backward, try_kernel
+from attngen.lab.verify.trial import Trial, try_backward, try_jvp, try_kernel
 from attngen.lab.verify.verdict import Verdict
-from attngen.operations import operation_of
+from attngen.operations import JVP, operation_of
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import driver as drivers
@@ -140,6 +140,11 @@ def try_attention(kernel: Kernel, device: torch.device, seed: int, *, small: boo
     def differentiate(call: Call, buffers: GradientBuffers) -> None:
         PinnedGradients(kernel, call, buffers)()
 
+    def derive(call: Call, buffers: GradientBuffers, only: str) -> None:
+        PinnedGradients(kernel, call, buffers, only=only)()
+
     if kernel.direction == "backward":
         return try_backward(kernel, differentiate, device, seed, small=small)
+    if kernel.direction == JVP:
+        return try_jvp(kernel, derive, device, seed, small=small)
     return try_kernel(kernel, launch, device, seed, small=small)

@@ -10,8 +10,9 @@ from attngen.build.pipeline import Prepared
 from attngen.errors import LoadError
 from attngen.lab.verify import interpreter
 from attngen.lab.verify.gpu import Observer
-from attngen.lab.verify.trial import Trial, try_backward, try_kernel
+from attngen.lab.verify.trial import Trial, try_backward, try_jvp, try_kernel
 from attngen.lab.verify.verdict import Verdict
+from attngen.operations import JVP
 from attngen.plan.model import Plan
 from attngen.render import render
 from attngen.store.jobs import Job, run_jobs
@@ -59,4 +60,6 @@ def interpret_one(plan: Plan, text: str, seed: int, last: bool) -> Trial:
         raise LoadError(f"the source is not a valid module: {error}") from error
     if plan.direction == "backward":
         return try_backward(run.kernel, run.differentiate, "cpu", seed, small=True)
+    if plan.direction == JVP:
+        return try_jvp(run.kernel, run.derive, "cpu", seed, small=True)
     return try_kernel(run.kernel, run, "cpu", seed, small=True)

@@ -20,6 +20,7 @@ import torch
 from attngen.errors import CompileError
 from attngen.lab.verify.quick_interpreter import quicken
 from attngen.manifest import Argument
+from attngen.operations import JVP
 from attngen.plan.model import Plan
 from attngen.runtime.arguments.checked import DIRECTIONS, Call, View
 from attngen.runtime.device.tensormap import windowed
@@ -49,11 +50,11 @@ def reason_against(plan: Plan) -> str | None:
         reason = f"{plan.backend} kernels run only on a GPU"
     elif plan.dtype_name == "bf16":
         reason = "bf16 products are wrong in Triton's interpreter"
-    elif plan.direction not in DIRECTIONS:
+    elif plan.direction not in (*DIRECTIONS, JVP):
         reason = f"the interpreter runs attention, no {plan.direction}"
     else:
         return None
-    if plan.direction not in DIRECTIONS:  # appends, quantizes or widens, without a mask
+    if plan.direction not in (*DIRECTIONS, JVP):  # appends, quantizes or widens, without a mask
         return reason
     changes = ["backend: triton"] if plan.backend != "triton" else []
     changes += ["dtype: fp16"] if plan.dtype_name not in INTERPRETED_DTYPES else []
@@ -92,12 +93,18 @@ class Interpreted:
         self._run_all(call, buffers, views, {"dlse": buffers.dlse is None})
         finish(call, buffers)
 
+    def derive(self, call: Call, buffers: GradientBuffers, only: str) -> None:
+        """Run one launch of a forward-mode derivative, after the one that computes its tile map."""
+        views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
+        self._run_all(call, buffers, views, {}, only)
+
     def _run_all(
-        self, call: Call, buffers: Buffers | GradientBuffers, views: Mapping[str, View], absent: Mapping[str, bool]
-    ) -> None:
+        self, call: Call, buffers: Buffers | GradientBuffers, views: Mapping[str, View], absent: Mapping[str, bool],
+        only: str | None = None,
+    ) -> None:  # fmt: skip
         geometries_of_launches = geometries(self.kernel, call, views, absent=absent)
         for launch, geometry in zip(self.kernel.launches, geometries_of_launches, strict=True):
-            if blocks := geometry.tiles:
+            if (blocks := geometry.tiles) and (only in (None, launch.name) or launch.classifies):
                 self._run(launch.entry, blocks, geometry, buffers)
 
     def _run(self, entry: Entry, blocks: int, geometry: Geometry, buffers: Buffers | GradientBuffers) -> None:

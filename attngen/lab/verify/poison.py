@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,6 +88,26 @@ def poisoned_gradients(
     workspaces = _workspaces(memory, sizes)
     buffers = GradientBuffers(**inputs, **results, dlse=dlse, workspaces=workspaces, gradients=gradients, words=words)
     return buffers, memory
+
+
+def poisoned_tangents(
+    kernel: Kernel, call: Call, given: Sequence[Tensor], directions: Sequence[Tensor]
+) -> tuple[GradientBuffers, Guarded]:
+    """Return buffers of a forward-mode derivative whose results are NaN, and whose tile map is 0xAA in every byte.
+
+    ``given`` are q, k and v, ``directions`` their tangents.
+    """
+    memory = Guarded(call.device)
+    results = {
+        name: memory.allocate(name, call.out_shape(), call.out_dtype).fill_(torch.nan) for name in ("out", "dout")
+    }
+    for name in ("lse", "dlse"):
+        sums = memory.allocate(name, call.lse_shape(), torch.float32).fill_(torch.nan)
+        results[name] = sums.as_strided(call.lse_shape(), call.lse_strides())
+    _, maps = prepared_shapes(kernel, call)
+    words = {name: memory.allocate(f"the tile map of {name}", shape, torch.int32) for name, shape in maps.items()}
+    named = dict(zip(("q", "k", "v", "dq", "dk", "dv"), (*given, *directions), strict=True))
+    return GradientBuffers(**named, **results, workspaces={}, words=words), memory
 
 
 def _workspaces(memory: Guarded, sizes: Mapping[str, int]) -> dict[str, Tensor]:

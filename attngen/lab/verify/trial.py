@@ -12,18 +12,22 @@ from attngen.errors import AttngenError
 from attngen.inspect.cases import Case, cases_of
 from attngen.inspect.contract import Deviation, Expected, Tally, deviation, expected
 from attngen.inspect.gradient_contract import expected_gradients, gradient_deviation
+from attngen.inspect.jvp_contract import expected_tangents, tangent_deviation
 from attngen.lab.verify.inputs import Element, Inputs, make_inputs
-from attngen.lab.verify.poison import poisoned, poisoned_gradients
+from attngen.lab.verify.poison import poisoned, poisoned_gradients, poisoned_tangents
 from attngen.lang.variant import Bound, Variant
 from attngen.runtime.arguments import debug
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.launch.gradients import GradientBuffers
 from attngen.runtime.launch.pinned import Buffers
+from attngen.runtime.launch.prepared_jvp import tangents_of
 
 #: Runs one kernel, of the forward or of the backward, on one call; returns when the results are there or on their way.
 Launch = Callable[[Call, Buffers], None]
 GradientLaunch = Callable[[Call, GradientBuffers], None]
+#: Runs one launch, by its name, of a forward-mode derivative.
+TangentLaunch = Callable[[Call, GradientBuffers, str], None]
 
 #: Factors by which integer tensors without a declared range are narrowed, step by step, until no index leaves its
 #: extent.
@@ -107,6 +111,14 @@ def try_backward(
     return _trial(_try_gradients(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
 
 
+def try_jvp(
+    kernel: Kernel, launch: TangentLaunch, device: torch.device | str, seed: int, *, small: bool, part: slice = _ALL
+) -> Trial:
+    """Run each launch of a forward-mode derivative on every case of its layout, as ``try_kernel`` does a forward."""
+    cases = cases_of(kernel.layout, kernel.tile_m, kernel.tile_n, small=small)[part]
+    return _trial(_try_tangents(kernel, launch, case, device, seed + index) for index, case in enumerate(cases))
+
+
 def try_cases(cases: Iterable[tuple[str, Callable[..., Deviation]]], seed: int) -> Trial:
     """Run cases of other kernels: each has a name, and returns its deviation for a ``seed`` of its own."""
     return _trial(_try(name, run, seed + number) for number, (name, run) in enumerate(cases))
@@ -127,6 +139,30 @@ def _trial(results: Iterable[CaseResult]) -> Trial:
         if result.broken:
             break
     return Trial(tuple(taken))
+
+
+def _try_tangents(
+    kernel: Kernel, launch: TangentLaunch, case: Case, device: torch.device | str, seed: int
+) -> CaseResult:
+    try:
+        inputs, call = _inputs_in_extent(kernel, case, device, seed)
+    except IndexError as error:
+        return CaseResult(case.name, seed, skipped=str(error))
+    given = inputs.q, inputs.k, inputs.v
+    deviations = []
+    try:
+        for name in [one.name for one in kernel.launches if not one.classifies]:
+            wanted = expected_tangents(call, *given, tangents_of(kernel, name), torch.Generator().manual_seed(seed))
+            buffers, memory = poisoned_tangents(kernel, call, given, wanted.directions)
+            launch(call, buffers, name)
+            measured = tangent_deviation(call, buffers, wanted)
+            deviations.append(replace(measured, wrong=measured.wrong + memory.overrun()))
+    except AttngenError as error:
+        return CaseResult(case.name, seed, error=str(error))
+    except Exception as error:  # anything that a broken kernel makes CUDA or the interpreter raise
+        return CaseResult(case.name, seed, error=f"{type(error).__name__}: {error}", broken=True)
+    faulty = [one for one in deviations if not one.ok]
+    return CaseResult(case.name, seed, (faulty or deviations)[0])
 
 
 def _try_gradients(

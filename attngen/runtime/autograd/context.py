@@ -25,6 +25,9 @@ class Context(Protocol):
     def save_for_forward(self, *tensors: Tensor | None) -> None:
         """Save tensors for tangents."""
 
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Mark outputs that have no derivative."""
+
     def set_materialize_grads(self, value: bool) -> None:
         """Choose whether absent gradients arrive as zeros."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.runtime.arguments.checked import Results
+from attngen.runtime.arguments.checked import Call, Results
 from attngen.runtime.arguments.given import TENSORS, Given, tensors_of
 from attngen.runtime.arguments.torch_state import recordable, recording
 from attngen.runtime.reference.eager import (
@@ -57,26 +57,77 @@ class Plain:
     """A call as a function of q, k, v and those of the variant's own tensors that have derivatives (``names``)."""
 
     def __init__(self, given: Given, names: Sequence[str]) -> None:
-        self._call, _ = bind_call(given)
-        if self._call.descales:
-            raise CallError(f"{self._call.variant.name}: quantized tensors have no derivative")
+        self._enter(bind_call(given)[0], given.q, names)
+
+    @classmethod
+    def of_call(cls, call: Call, q: Tensor) -> Plain:
+        """A call that was checked, as a function of q, k and v, of which this q has the dtype of the arithmetic."""
+        plain = cls.__new__(cls)
+        plain._enter(call, q, ())
+        return plain
+
+    def _enter(self, call: Call, q: Tensor, names: Sequence[str]) -> None:
+        self._call, self._q = call, q
+        if call.descales:
+            raise CallError(f"{call.variant.name}: quantized tensors have no derivative")
         self.names = (*_LEADING, *names)
-        self._dtype = torch.float64 if given.q.dtype == torch.float64 else torch.float32
-        self._places = lengths(self._call)
-        self._q = given.q
+        self._dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self._places = lengths(call)
 
     def raised(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return tensors in the dtype of the arithmetic; zeros like the others where there is none."""
         pairs = zip(tensors, like, strict=True)
         return tuple(torch.zeros_like(b, dtype=self._dtype) if a is None else a.to(self._dtype) for a, b in pairs)
 
-    def tangents(self, inputs: Sequence[Tensor], directions: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Return the tangents of out and of its log-sum-exp, from those of the inputs."""
+    def tangents(
+        self, inputs: Sequence[Tensor], directions: Sequence[Tensor | None], dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tangents of out, in its dtype unless another is given, and of its log-sum-exp, from those of the
+        inputs."""
         leaves, moved = self.raised(inputs, inputs), self.raised(directions, inputs)
         parts = []
         for chunk in self._chunks():
-            parts.append((chunk[0], _moved(self._rows(chunk), leaves, moved)))
-        return self._joined(parts)
+            parts.append((chunk[0], pushforward(self._rows(chunk), leaves, moved)))
+        return self._joined(parts, dtype)
+
+    def gradients_of_tangents(
+        self, inputs: Sequence[Tensor], directions: Sequence[Tensor | None], above: Sequence[Tensor | None]
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of ``inputs``, and of the ``directions`` of the first three, from those of their
+        tangents."""
+        given = (*inputs, *self._directions(inputs, directions))
+        results, pull = torch.func.vjp(self._tangents(len(inputs)), *self.raised(given, given))
+        grads = pull(self._like(above, results))
+        return tuple(a.to(b.dtype) for a, b in zip(grads, given, strict=True))
+
+    def moved_tangents(
+        self, inputs: Sequence[Tensor], directions: Sequence[Tensor | None], moved: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tangents of ``tangents``; ``moved`` are those of ``inputs``, and of the ``directions`` of the
+        first three."""
+        given = (*inputs, *self._directions(inputs, directions))
+        out, lse = pushforward(self._tangents(len(inputs)), self.raised(given, given), self.raised(moved, given))
+        return out, lse
+
+    def _tangents(self, count: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the function from ``count`` inputs, and directions of the first three, to tangents."""
+
+        def moved(*given: Tensor) -> tuple[Tensor, Tensor]:
+            return self.tangents(given[:count], [*given[count:], *[None] * (count - 3)])
+
+        return moved
+
+    @staticmethod
+    def _directions(inputs: Sequence[Tensor], directions: Sequence[Tensor | None]) -> list[Tensor]:
+        """Zeros where there is no direction."""
+        pairs = zip(directions, inputs, strict=False)
+        return [torch.zeros_like(like) if one is None else one for one, like in pairs]
+
+    @staticmethod
+    def _like(tensors: Sequence[Tensor | None], results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors in the dtypes of results, zeros where there is none."""
+        pairs = zip(tensors, results, strict=True)
+        return tuple(torch.zeros_like(b) if a is None else a.to(b.dtype) for a, b in pairs)
 
     def moved_gradients(
         self, inputs: Sequence[Tensor], above: Sequence[Tensor], directions: Sequence[Tensor | None]
@@ -88,7 +139,7 @@ class Plain:
         total = [torch.zeros_like(leaf) for leaf in leaves]
         for chunk in self._chunks():
             parts = [(*self._above(chunk, *both[:2]), *both[2:]) for both in (given, moved)]
-            tangents = _moved(self._gradients(chunk), *parts)
+            tangents = pushforward(self._gradients(chunk), *parts)
             total = [a + b for a, b in zip(total, tangents, strict=True)]
         return tuple(a.to(b.dtype) for a, b in zip(total, inputs, strict=True))
 
@@ -167,7 +218,7 @@ class Plain:
         return joined(self._call, self._q, *whole, dtype or self._call.out_dtype, self._dtype, rest=0.0)
 
 
-def _moved(
+def pushforward(
     function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], directions: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Return the tangents of a function's results, by reverse mode twice: torch nests no forward mode in one that is

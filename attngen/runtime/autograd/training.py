@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT
+from attngen.runtime.arguments.addresses import DLSE, DOUT, LSE, NO_BACKWARD, OUT, known_of
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, Results, view
 from attngen.runtime.arguments.given import KEPT, OTHERS, TENSORS, Given, keyed_of, of_parts, settings_of
 from attngen.runtime.arguments.keys import note_others
@@ -25,7 +25,7 @@ from attngen.runtime.autograd.transforms import Recorded, gradients
 from attngen.runtime.cache import PREPARED_CALLS, RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.expanded import gets_copies, with_copies
-from attngen.runtime.launch.gradients import differentiable, gradient_shapes
+from attngen.runtime.launch.gradients import differentiable, gradient_shapes, usable
 from attngen.runtime.launch.prepared_backward import NOWHERE, Gradients, Places, PreparedBackward
 from attngen.runtime.reference.sinks import add_gradients
 from attngen.runtime.registry import on_demand
@@ -181,7 +181,7 @@ def differentiate(
             return _nothing(call, lse, dlse)
         names = tuple(name for name, value in given.arguments.items() if isinstance(value, Tensor))
         request = Request(
-            call, call.device.index or 0, _known(names, addresses), dict(call.scalars), direction="backward",
+            call, call.device.index or 0, known_of(names, addresses), dict(call.scalars), direction="backward",
             deterministic=determinism == 2,
         )  # fmt: skip
         if gets_copies(request, resolved.kernels, drivers.current()):
@@ -201,14 +201,8 @@ def asks_for_determinism() -> int:
 
 
 def carries_tangent(*tensors: object) -> bool:
-    """Whether one of these has a tangent of forward-mode differentiation, which no kernel computes with."""
+    """Whether one of these has a tangent of forward-mode differentiation."""
     return any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-
-
-def _known(names: Sequence[str], addresses: Sequence[int]) -> dict[str, int]:
-    """Return the addresses that selection looks at, of those that ``differentiate`` lists."""
-    known = dict(zip(TENSORS, addresses, strict=False))
-    return known | {f"tensor:{name}": address for name, address in zip(names, addresses[len(BACKWARD) :], strict=True)}
 
 
 def _prepare(
@@ -242,14 +236,6 @@ def _prepare(
         into=[None if place is None else view(place.shape, place.stride(), call.order) for place in into], dlse=dlse,
         unordered=unordered, kept=kept,
     )  # fmt: skip
-
-
-def usable(gradient: Tensor) -> bool:
-    """Whether kernels read or write a gradient as it is: what autograd hands over may be expanded or start anywhere."""
-    size = gradient.element_size()
-    stepped = [stride for extent, stride in zip(gradient.shape[:-1], gradient.stride()[:-1], strict=True) if extent > 1]
-    aligned = all(stride and stride * size % 16 == 0 for stride in stepped) and gradient.data_ptr() % 16 == 0
-    return aligned and gradient.stride(-1) == 1
 
 
 def _nothing(call: Call, lse: Tensor, dlse: Tensor | None) -> Gradients:

@@ -1,8 +1,8 @@
 """Calls under the transforms of torch.func, in forward mode, and differentiated twice.
 
-Results and gradients come from kernels as ever. What ``torch.func.vmap`` maps over becomes part of the batch where the
-variant allows that, and a call for each element where not. Tangents, and derivatives of gradients, are those of plain
-torch (``derivatives``).
+Results, gradients and tangents come from kernels. What ``torch.func.vmap`` maps over becomes part of the batch where
+the variant allows that, and a call for each element where not. Derivatives of gradients and of tangents, and tangents
+that no kernel computes, are those of plain torch (``derivatives``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from attngen.dtypes import HEAD_DIMS
 from attngen.errors import CallError
 from attngen.lang.ir import Expr, Load, Op, Type, Var
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Results
 from attngen.runtime.arguments.given import KEPT, TENSORS, Given, of_parts, settings_of, tensors_of
 from attngen.runtime.autograd.derivatives import Plain, reference_gradients
+from attngen.runtime.autograd.tangents import by_kernel
 from attngen.runtime.registry.binding import find
 
 
@@ -55,6 +57,9 @@ _Differentiate = Callable[
     [Given, Tensor, Tensor, Tensor | None, Tensor | None, tuple[str, ...]],
     tuple[Tensor, Tensor, Tensor, dict[str, Tensor]],
 ]
+
+#: Dtypes in which kernels compute tangents.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 #: The axis of each input that ``vmap`` maps over, None for none.
 Dims = Sequence[int | None]
@@ -107,7 +112,13 @@ def attend(given: Given, run: Callable[[Given], Results], differentiate: _Differ
             "attention has no rule for torch.func.functionalize, and nothing to functionalize: it changes no tensor; "
             "allowed: grad, vjp, jvp, vmap, and what torch.func makes of them"
         )
-    out, lse = Attention.apply(recorded, *tensors)
+    if recorded.differentiate is not None and (duals := _duals(recorded, tensors)) is not None:
+        primals, directions = duals
+        out, lse, *moved = AttentionAndTangent.apply(recorded, *primals, *directions)
+        moved = Tangent.apply(recorded, *moved, *primals, *directions)
+        out, lse = (forward_ad.make_dual(*both) for both in zip((out, lse), moved, strict=True))
+    else:
+        out, lse = Attention.apply(recorded, *tensors)
     return (out, lse) if given.return_lse else out
 
 
@@ -161,6 +172,141 @@ class Attention(torch.autograd.Function):
             return tuple(torch.stack(each) for each in zip(*results, strict=True)), (0, 0)
         out, lse = Attention.apply(recorded, *_folded(tensors, dims, axes, size))
         return (_unfolded(out, 0, size), _unfolded(lse, 0, size)), (0, 0)
+
+
+def _duals(recorded: Recorded, tensors: _Tensors) -> tuple[list[Tensor | None], list[Tensor | None]] | None:
+    """The tensors of a call without their tangents, and the tangents of q, k and v; None for a call whose tangents, if
+    any, no kernel computes: those of a variant's own tensors, of other weights than a softmax, with dropout, of listed
+    keys, in other dtypes, and beyond the head dims of most kernels."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() != torch._C._functorch.TransformType.Jvp:
+        return None  # that of a transform around this one is found when it comes to the call
+    given = recorded.given(tensors)
+    if forward_ad._current_level < 0 or given.q.dtype not in _DTYPES or given.out is not None:
+        return None
+    primals, directions = zip(*((t, None) if t is None else forward_ad.unpack_dual(t) for t in tensors), strict=True)
+    if all(t is None for t in directions[:3]) or any(t is not None for t in directions[3:]):
+        return None
+    variant = given.variant if isinstance(given.variant, Variant) else find(given.variant, given.package).variant
+    if max(given.q.shape[-1], given.v.shape[-1]) > HEAD_DIMS[-1]:
+        return None
+    if not variant.has_lse or variant.dropout or variant.keys is not None or given.q_descale is not None:
+        return None
+    return list(primals), list(directions[:3])
+
+
+class AttentionAndTangent(torch.autograd.Function):
+    """Attention and its tangent by one kernel, of which the output alone has gradients (``Tangent``).
+
+    It takes the tensors of a call, then the tangents of q, k and v.
+    """
+
+    @staticmethod
+    def forward(recorded: Recorded, *both: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tensors, directions = both[:-3], both[-3:]
+        given = recorded.given(tensors)
+        derived = by_kernel(given, directions)
+        if derived is not None:
+            return derived
+        out, lse = recorded.run(given)
+        dout, dlse = Plain(given, ()).tangents(tensors[:3], directions)
+        return out, lse, dout, dlse
+
+    @staticmethod
+    def setup_context(ctx: _TransformContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.recorded, *both = inputs
+        out, lse, *moved = output
+        ctx.mark_non_differentiable(*moved)
+        ctx.save_for_backward(out, lse, *both[:-3])
+        ctx.save_for_forward(out, lse, *both[:-3])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: _TransformContext, dout: Tensor | None, dlse: Tensor | None, *_: None) -> _Tensors:
+        out, lse, *tensors = ctx.saved_tensors
+        grads = gradients(ctx.recorded, ctx.needs_input_grad[1:-3], out, lse, dout, dlse, tensors)
+        return None, *grads, None, None, None
+
+    @staticmethod
+    def jvp(ctx: _TransformContext, _: None, *directions: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *Attention.jvp(ctx, None, *directions[:-3]), None, None
+
+    @staticmethod
+    def vmap(
+        info: VmapInfo, in_dims: Dims, recorded: Recorded, *both: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Dims]:
+        return _mapped(AttentionAndTangent, info, in_dims[1:], recorded, (), both)
+
+
+class Tangent(torch.autograd.Function):
+    """The tangents of a call's output and log-sum-exp, which are given, with derivatives in plain torch.
+
+    It takes these, the tensors of the call, and the tangents of q, k and v. It stands apart from the output so that
+    what it saves is freed where the tangent is detached.
+    """
+
+    @staticmethod
+    def forward(recorded: Recorded, dout: Tensor, dlse: Tensor, *both: Tensor | None) -> tuple[Tensor, Tensor]:
+        return dout.view_as(dout), dlse.view_as(dlse)
+
+    @staticmethod
+    def setup_context(ctx: _TransformContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.recorded, _dout, _dlse, *both = inputs
+        ctx.save_for_backward(*both)
+        ctx.save_for_forward(*both)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def _plain(
+        ctx: _TransformContext, saved: Sequence[Tensor | None]
+    ) -> tuple[Plain, list[int], list[Tensor], _Tensors]:
+        """Return the call in plain torch, the places of what it is differentiated by, that, and the tangents."""
+        tensors, directions = saved[:-3], tuple(saved[-3:])
+        places = _differentiable(tensors)
+        plain = Plain(ctx.recorded.given(tuple(tensors)), _names(ctx.recorded, places))
+        return plain, places, [tensors[place] for place in places], directions
+
+    @staticmethod
+    def backward(ctx: _TransformContext, *above: Tensor | None) -> _Tensors:
+        saved = ctx.saved_tensors
+        nothing: list[Tensor | None] = [None] * len(saved)
+        if all(one is None for one in above):
+            return None, None, None, *nothing
+        plain, places, inputs, directions = Tangent._plain(ctx, saved)
+        *grads, dq, dk, dv = plain.gradients_of_tangents(inputs, directions, above)
+        for place, gradient in zip(places, grads, strict=True):
+            nothing[place] = gradient
+        moved = [None if given is None else one for given, one in zip(directions, (dq, dk, dv), strict=True)]
+        return None, None, None, *nothing[:-3], *moved
+
+    @staticmethod
+    def jvp(ctx: _TransformContext, *moved: Tensor | None) -> tuple[Tensor, Tensor]:
+        with forward_ad._set_fwd_grad_enabled(True):
+            plain, places, inputs, directions = Tangent._plain(ctx, _without_tangents(ctx.saved_tensors))
+            own = moved[3:]
+            return plain.moved_tangents(inputs, directions, [*(own[place] for place in places), *own[-3:]])
+
+    @staticmethod
+    def vmap(
+        info: VmapInfo, in_dims: Dims, recorded: Recorded, *given: Tensor | None
+    ) -> tuple[tuple[Tensor, ...], Dims]:
+        return _mapped(Tangent, info, in_dims[1:], recorded, given[:2], given[2:])
+
+
+def _mapped(
+    function: type[torch.autograd.Function], info: VmapInfo, dims: Dims, recorded: Recorded, before: _Tensors,
+    both: _Tensors,
+) -> tuple[tuple[Tensor, ...], Dims]:  # fmt: skip
+    """Apply ``function`` to what is mapped over: ``before``, the tensors of a call, and the tangents of q, k and v."""
+    size, count, given = _size_of(info), len(before), (*before, *both)
+    axes = batch_axes(recorded, both[:-3], dims[count:-3])
+    if axes is None:
+        results = [function.apply(recorded, *_element(given, dims, i)) for i in range(size)]
+        stacked = tuple(torch.stack(each) for each in zip(*results, strict=True))
+        return stacked, (0,) * len(stacked)
+    folded = _folded(given, dims, [*(0,) * count, *axes, 0, 0, 0], size)
+    results = function.apply(recorded, *folded)
+    return tuple(_unfolded(each, 0, size) for each in results), (0,) * len(results)
 
 
 def gradients(

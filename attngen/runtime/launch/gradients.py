@@ -132,3 +132,11 @@ def finish(call: Call, buffers: GradientBuffers) -> None:
     """Enqueue the last step of a backward, after its kernels: the gradients of sinks, which need no keys."""
     if call.variant.sink is not None:
         add_gradients(call, buffers.lse, buffers.workspaces["delta"].view(buffers.lse.shape), buffers.gradients)
+
+
+def usable(gradient: Tensor) -> bool:
+    """Whether kernels read or write a gradient as it is: what autograd hands over may be expanded or start anywhere."""
+    size = gradient.element_size()
+    stepped = [stride for extent, stride in zip(gradient.shape[:-1], gradient.stride()[:-1], strict=True) if extent > 1]
+    aligned = all(stride and stride * size % 16 == 0 for stride in stepped) and gradient.data_ptr() % 16 == 0
+    return aligned and gradient.stride(-1) == 1

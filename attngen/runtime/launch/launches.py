@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attngen.manifest import SHARES
+from attngen.operations import JVP
 from attngen.runtime.arguments.addresses import BACKWARD, FORWARD, SPLIT_COUNTERS, TILE_COUNTER
 from attngen.runtime.arguments.checked import Call, View
 from attngen.runtime.arguments.kinds import resize_tensors
@@ -93,11 +94,13 @@ class Launches:
         device: int,
         *,
         absent: Mapping[str, bool] | None = None,
+        only: str | None = None,
     ) -> None:
         """Pack what does not change between calls. Raises LoadError if a cubin does not load.
 
         ``views``: as those of a Geometry. ``tensor_names``: the call's own tensors in the order in which it lists their
-        addresses. ``absent``: whether something that a backward may go without is missing.
+        addresses. ``absent``: whether something that a backward may go without is missing. ``only``: the launch that
+        runs, of a kernel whose launches are alternatives; None for all.
         """
         self._kernel, self._driver, self._device, self._torch_device = kernel, driver, device, call.device
         self._capacity = capacity_for(kernel, call, lambda: driver, device)
@@ -108,7 +111,7 @@ class Launches:
         self.maps: Mapping[str, MapShape] = map_shapes(shapes)
         backward = kernel.direction == "backward"
         self.names = (
-            *(BACKWARD if backward else FORWARD),
+            *(BACKWARD if kernel.direction in ("backward", JVP) else FORWARD),
             *(f"tensor:{name}" for name in tensor_names),
             *(f"gradient:{tensor.name}" for tensor in call.variant.tensors if backward and tensor.grad),
             *self.sizes,
@@ -119,7 +122,7 @@ class Launches:
         classifiers: dict[str, tuple[PackedKernel, Geometry]] = {}
         for place, geometry in enumerate(shapes):
             launch = geometry.launch
-            if geometry.blocks(driver, device):
+            if geometry.blocks(driver, device) and (only in (None, launch.name) or launch.classifies):
                 position = {name: i for i, name in enumerate(self.names)}
                 if geometry.map is not None:
                     position |= {part: position[f"{part}:{geometry.map.owner}"] for part in MAP_PARTS}

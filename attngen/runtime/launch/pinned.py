@@ -98,18 +98,19 @@ def _addresses(names: Sequence[str], given: Mapping[str, Tensor | None]) -> list
 
 
 class PinnedGradients:
-    """A backward bound to one set of kernels and buffers; calling it enqueues them, as often as wanted."""
+    """A backward bound to one set of kernels and buffers, or the launch ``only`` of a forward-mode derivative; calling
+    it enqueues them, as often as wanted."""
 
-    def __init__(self, kernel: Kernel, call: Call, buffers: GradientBuffers) -> None:
+    def __init__(self, kernel: Kernel, call: Call, buffers: GradientBuffers, *, only: str | None = None) -> None:
         """Raises as ``Pinned``. Gradients of the variant's own tensors are added to what their buffers hold."""
         reason = reason_to_refuse(kernel, call, buffers.q, buffers.k, buffers.v)
         if reason is not None:
             raise NoKernelError(f"{kernel.full_name} does not take this call: {reason}")
         views = {name: view_of(getattr(buffers, name), call) for name in ("out", "dout", "dq", "dk", "dv")}
-        self._call, self._buffers = call, buffers
+        self._call, self._buffers, self._backward = call, buffers, only is None
         self._launch = Launches(
             kernel, call, views, call.tensors, drivers.current(), call.device.index or 0,
-            absent={"dlse": buffers.dlse is None},
+            absent={"dlse": buffers.dlse is None}, only=only,
         )  # fmt: skip
         self._scalars = [call.scalars[rule.name] for rule in call.rules]
         named = buffers.named(call) | {f"tensor:{name}": tensor for name, tensor in call.tensors.items()}
@@ -120,4 +121,5 @@ class PinnedGradients:
         for owner in self._launch.maps:
             self._launch.classify(owner, self._addresses, self._call.scale, self._scalars)
         self._launch(self._addresses, self._call.scale, self._scalars)
-        finish(self._call, self._buffers)
+        if self._backward:
+            finish(self._call, self._buffers)

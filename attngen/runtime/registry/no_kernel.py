@@ -23,6 +23,7 @@ from attngen.dtypes import (
     dtype,
 )
 from attngen.errors import NoKernelError
+from attngen.operations import JVP
 from attngen.runtime.arguments.checked import ATTENTION_DTYPES as ATTENTION_NAMES
 from attngen.runtime.arguments.checked import Call
 from attngen.runtime.device import tensormap
@@ -41,7 +42,7 @@ def no_kernel(kernels: Sequence[Kernel], request: Request, driver: Driver) -> No
         + (f", backend {request.backend}" if request.backend else "")
     ]
     if not any(kernel.direction == request.direction for kernel in kernels):
-        kind = "backward kernel" if request.direction == "backward" else "kernel"
+        kind = "kernel" if request.direction == "forward" else f"{request.direction} kernel"
         lines.append(f"  (no {kind} of this variant is built)")
     elif all(_for_another_machine(kernel, capability, driver) for kernel in kernels):
         lines.append(_another_machine(kernels, capability, driver))
@@ -117,6 +118,9 @@ def _kinds_of(request: Request) -> Iterator[str]:
         which = ""
     if request.direction == "backward":
         yield f"backward of {which}" if which else "backward"
+        return
+    if request.direction == JVP:
+        yield "forward-mode derivative"
         return
     if which:
         yield which
@@ -238,6 +242,8 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
         lines.append("      passes: [forward, backward]")
         if request.deterministic:
             lines.append("      deterministic: true")
+    elif request is not None and request.direction == JVP:
+        lines.append("      passes: [forward, jvp]")
     elif request is not None and request.backend is not None:
         lines.append(f"      backend: {request.backend}")
     caches = _mixes_widths(call) or (call.layout == "paged" and call.descales)

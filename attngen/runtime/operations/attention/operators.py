@@ -310,6 +310,17 @@ def define_named(namespace: str, operator: str) -> bool:
 
 
 @torch.compiler.assume_constant_result
+def _refuse_tangents() -> None:
+    """Raise CallError inside of torch.func.jvp; runs at trace time."""
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    if any(transform.key() == torch._C._functorch.TransformType.Jvp for transform in transforms):
+        raise CallError(
+            "operators of compiled programs have no tangents, and torch would take 0: call torch.func.jvp outside of "
+            "torch.compile"
+        )
+
+
+@torch.compiler.assume_constant_result
 def _resolve(
     variant: str, package: str | None, given: tuple[str, ...], lse: bool
 ) -> tuple[str, str, tuple[tuple[str, Number | None], ...]]:
@@ -352,7 +363,9 @@ def _resolved(given: Given) -> tuple[ModuleType, str, list[object]]:
 
 def call(given: Given) -> Results:
     """Call the operator of a variant; what is traced is this function and nothing below it. Raises CallError."""
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        _refuse_tangents()
+    else:
         if type(given.variant) is Variant:
             given = given._replace(variant=registry.declare(given.variant))
         refuse_mixed(given)
