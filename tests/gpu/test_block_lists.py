@@ -120,7 +120,7 @@ def test_scores_without_pages() -> None:
         checked_scores({"q": q, "k": k, "block": 128}, torch.bfloat16, seqused_k=used)
 
 
-@pytest.mark.parametrize("columns", [1, 100, 256, 257, 1024])
+@pytest.mark.parametrize("columns", [1, 100, 256, 257, 1024, 2048])
 def test_selections_of_short_rows(columns: int) -> None:
     rows = torch.randn(1001, columns, device="cuda")
     lengths = torch.randint(-1, columns + 2, (1001,), device="cuda", dtype=torch.int32)
