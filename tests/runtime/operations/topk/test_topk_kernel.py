@@ -122,7 +122,7 @@ def test_large_selections_have_a_launch_of_their_own(host: HostDriver) -> None:
 
 
 def test_short_rows(short: HostDriver) -> None:
-    """Warps have a row each, and each launch has longer rows than the one before; rows that are longer still take blocks."""
+    """Warps have a row each, and each launch has longer rows than the one before; still longer rows take blocks."""
     for columns in (3, 256, 700, 2000):
         for k in (1, 15, 300):
             scores = torch.randn(13, columns)
