@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from attngen.dtypes import CHUNK_BYTES
 from attngen.families.decode.schedule import HopperDecode
 from attngen.families.decode.view import DecodeView, decode_view, split_view
 from attngen.families.latent.indexed import indexed_pipes_of
@@ -28,9 +29,6 @@ _REGION_TEXTS = {
     "unfinished": "work items that other workers have parts of, too",
 }  # fmt: skip
 
-#: Bytes that a warp copies at once, 16 for each lane.
-_COPIED_AT_ONCE = 512
-
 
 def indexed_view(plan: Plan, template: str) -> DecodeView:
     """View of a kernel of latent attention."""
@@ -53,7 +51,8 @@ def mma_indexed_view(plan: Plan, template: str) -> DecodeView:
     assert isinstance(plan.structure, HopperDecode)
     assert view.lists is not None
     run = min(view.lists.block, plan.tile_n)
-    loader = "mma_block_loader" if run * plan.structure.box_bytes >= _COPIED_AT_ONCE else "mma_loader"
+    copied = 32 * CHUNK_BYTES // plan.structure.box_bytes  # rows that a warp copies at once
+    loader = "mma_block_loader" if run >= copied else "mma_loader"
     return replace(view, loader=f"cuda/latent/indexed/_{loader}.cu.j2", run=run)
 
 
