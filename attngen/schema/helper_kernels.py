@@ -32,7 +32,7 @@ from attngen.schema.kernel_spec import KernelSpec
 _UNQUANTIZED = ("bf16", "fp16")
 
 #: Scores of a row that the kernel for short rows selects from, at most.
-SHORT_ROWS = 1024
+SHORT_ROWS = 2048
 
 #: Head dims of which kernels quantize whole tiles.
 QUANTIZED_IN_TILES = (64, 128)

@@ -18,6 +18,7 @@ from attngen.build.pipeline import Prepared, prepare
 from attngen.integrations.engines import block_lists
 from attngen.integrations.engines.block_lists import Lists
 from attngen.integrations.engines.indexer import Requests
+from attngen.integrations.shared.catalogue import variant
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.index_scores.kernel import SCORES, PreparedScores
 from attngen.runtime.operations.topk.kernel import SELECTION, PreparedTopk, Topk, check, select
@@ -117,10 +118,11 @@ def test_scores_without_pages() -> None:
         q = torch.randn(2, queries, heads, 128, device="cuda").bfloat16()
         k = torch.randn(2, keys, 128, device="cuda").bfloat16()
         used = torch.tensor([keys, keys // 2], dtype=torch.int32, device="cuda")
-        checked_scores({"q": q, "k": k, "block": 128}, torch.bfloat16, seqused_k=used)
+        more = {"variant": variant("up_to_own"), "seqused_k": used, "context": used - queries}
+        checked_scores({"q": q, "k": k, "block": 128}, torch.bfloat16, **more)
 
 
-@pytest.mark.parametrize("columns", [1, 100, 256, 257, 1024])
+@pytest.mark.parametrize("columns", [1, 100, 256, 257, 1024, 2048])
 def test_selections_of_short_rows(columns: int) -> None:
     rows = torch.randn(1001, columns, device="cuda")
     lengths = torch.randint(-1, columns + 2, (1001,), device="cuda", dtype=torch.int32)

@@ -44,8 +44,8 @@ inline void arrive_when_copied(uint32_t barrier) {
 }
 template <int kBoxBytes>
 inline int swizzled(int row, int chunk) {
-  static_assert(kBoxBytes == 128);
-  return chunk ^ row % 8;
+  static_assert(kBoxBytes == 128 || kBoxBytes == 64);
+  return chunk ^ (kBoxBytes == 128 ? row % 8 : row / 2 % 4);
 }
 inline void store_number(uint32_t to, uint32_t number) { std::memcpy(place_of_address(to), &number, 4); }
 inline void store_number_if(bool condition, uint32_t to, float number) {

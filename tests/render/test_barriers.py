@@ -55,6 +55,7 @@ SEEN_BY_KEYS[0, :10, :2], SEEN_BY_KEYS[1, :, 4:] = torch.tensor([False, True]), 
 SEEN_BY_KEYS[0, 0, :2], SEEN_BY_KEYS[:, :, 2:4] = True, False
 OF_BLOCKS = {"wait_products<0>(); (removed*": "where O is written, when no product is under way"}
 LISTED = {"declared": "variants:\n  listed: {keys: counted_index}\n", "layout": "dense", **LATENT}
+LISTED_BLOCKS = {"declared": "variants:\n  listed: {keys: counted_blocks_of_8}\n", "layout": "paged", "head_dim": 128}
 
 
 def masked(mask: str) -> dict[str, str]:
@@ -310,6 +311,7 @@ ROWS = (
         "latent-listed", {"backend": "cuda", **LISTED}, (Size(3, 150, 40), Size(3, 150, 8)), variant="listed",
         spared=OF_LISTED, blocks=4, orders=2,
     ),
+    Row("listed-blocks", {"backend": "cuda", **LISTED_BLOCKS}, (Size(3, 50, 8, 2),), variant="listed", blocks=2),
     Row("latent-backward", {**BACKWARD, **LATENT}, (Size(3, 100, 16),)),
 )  # fmt: skip
 #: Rows like one that CI tries, but for a head dim, an order or a mask: in long runs alone.
@@ -327,7 +329,7 @@ EXPLAINED = tuple(
     not in (
         "forward-split", "backward-ordered", "cluster-halves", "first", "order-window", "order-sinks",
         "cluster-order", "cut-rows", "parts", "wide", "latent-few", "latent-backward", "blocks-alone",
-        "backward-blocks", "backward-blocks-by-rows", "backward-blocks-192",
+        "backward-blocks", "backward-blocks-by-rows", "backward-blocks-192", "listed-blocks",
     )
 )  # fmt: skip
 

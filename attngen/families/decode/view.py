@@ -79,6 +79,7 @@ class DecodeView:
     scores: str = ""  # and how consumers of latent attention that are alike compute S,
     roles: str = ""  # and what warpgroups that multiply do
     lists: KeyLists | None = None  # what the lists of a call hold
+    run: int = 1  # keys of a step that follow each other in a listed block
 
 
 def decode_view(plan: Plan, template: str) -> DecodeView:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from attngen.dtypes import CHUNK_BYTES
+from attngen.families.decode.schedule import HopperDecode
 from attngen.families.decode.view import DecodeView, decode_view, split_view
 from attngen.families.latent.indexed import indexed_pipes_of
 from attngen.families.latent.schedule import HopperMla
@@ -45,7 +47,13 @@ def indexed_view(plan: Plan, template: str) -> DecodeView:
 
 def mma_indexed_view(plan: Plan, template: str) -> DecodeView:
     """View of a kernel by mma.sync, which is the split-KV forward with another loader."""
-    return replace(_listed(plan, decode_view(plan, template)), loader="cuda/latent/indexed/_mma_loader.cu.j2")
+    view = _listed(plan, decode_view(plan, template))
+    assert isinstance(plan.structure, HopperDecode)
+    assert view.lists is not None
+    run = min(view.lists.block, plan.tile_n)
+    copied = 32 * CHUNK_BYTES // plan.structure.box_bytes  # rows that a warp copies at once
+    loader = "mma_block_loader" if run >= copied else "mma_loader"
+    return replace(view, loader=f"cuda/latent/indexed/_{loader}.cu.j2", run=run)
 
 
 def _listed(plan: Plan, view: DecodeView) -> DecodeView:

@@ -25,8 +25,8 @@ GRID = "warp_rows"
 #: Warps of a block. Not measured.
 WARPS = 8
 
-#: Scores that a lane holds, by launch; a score is compared 32 times. Not measured.
-VALUES = {"topk_short": 8, "wide": 32}
+#: Scores that a lane holds, by launch; a score is compared 32 times at most. Not measured.
+VALUES = {"topk_short": 8, "wide": 32, "widest": 64}
 
 #: Scores of a row, at most: what asks for this kernel in place of the one for rows of any length.
 COLUMNS = SHORT_ROWS

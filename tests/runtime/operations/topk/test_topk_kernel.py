@@ -122,14 +122,15 @@ def test_large_selections_have_a_launch_of_their_own(host: HostDriver) -> None:
 
 
 def test_short_rows(short: HostDriver) -> None:
-    """Warps have a row each, and one launch has longer rows than the other; rows that are longer still take blocks."""
-    for columns in (3, 256, 700):
+    """Warps have a row each, and each launch has longer rows than the one before; still longer rows take blocks."""
+    for columns in (3, 256, 700, 2000):
         for k in (1, 15, 300):
             scores = torch.randn(13, columns)
             both(short, scores, k)
             both(short, scores, k, torch.randint(-1, columns + 2, (13,), dtype=torch.int32))
-    both(short, torch.randn(2, 1025), 15)
-    assert set(short.launches) == {("topk_sm90a_short", 2), ("topk_sm90a_short_wide", 2), ("topk_sm90a", 2)}
+    both(short, torch.randn(2, 2049), 15)
+    by_warps = {("topk_sm90a_short", 2), ("topk_sm90a_short_wide", 2), ("topk_sm90a_short_widest", 2)}
+    assert set(short.launches) == {*by_warps, ("topk_sm90a", 2)}
 
 
 def test_short_rows_with_ties_values_that_are_not_finite_and_slots(short: HostDriver) -> None:
