@@ -141,10 +141,8 @@ class SharedPrefix:
         scales = [self._of_sequences(scale, k_pages, self.leaders) for scale in (k_descale, v_descale)]
         both, shape = (k_pages, v_pages), q.shape
         flat = q if packed else q.reshape(-1, *shape[2:])
-        several = self.sequences is not None
         prefix, prefix_lse = attention_paged(
-            flat if several else flat[None], *both, self.page_table, self.lengths,
-            cu_seqlens_q=self.starts if several else None, max_seqlen_q=flat.shape[0] if several else None,
+            flat, *both, self.page_table, self.lengths, cu_seqlens_q=self.starts, max_seqlen_q=flat.shape[0],
             variant=parts.prefix, softmax_scale=softmax_scale, page_layout=page_layout, return_lse=True,
             backend=backend, package=package, q_descale=q_descale, k_descale=scales[0], v_descale=scales[1],
             **parts.of_prefix(arguments),
@@ -156,13 +154,12 @@ class SharedPrefix:
             v_descale=own_scales[1], **arguments,
         )  # fmt: skip
         prefix = prefix.view(result.shape)
-        prefix_lse = prefix_lse if several else prefix_lse[0]
         if not packed:
             prefix_lse = prefix_lse.view(-1, *shape[:2]).transpose(0, 1)
         if self.outside is not None:
-            prefix_lse.masked_fill_(self.outside if packed else self.outside[:, None], -math.inf)
+            prefix_lse = prefix_lse.masked_fill(self.outside if packed else self.outside[:, None], -math.inf)
         merged, merged_lse = merge([prefix, result], [prefix_lse, lse])
-        if several:
+        if self.sequences is not None:
             merged = (torch.empty_like(merged) if out is None else out).index_copy_(0, self._order, merged)
             if return_lse:
                 merged_lse = torch.empty_like(merged_lse).index_copy_(1 if packed else 0, self._order, merged_lse)
