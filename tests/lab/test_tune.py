@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from attngen import cli, resources
 from attngen.build.pipeline import BuiltKernel, Failure, Prepared
-from attngen.errors import CallError, CompileError, LoadError
+from attngen.errors import CallError, CompileError, LoadError, SpecError
 from attngen.families.hopper_backward.choices import TABLE as BACKWARD_TABLE
 from attngen.families.hopper_backward.structure import HopperBackward
 from attngen.families.hopper_forward.choices import FACTS, TABLES
@@ -332,3 +332,6 @@ def test_without_a_gpu_it_is_said(spec: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LoadError, match="needs an NVIDIA GPU"):
         searched(spec)
+    assert [*spec.parent.iterdir()] == [spec]
+    with pytest.raises(SpecError, match="there is no file"):
+        searched(spec.with_name("nothing.yaml"))

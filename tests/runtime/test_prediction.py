@@ -10,6 +10,7 @@ import torch
 
 from attngen.lang.variant import Variant
 from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.arguments.paging import Paging, bind_paged
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.geometry import prediction
 from attngen.runtime.geometry.prediction import Card, predict
@@ -157,6 +158,20 @@ def test_clusters_that_the_driver_knows_decide() -> None:
     alone = call_of(1, 64, 3200, 1, 1)  # a single tile
     assert prediction.shares(shared(4), alone, card, lambda size: size == 2) == 2
     assert prediction.shares(shared(4), alone, card, lambda size: 0) == 1
+
+
+@pytest.mark.parametrize(("longest", "wanted"), [(64, 8), (63, 2)])
+def test_one_of_several_sequences_may_have_all_queries(longest: int, wanted: int) -> None:
+    """As one of several prefixes that a batch shares, over pages: then keys are shared among blocks as if it had."""
+    q, pages = torch.empty(64, 8, 64, dtype=torch.bfloat16), torch.empty(200, 16, 8, 64, dtype=torch.bfloat16)
+    table, used = torch.zeros(8, 200, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    call = bind_paged(
+        variant(), q, pages, pages, Paging(table, torch.zeros(9, dtype=torch.int32), longest), softmax_scale=None,
+        seqused_k=used, return_lse=False, arguments={},
+    )  # fmt: skip
+    predicted = predict(shared(layout="paged"), call, Card(132))
+    assert predicted is not None
+    assert predicted.shares == wanted
 
 
 def test_the_kernel_that_shares_keys_is_preferred_only_where_it_is_faster() -> None:

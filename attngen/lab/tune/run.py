@@ -147,6 +147,7 @@ def tune(spec: str | Path, out: Path, options: TuneOptions, observer: Observer) 
     on. Raises LoadError without a GPU, SpecError if the spec is wrong, and CallError if the options name no kernel of
     it, if the journal is of another search, or if a file cannot be written.
     """
+    of_spec = spec_hash(load_spec(spec))  # what is wrong with it is said without a GPU, too
     if not torch.cuda.is_available():
         raise LoadError("tune needs an NVIDIA GPU, and torch finds none; --dry-run lists the candidates without one")
     start = time.monotonic()
@@ -155,7 +156,7 @@ def tune(spec: str | Path, out: Path, options: TuneOptions, observer: Observer) 
     arches = dict.fromkeys(subject.plan.arch.name for subject in todo)
     installed = [row for arch in arches for backend in _BACKENDS for row in toolchain(backend, arch).items()]
     compilers = {name: version for name, version in installed if version and name != "content"}
-    named = {"spec": resources.display_name(Path(spec)), "spec_hash": spec_hash(load_spec(spec)), "gpu": gpu.name}
+    named = {"spec": resources.display_name(Path(spec)), "spec_hash": of_spec, "gpu": gpu.name}
     about = {**named, **compilers}
     journal = Journal.opened(out.with_name(f"{out.name}.journal"), about, restart=options.restart)
     left: list[str] = []

@@ -12,6 +12,7 @@ whatever came before.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from heapq import heappush, heapreplace
 from itertools import pairwise
@@ -92,6 +93,7 @@ def predict(
     if not times:
         return None
     launch, tile, step = times
+    call = at_work(call)
     if _sees_alike(kernel, call):
         step *= _ALIKE
     seqlen_q, seqlen_k = lengths(call)
@@ -118,6 +120,7 @@ def predict(
 def may_share(kernel: Kernel, call: Call, clusters: int) -> bool:
     """Whether blocks may share the keys of a tile of queries: there are at most as many tiles as ``clusters`` of two
     blocks that run at once."""
+    call = at_work(call)
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=lengths(call)[0])
     return q_tiles * units <= clusters
 
@@ -135,10 +138,23 @@ def pairs_of_tiles(kernel: Kernel, call: Call) -> int | None:
     scalars = {rule.name for rule in call.rules if rule.const is None}
     if any(scalars & names_in(end) for interval in kernel.visible for end in interval if end is not None):
         return None
+    call = at_work(call)
     seqlen_q, seqlen_k = lengths(call)
     q_tiles, units = tiles_of(call, kernel.tile_m, pack_gqa=kernel.pack_gqa, seqlen_q=seqlen_q)
     rows = _rows(kernel, call, q_tiles, seqlen_q, seqlen_k)
     return units * kernel.tile_m * kernel.tile_n * sum(seen * width for seen, width in rows)
+
+
+def at_work(call: Call) -> Call:
+    """A call over pages of which one sequence may have all queries, as one of several prefixes that a batch shares may
+    (``attngen.shared_prefix``), as one of that sequence; any other call as it is. Blocks of sequences without queries
+    leave at once, and where all have some, keys shared among many blocks cost little
+    (docs/notebook/hopper_decode.md, "Several prefixes")."""
+    if call.batch <= 1 or not call.page_size or not 0 < call.total_q <= call.seqlen_q:
+        return call
+    own = copy(call)
+    own.batch = 1
+    return own
 
 
 def lengths(call: Call) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from attngen.runtime.arguments.checked import Call
 from attngen.runtime.arguments.paging import FEW_ROWS
 from attngen.runtime.device.interface import Driver
 from attngen.runtime.geometry.heads_in_l2 import group_of, prompts_of
-from attngen.runtime.geometry.prediction import Card, predict
+from attngen.runtime.geometry.prediction import Card, at_work, predict
 from attngen.runtime.kernels.module import Kernel
 
 #: As ``FEW_ROWS``, where sequences times KV heads are fewer than the busy units, about half of a Hopper card: the rows
@@ -114,6 +114,7 @@ def typical_sizes(call: Call) -> tuple[int, int, int]:
     They decide between kernels for all calls that are about alike: lengths of ragged calls never repeat, and the host
     does not know those of each sequence anyway.
     """
+    call = at_work(call)
     batch, kv_heads, seqlen_k, total_q = call.batch, max(call.kv_heads, 1), call.seqlen_k, call.total_q
     if call.least_queries:  # the others probably have one query each
         batch = prompts_of(total_q, batch, call.seqlen_q)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attngen.errors import CallError
 from attngen.lang.variant import Variant
@@ -32,22 +33,25 @@ _ELSEWHERE = dict.fromkeys(
 
 @dataclass(frozen=True)
 class SharedPrefix:
-    """The prefixes that sequences of a batch share, as ``shared_prefix`` finds them; all tensors are on the device."""
+    """The prefixes that sequences of a batch share, as ``shared_prefix`` finds them; all tensors are on the device.
+
+    Where several may be found, one of no keys stands behind them, for the queries whose sequence has none.
+    """
 
     #: (prefixes, max_pages) int32: the pages of a sequence that has each prefix.
     page_table: Tensor
     #: (prefixes,) int32: keys of each, whole pages; 0 of one that is not there.
-    length: Tensor
+    lengths: Tensor
     #: (prefixes,) int64: the number of that sequence.
     leaders: Tensor
     #: (batch, max_pages) int32: the pages that follow the prefix in each sequence; all pages of one without it.
     own_page_table: Tensor
     #: (batch,) int32: keys in these.
     own_lengths: Tensor
-    #: (batch, 1) or (total_q,) bool: queries whose sequence has no prefix.
-    outside: Tensor
     #: (prefixes + 1,) int32: where the queries of each prefix begin.
     starts: Tensor
+    #: Where one may be found, (batch, 1) or (total_q,) bool: queries whose sequence does not have it.
+    outside: Tensor | None = None
     #: (batch + 1,) int32, where the queries of each sequence begin, and the most of one; None for as many in each.
     cu_seqlens_q: Tensor | None = None
     max_seqlen_q: int | None = None
@@ -57,6 +61,11 @@ class SharedPrefix:
     rows: Tensor | None = None
     #: What layers keep for those alike.
     held: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def length(self) -> Tensor:
+        """(prefixes,) int32: keys of each prefix that may be found, whole pages; 0 of one that is not there."""
+        return self.lengths if self.sequences is None else self.lengths[:-1]
 
     def update(self, other: SharedPrefix) -> None:
         """Take the values of another one of the same sizes, in place: a graph that reads these tensors reads them."""
@@ -132,10 +141,8 @@ class SharedPrefix:
         scales = [self._of_sequences(scale, k_pages, self.leaders) for scale in (k_descale, v_descale)]
         both, shape = (k_pages, v_pages), q.shape
         flat = q if packed else q.reshape(-1, *shape[2:])
-        several = self.sequences is not None
         prefix, prefix_lse = attention_paged(
-            flat if several else flat[None], *both, self.page_table, self.length,
-            cu_seqlens_q=self.starts if several else None, max_seqlen_q=flat.shape[0] if several else None,
+            flat, *both, self.page_table, self.lengths, cu_seqlens_q=self.starts, max_seqlen_q=flat.shape[0],
             variant=parts.prefix, softmax_scale=softmax_scale, page_layout=page_layout, return_lse=True,
             backend=backend, package=package, q_descale=q_descale, k_descale=scales[0], v_descale=scales[1],
             **parts.of_prefix(arguments),
@@ -147,12 +154,12 @@ class SharedPrefix:
             v_descale=own_scales[1], **arguments,
         )  # fmt: skip
         prefix = prefix.view(result.shape)
-        prefix_lse = prefix_lse if several else prefix_lse[0]
         if not packed:
             prefix_lse = prefix_lse.view(-1, *shape[:2]).transpose(0, 1)
-        outside = self.outside if packed else self.outside[:, None]
-        merged, merged_lse = merge([prefix, result], [prefix_lse.masked_fill(outside, -math.inf), lse])
-        if several:
+        if self.outside is not None:
+            prefix_lse = prefix_lse.masked_fill(self.outside if packed else self.outside[:, None], -math.inf)
+        merged, merged_lse = merge([prefix, result], [prefix_lse, lse])
+        if self.sequences is not None:
             merged = (torch.empty_like(merged) if out is None else out).index_copy_(0, self._order, merged)
             if return_lse:
                 merged_lse = torch.empty_like(merged_lse).index_copy_(1 if packed else 0, self._order, merged_lse)
@@ -206,7 +213,7 @@ def shared_prefix(
         seqused_k: (batch,) int32, keys of each sequence, including those of its queries.
         page_size: Keys of a page.
         prefixes: The most prefixes that are found, each with sequences of its own. Launches do not depend on how many
-            there are, and are the fastest if all are.
+            there are.
         seqlen_q: Queries of each sequence, in calls with q (batch, seqlen_q, heads, head_dim).
         cu_seqlens_q: (batch + 1,) int32, where packed queries of each sequence begin, in calls with q (total_q, heads,
             head_dim).
@@ -228,46 +235,44 @@ def shared_prefix(
     for name, number in (("page_size", page_size), ("prefixes", prefixes)):
         if number < 1:
             raise CallError(f"{name} must be at least 1, got {number}")
-    queries: Tensor | int = seqlen_q
+    total = batch * seqlen_q
     if cu_seqlens_q is not None:
         if cu_seqlens_q.shape != (batch + 1,):
             raise CallError(f"cu_seqlens_q must have shape ({batch + 1},), got {tuple(cu_seqlens_q.shape)}")
         if max_seqlen_q is None or total_q is None:
             raise CallError("max_seqlen_q and total_q are needed with cu_seqlens_q: the device alone knows its values")
-        queries = cu_seqlens_q.diff()
+        total = total_q
+    queries = torch.full_like(seqused_k, seqlen_q) if cu_seqlens_q is None else cu_seqlens_q.diff()
     # Pages that all queries of a sequence see whole; none if it has no queries.
     whole = (seqused_k - queries).clamp(min=0).div(page_size, rounding_mode="floor")
-    if cu_seqlens_q is not None:
-        whole = torch.where(queries > 0, whole, 0)
-    shared = find(page_table, whole, prefixes)
-    device, number, skipped = page_table.device, shared.number, shared.skipped
-    of_prefixes = page_table.index_select(0, shared.leaders)
-    sequences = rows = None
-    starts = torch.arange(2, dtype=torch.int32, device=device) * (batch * seqlen_q if total_q is None else total_q)
-    if prefixes > 1:
-        number, sequences = number.sort(stable=True)
-        page_table, seqused_k, skipped = (one.index_select(0, sequences) for one in (page_table, seqused_k, skipped))
-        each = seqlen_q if cu_seqlens_q is None else cu_seqlens_q.diff().index_select(0, sequences)
-        before = torch.arange(prefixes, dtype=number.dtype, device=device)
-        starts = ((number <= before[:, None]) * each).sum(1).to(torch.int32)
-        starts = torch.nn.functional.pad(starts, (1, 0))
-    place = torch.arange(width, dtype=torch.int32, device=device)
-    own = page_table.gather(1, (place + skipped[:, None]).clamp(max=width - 1))
-    outside = number >= prefixes
-    if cu_seqlens_q is None:
-        outside = outside[:, None]
+    leaders, pages, number, skipped = find(page_table, torch.where(queries > 0, whole, 0), prefixes)
+    own, sequences, rows, outside = page_table, None, None, None
+    if prefixes == 1:
+        starts = torch.arange(2, dtype=torch.int32, device=page_table.device) * total
+        outside = number > 0
+        outside = outside[:, None] if cu_seqlens_q is None else outside.index_select(0, _of_rows(cu_seqlens_q, total))
     else:
-        at = torch.arange(total_q or 0, dtype=torch.int32, device=device)
-        if sequences is not None:  # rows behind those of all sequences stay there
-            begins, each = cu_seqlens_q.index_select(0, sequences), cu_seqlens_q.diff().index_select(0, sequences)
-            cu_seqlens_q = torch.nn.functional.pad(each.cumsum(0, dtype=torch.int32), (1, 0))
-        sequence = torch.searchsorted(cu_seqlens_q[1:].contiguous(), at, right=True)
-        known = sequence.clamp(max=batch - 1)
-        outside = outside.index_select(0, known)
-        if sequences is not None:
-            moved = at + (begins - cu_seqlens_q[:-1]).index_select(0, known)
-            rows = torch.where(sequence < batch, moved, at).to(torch.int64)
+        leaders, pages = torch.cat([leaders, leaders[:1]]), pad(pages, (0, 1))
+        before = torch.arange(prefixes, dtype=number.dtype, device=number.device)
+        ends = ((number <= before[:, None]) * queries).sum(1).to(torch.int32)
+        starts = pad(pad(ends, (1, 0)), (0, 1), value=total)
+        sequences = number.argsort(stable=True)
+        own, seqused_k, skipped = (one.index_select(0, sequences) for one in (page_table, seqused_k, skipped))
+        if cu_seqlens_q is not None:
+            begins = cu_seqlens_q.index_select(0, sequences)
+            cu_seqlens_q = pad(queries.index_select(0, sequences).cumsum(0, dtype=torch.int32), (1, 0))
+            at = torch.arange(total, device=number.device)  # rows behind those of all sequences stay there
+            moved = (begins - cu_seqlens_q[:-1]).index_select(0, _of_rows(cu_seqlens_q, total))
+            rows = at + torch.where(at < cu_seqlens_q[-1], moved, 0)
+    place = torch.arange(width, dtype=torch.int32, device=page_table.device)
     return SharedPrefix(
-        of_prefixes, (shared.pages * page_size).to(torch.int32), shared.leaders, own,
-        (seqused_k - skipped * page_size).to(torch.int32), outside, starts, cu_seqlens_q, max_seqlen_q, sequences, rows,
+        page_table.index_select(0, leaders), (pages * page_size).to(torch.int32), leaders,
+        own.gather(1, (place + skipped[:, None]).clamp(max=width - 1)),
+        (seqused_k - skipped * page_size).to(torch.int32), starts, outside, cu_seqlens_q, max_seqlen_q, sequences, rows,
     )  # fmt: skip
+
+
+def _of_rows(cu_seqlens_q: Tensor, total: int) -> Tensor:
+    """The sequence of each of ``total`` rows of packed queries; the last one of rows behind all of them."""
+    rows = torch.arange(total, dtype=torch.int32, device=cu_seqlens_q.device)
+    return torch.searchsorted(cu_seqlens_q[1:-1].contiguous(), rows, right=True)

@@ -1,7 +1,7 @@
 """The layers of a model behind prefixes that requests share, which an engine calls step after step.
 
 The first layer of a step looks at its calls, and layers like it repeat their launches (``attention.layers``), in the
-same memory for the results of both parts. So a layer is four launches, or six with several prefixes.
+same memory for the results of both parts. So a layer is four launches, or five with several prefixes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class SharedPrefixLayer:
         own_lse = self._own(given, step.of_own, step.own, return_lse=True)
         assert prefix_lse is not None
         assert own_lse is not None
-        prefix_lse.masked_fill_(prefix.outside, -math.inf)
+        if prefix.outside is not None:
+            prefix_lse.masked_fill_(prefix.outside, -math.inf)
         if order is None:
             step.merge(prefix_lse, own_lse, out)
         else:
@@ -120,7 +121,7 @@ def _step_of(prefix: SharedPrefix, q: Tensor, out: Tensor) -> _Step:
         assert most is not None
         of_both = out.new_empty((2, *out.shape))
         step = prefix.held[key] = _Step(
-            PagedBatch(prefix.page_table, prefix.length, prefix.starts, tokens, tokens),
+            PagedBatch(prefix.page_table, prefix.lengths, prefix.starts, tokens, tokens),
             PagedBatch(prefix.own_page_table, prefix.own_lengths, starts, most, tokens),
             of_both[0], of_both[1], torch.empty_like(q) if prefix.rows is not None else q,
             torch.empty(out.shape[1], tokens, dtype=torch.float32, device=out.device),

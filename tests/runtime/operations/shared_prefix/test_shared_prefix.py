@@ -80,15 +80,16 @@ def test_prefixes_save_half_of_what_the_best_would(seed: int, prefixes: int) -> 
         members.append(sorted(with_it))
     assert all(skipped[b] == 0 for b in left_over)
     rows = [row for b in order for row in range(int(starts[b]), int(starts[b + 1]))]
-    outside = [b in left_over for b in order for _ in range(queries[b])]
-    assert prefix.outside.tolist()[: len(rows)] == outside
     if prefix.sequences is None:
+        assert prefix.outside is not None
+        assert prefix.outside.tolist()[: len(rows)] == [b in left_over for b in order for _ in range(queries[b])]
         assert prefix.starts.tolist() == [0, len(rows) + 2]
     else:
         assert prefix.rows is not None
         assert prefix.rows.tolist() == [*rows, len(rows), len(rows) + 1]
         ends = [sum(queries[b] for of_it in members[:count] for b in of_it) for count in range(prefixes + 1)]
-        assert prefix.starts.tolist() == ends
+        assert prefix.starts.tolist() == [*ends, len(rows) + 2]
+        assert (prefix.lengths[-1], prefix.outside) == (0, None)
 
 
 def caches(count: int) -> tuple[Tensor, Tensor]:
