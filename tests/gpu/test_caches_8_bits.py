@@ -139,6 +139,40 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     dense("causal", [0, 1, 16, 100, 1000], dims=dims, dtype=torch.float16)
 
 
+WIDE = (512, 512)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40, [3, 0, 1, 8, 2, 5, 1, 8]], ids=str)
+@pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink"])
+def test_head_dim_512(variant: str, rows: int | list[int]) -> None:
+    """Up to 16 rows of a KV head, up to 32, and more."""
+    lengths = LENGTHS if rows != 40 else [40, 47, 1000]
+    paged(variant, lengths, rows=rows, dims=WIDE)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+def test_pages_of_head_dim_512(page_size: int, page_layout: str) -> None:
+    paged(page_size=page_size, page_layout=page_layout, dims=WIDE, granularity="page", heads=16)
+    paged(page_size=page_size, page_layout=page_layout, dims=WIDE, granularity="tensor", heads=8, kv_heads=1)
+
+
+@pytest.mark.parametrize("dims", [(272, 272), (512, 64)], ids=str)
+def test_head_dims_that_are_padded_to_512(dims: tuple[int, int]) -> None:
+    paged(dims=dims, dtype=torch.float16, rows=2)
+    dense("causal", [0, 1, 16, 100, 1000], dims=dims, dtype=torch.float16)
+
+
+def test_queries_in_8_bits_of_head_dim_512() -> None:
+    paged(dims=WIDE, dtype=E4M3, rows=2, granularity="page")
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 5}, {"split_size": 64}, {"num_splits": 1}], ids=str)
+def test_splits_of_head_dim_512_and_launches_repeat(options: dict[str, int]) -> None:
+    first, second = (paged(rows=3, dims=WIDE, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "head", "page"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_queries_in_8_bits(dims: tuple[int, int], granularity: str) -> None:

@@ -35,6 +35,7 @@ kernels:
     layout: [dense, paged]
     split_kv: true
   - {variant: causal, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, layout: paged, descale: page, split_kv: true}
+  - {variant: causal, head_dim: 512, dtype: bf16, kv_dtype: [bf16, fp8_e4m3], layout: paged}
 """
 KEYS, KV_HEADS, HEADS = 4096, 4, 16
 LENGTHS = (4096, 2500)
@@ -60,12 +61,15 @@ def _known() -> Iterator[None]:
     registry.clear()
 
 
-def a_call(dtype: torch.dtype, scales: str, page_size: int | None, queries: int = 700) -> dict[str, Any]:
+def a_call(
+    dtype: torch.dtype, scales: str, page_size: int | None, queries: int = 700, head_dim: int = 128
+) -> dict[str, Any]:
     """Return a call whose unused keys are NaN, and whose unused entries of the table name no page."""
-    shape = (2, KEYS, KV_HEADS, 128) if page_size is None else (2 * KEYS // page_size, page_size, KV_HEADS, 128)
+    pages = (2, KEYS) if page_size is None else (2 * KEYS // page_size, page_size)
+    shape = (*pages, KV_HEADS, head_dim)
     k, v = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
     form = {"tensor": (), "head": (2, KV_HEADS), "page": (shape[0], KV_HEADS)}[scales]
-    given: dict[str, Any] = {"q": torch.randn(2, queries, HEADS, 128, device="cuda", dtype=dtype), "variant": "causal"}
+    given: dict[str, Any] = {"q": torch.randn(2, queries, HEADS, head_dim, device="cuda", dtype=dtype), "variant": "causal"}
     given |= {f"{name}_descale": torch.rand(form, device="cuda") + 0.5 for name in "kv"}
     given["seqused_k"] = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
     if page_size is None:
@@ -105,7 +109,7 @@ def errors(out: Tensor, given: dict[str, Any]) -> float:
                 rows = rows * (scale[b][:, None] if scale.dim() else scale)
             keys.append(rows.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1))
         q = given["q"][b].double().transpose(0, 1)
-        s = q @ keys[0].transpose(1, 2) / 128**0.5
+        s = q @ keys[0].transpose(1, 2) / q.shape[-1] ** 0.5
         place = torch.arange(length, device="cuda")
         s = s.masked_fill(place[None] > place[length - q.shape[1] :, None], -torch.inf)
         wanted = (s.softmax(-1) @ keys[1]).transpose(0, 1)
@@ -124,6 +128,13 @@ def test_results_are_those_of_the_cache(scales: str, page_size: int | None, dtyp
     error = errors(ran(given), given)
     assert any(isinstance(each, widen.WidenedCall) for each in kernel_call.PREPARED.values())
     assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+def test_head_dim_512_takes_the_kernel_of_16_bits() -> None:
+    given = a_call(torch.bfloat16, "head", 16, head_dim=512)
+    error = errors(ran(given), given)
+    assert any(isinstance(each, widen.WidenedCall) for each in kernel_call.PREPARED.values())
+    assert error < 6e-3
 
 
 def test_graphs_and_compiled_programs() -> None:

@@ -123,7 +123,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   const int row_bits = cluster / 2;  // 1, 2 or 4 blocks
 #else
   int row_bits = 0;
-  while ((2 << row_bits) < kWarps && (kRows << row_bits) < rows * group) ++row_bits;
+  while ((1 << row_bits) < ROW_WARPS && (kRows << row_bits) < rows * group) ++row_bits;
 #endif
   const int row_units = (rows * group + (kRows << row_bits) - 1) / (kRows << row_bits), units = batch * kv_heads * row_units;
   const int tiles = (longest + kBlockN - 1) / kBlockN, max_splits = split_tiles ? (tiles + split_tiles - 1) / split_tiles : 1;

@@ -88,6 +88,7 @@ CASES = {
     "prompts and windows": Case(prompts=(10, 4, 1, 17), prompt_window=6, model={"rswa_window": 6}),
     "fp8": Case(fp8="tensor"),
     "fp8 by head": Case(fp8="head", sinks=True, window=8),
+    "fp8, head dim 512": Case(fp8="head", dim=512),
     "padded requests and tokens": Case(padded=3, extra_tokens=4),
     "captured": Case(queries=(1, 1, 1), lengths=(20, 3, 16), padded=2, extra_tokens=2, capture=True),
     "shared blocks": Case(queries=(1, 1, 1, 1), lengths=(70, 49, 16, 66), shared=3),

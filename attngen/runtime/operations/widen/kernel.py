@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen.dtypes import CHUNK_BYTES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, HEAD_DIMS, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.operations import WIDEN, WIDEN_VARIANT
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, Results, contiguous_view
 from attngen.runtime.arguments.given import Given
@@ -77,12 +77,17 @@ def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Wid
     selection = select(kernels, asked, driver)
     if (
         selection.kernel is None
-        or selection.kernel.split_kv
+        or not _takes_many(selection.kernel)
         or not _sooner(selection.kernel, asked.call, request, driver)
     ):
         return None
     kernel = _kernel_for(call, request.device, driver)
     return None if kernel is None else WidenRoute(kernel, asked.call, selection)
+
+
+def _takes_many(kernel: Kernel) -> bool:
+    """Whether a kernel is for many queries: an ordinary one, or one for any number, as beyond head dim 256."""
+    return not kernel.split_kv or max(kernel.head_dim_qk, kernel.head_dim_v) > HEAD_DIMS[-1]
 
 
 def keeps_few_rows(request: Request, kernels: Sequence[Kernel], driver: Driver) -> bool:
