@@ -69,7 +69,10 @@ def a_call(
     shape = (*pages, KV_HEADS, head_dim)
     k, v = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
     form = {"tensor": (), "head": (2, KV_HEADS), "page": (shape[0], KV_HEADS)}[scales]
-    given: dict[str, Any] = {"q": torch.randn(2, queries, HEADS, head_dim, device="cuda", dtype=dtype), "variant": "causal"}
+    given: dict[str, Any] = {
+        "q": torch.randn(2, queries, HEADS, head_dim, device="cuda", dtype=dtype),
+        "variant": "causal",
+    }
     given |= {f"{name}_descale": torch.rand(form, device="cuda") + 0.5 for name in "kv"}
     given["seqused_k"] = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
     if page_size is None:

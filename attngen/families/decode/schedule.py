@@ -145,9 +145,10 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
         pack_gqa=True,
         choices=("pagescales",) if spec.scale_block == PAGE_BLOCK else (),
     )
+    row_warps = max(warps // 2, 1) if slices == 1 else warps // slices
     forward = Launch(
         "forward", planned.name, GRID, _ROWS, keys, stages, planned.num_warps, planned.iteration,
-        _arguments(planned, structure.box_bytes), persistent=True, cluster=cluster, row_warps=max(warps // 2, 1) if slices == 1 else warps // slices,
+        _arguments(planned, structure.box_bytes), persistent=True, cluster=cluster, row_warps=row_warps,
         pdl=arch.pdl, shared_bytes=structure.shared_bytes, products=0,
         max_spills=(CACHE_SPILLS if planned.descaled else SPILLS).bytes,
     )  # fmt: skip

@@ -113,7 +113,7 @@ SCHEDULE = Schedule(
     layouts=tuple(LAYOUTS),
     split_kv=True,
     serves=SHARED_KEYS | LAZY | DESCRIPTORS | {
-        "kv_dtype": only(None, why=f"with head dims beyond {HEAD_DIMS[-1]} no kernel of 16 bits reads a cache in fewer"),
+        "kv_dtype": only(None, why=f"beyond head dim {HEAD_DIMS[-1]} the only cache in fewer bits than q is in e4m3"),
         "dtype": only(
             *KEY_VALUE_DTYPES,
             why=f"with head dims beyond {HEAD_DIMS[-1]} kernels take {' and '.join(KEY_VALUE_DTYPES)}",

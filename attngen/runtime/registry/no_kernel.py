@@ -195,7 +195,7 @@ def _beyond_head_dims(call: Call, arch: Arch | None) -> str | None:
     wide = (
         arch is not None
         and arch.name in KINDS["head dims beyond 256"].arches
-        and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+        and ({call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES} or call.kv_dtype in CACHE_DTYPES)
     )
     wide = wide and call.variant.keys is None and not call.variant.dropout
     allowed = (*HEAD_DIMS, *WIDE_HEAD_DIMS) if wide else HEAD_DIMS
