@@ -12,8 +12,10 @@ from attngen.plan.pipes import BARRIER_BYTES, ROW_PADDING, NamedBarrier, Pipes, 
 #: Shared memory in its order: matrices first, which need the most alignment, and words last.
 _ORDER = ("kv", "q", "merge", "scales", "entries", "barriers", "begin", "last", "counts")
 _ENTRY_BYTES = 4  # of a list of keys
-_SCALE_BYTES = 16  # of a page: the scale of K, and logarithm and reciprocal of the scale of V
+_SCALE_BYTES = 16  # of a page, or of a key: the scale of K, and logarithm and reciprocal of the scale of V
 _WIDENED_BYTES = 2  # of an operand of the products
+#: Scales of a kernel that come with the keys of a step, and what its name says of them.
+KEY_SCALES = {PAGE_BLOCK: "pagescales", 1: "tokenscales"}
 _FILE = 64 * 1024  # 32-bit registers of a multiprocessor
 
 #: Warps that copy: one takes about 500 cycles for a step, in which a block can read four from memory
@@ -79,7 +81,7 @@ def decode_pipes_of(plan: Plan) -> Pipes:
     warps, slices = plan.num_warps - LOADERS, slices_of(plan.columns_v[0])
     sizes = memory(
         warps, plan.columns_qk[0], plan.columns_v[0], plan.operands.k, plan.q_operand, keys=plan.tile_n,
-        of_pages=plan.scale_block == PAGE_BLOCK, listed=plan.variant.keys is not None, slices=slices,
+        scaled_keys=plan.scale_block in KEY_SCALES, listed=plan.variant.keys is not None, slices=slices,
     )  # fmt: skip
     return decode_pipes(warps=warps, stages=plan.stages, slices=slices, by_lanes=plan.loads == "pointer", **sizes)
 
@@ -104,19 +106,19 @@ def memory(
     q_operand: str,
     *,
     keys: int,
-    of_pages: bool = False,
+    scaled_keys: bool = False,
     listed: bool = False,
     slices: int = 1,
 ) -> dict[str, int]:
-    """Bytes of a stage of ``keys``, of the scales of its pages if there are some ``of_pages``, of its entries of a list
-    if keys are ``listed``, of the partial results of all warps, and of Q. Partial results take the place of the logits
+    """Bytes of a stage of ``keys``, of the scales that come with ``scaled_keys``, of its entries of a list if keys are
+    ``listed``, of the partial results of all warps, and of Q. Partial results take the place of the logits
     that ``slices`` of columns add up."""
     rows, size = 16, element.bytes
     of_q, of_o = multiplied(qk, element).width, multiplied(v, element).width
     factors = 4 if size < _WIDENED_BYTES else 0  # the scale of a row of Q
     return {
         "stage": keys * (qk.width + v.width) * size,
-        "scales": keys * _SCALE_BYTES if of_pages else 0,
+        "scales": keys * _SCALE_BYTES if scaled_keys else 0,
         "entries": keys * _ENTRY_BYTES if listed else 0,
         "merge": warps // slices * rows * 4 * (of_o + ROW_PADDING),
         "q": warps // 2 * rows * (of_q * max(size, _WIDENED_BYTES) + factors) if q_operand == "shared" else 0,

@@ -7,9 +7,9 @@ from typing import Any
 
 from attngen.arch import Arch
 from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK, WIDE_HEAD_DIMS
-from attngen.families.decode.pipes import LOADERS, decode_pipes, decode_pipes_of, memory, multiplied, slices_of
+from attngen.families.decode.pipes import KEY_SCALES, LOADERS, decode_pipes, decode_pipes_of, memory, multiplied, slices_of
 from attngen.manifest import GRID, WorkLimits
-from attngen.parts.boxes import BOX_BYTES, widest_box, widths
+from attngen.parts.boxes import BOX_BYTES, is_paged, widest_box, widths
 from attngen.parts.fields import DESCRIPTORS, EXACT, SHARED_KEYS
 from attngen.parts.promises import keep_promises
 from attngen.plan import arguments
@@ -80,13 +80,15 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
     """The plan of a split-KV forward. ``loads``: its loaders copy by TMA ("descriptor"), or each lane by cp.async
     ("pointer")."""
     check_head_dims(spec)
+    if spec.scale_block == 1 and not is_paged(spec):
+        raise refuse(spec, "descale", "split-KV kernels take a scale of each key in pages alone; allowed: head")
     packed = replace(spec, pack_gqa=True)
     iteration = iteration_of(packed)
     operands = operands_of(spec)
     element = operands.shared("k", "v")
     keys = _KEYS[element.bytes]
     # a copy of a page may bring a single row, of 128 bytes then: it begins at a multiple of these in shared memory
-    parts = BOX_BYTES[0] // BOX_BYTES[-1] if LAYOUTS[spec.layout].key_access == "paged" else 1
+    parts = BOX_BYTES[0] // BOX_BYTES[-1] if is_paged(spec) else 1
     dims = spec.head_dim_qk, spec.head_dim_v
     if is_beyond_256(spec):  # slices of as many columns, and of whole copies
         qk, v = (Columns(0, WIDE_HEAD_DIMS[-1], head_dim) for head_dim in dims)
@@ -100,7 +102,7 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
         "element": element,
         "q_operand": q_operand,
         "keys": keys,
-        "of_pages": spec.scale_block == PAGE_BLOCK,
+        "scaled_keys": spec.scale_block in KEY_SCALES,
         "listed": spec.variant.keys is not None,
         "slices": slices,
     }
@@ -143,7 +145,7 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
         l2_bytes=L2_BYTES,
         structure=structure,
         pack_gqa=True,
-        choices=("pagescales",) if spec.scale_block == PAGE_BLOCK else (),
+        choices=(KEY_SCALES[spec.scale_block],) if spec.scale_block in KEY_SCALES else (),
     )
     row_warps = max(warps // 2, 1) if slices == 1 else warps // slices
     forward = Launch(
@@ -246,6 +248,6 @@ SCHEDULE = Schedule(
     layouts=tuple(LAYOUTS),
     split_kv=True,
     serves=SPLIT | DESCRIPTORS | {
-        "scale_block": only(0, PAGE_BLOCK, why="blocks of tokens have scales only in kernels without split keys"),
+        "scale_block": only(0, PAGE_BLOCK, 1, why="blocks of tokens have scales only in kernels without split keys"),
     },
 )  # fmt: skip
