@@ -35,6 +35,7 @@ kernels:
     layout: [dense, paged]
     split_kv: true
   - {variant: causal, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, layout: paged, descale: page, split_kv: true}
+  - {variant: causal, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, layout: paged, descale: token, split_kv: true}
   - {variant: causal, head_dim: 512, dtype: bf16, kv_dtype: [bf16, fp8_e4m3], layout: paged}
 """
 KEYS, KV_HEADS, HEADS = 4096, 4, 16
@@ -68,7 +69,7 @@ def a_call(
     pages = (2, KEYS) if page_size is None else (2 * KEYS // page_size, page_size)
     shape = (*pages, KV_HEADS, head_dim)
     k, v = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
-    form = {"tensor": (), "head": (2, KV_HEADS), "page": (shape[0], KV_HEADS)}[scales]
+    form = {"tensor": (), "head": (2, KV_HEADS), "page": (shape[0], KV_HEADS), "row": shape[:3]}[scales]
     given: dict[str, Any] = {
         "q": torch.randn(2, queries, HEADS, head_dim, device="cuda", dtype=dtype),
         "variant": "causal",
@@ -104,7 +105,8 @@ def errors(out: Tensor, given: dict[str, Any]) -> float:
                 listed = given["page_table"][b, : -(-length // pages.shape[1])].long()
                 rows = pages.view(torch.uint8)[listed].view(torch.float8_e4m3fn).double()
                 of_page = scale.shape[0] == pages.shape[0] if scale.dim() else False
-                rows = rows * scale[listed][:, None, :, None] if of_page else rows
+                if of_page:
+                    rows = rows * (scale[listed] if scale.dim() == 3 else scale[listed][:, None])[..., None]
                 rows = rows.flatten(0, 1)[:length]
             else:
                 rows, of_page = given[name][b, :length].double(), False
@@ -123,9 +125,9 @@ def errors(out: Tensor, given: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page_size", [None, 16, 256])
-@pytest.mark.parametrize("scales", ["tensor", "head", "page"])
+@pytest.mark.parametrize("scales", ["tensor", "head", "page", "row"])
 def test_results_are_those_of_the_cache(scales: str, page_size: int | None, dtype: torch.dtype) -> None:
-    if scales == "page" and (page_size is None or dtype == torch.float16):
+    if scales in ("page", "row") and (page_size is None or dtype == torch.float16):
         pytest.skip("no such kernel")
     given = a_call(dtype, scales, page_size)
     error = errors(ran(given), given)

@@ -7,7 +7,15 @@ from typing import Any
 
 from attngen.arch import Arch
 from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK, WIDE_HEAD_DIMS
-from attngen.families.decode.pipes import KEY_SCALES, LOADERS, decode_pipes, decode_pipes_of, memory, multiplied, slices_of
+from attngen.families.decode.pipes import (
+    KEY_SCALES,
+    LOADERS,
+    decode_pipes,
+    decode_pipes_of,
+    memory,
+    multiplied,
+    slices_of,
+)
 from attngen.manifest import GRID, WorkLimits
 from attngen.parts.boxes import BOX_BYTES, is_paged, widest_box, widths
 from attngen.parts.fields import DESCRIPTORS, EXACT, SHARED_KEYS

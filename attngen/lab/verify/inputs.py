@@ -245,7 +245,9 @@ def _by_token(
         by_token[name] = pages.new_ones(len(lengths), pages.shape[-1], max(lengths))
         for b, length in enumerate(lengths):
             listed = table[b, : -(-length // page_size)].long()
-            rows = pages[listed].flatten(0, 1) if pages.dim() == 3 else pages[listed].repeat_interleave(page_size, dim=0)
+            rows = (
+                pages[listed].flatten(0, 1) if pages.dim() == 3 else pages[listed].repeat_interleave(page_size, dim=0)
+            )
             by_token[name][b, :, :length] = rows[:length].t()
     return by_token
 

@@ -145,9 +145,7 @@ def scales_of(call: Append, sizes: AppendSizes) -> dict[str, Tensor]:
     shape = (sizes.entries if sizes.of_pages else sizes.batch, call.k.shape[-2])
     given = {name: getattr(call, name) for name in DESCALES}
     if sizes.of_rows:
-        return {
-            name: scale.transpose(1, 2) if call.page_layout == "NHD" else scale for name, scale in given.items()
-        }
+        return {name: scale.transpose(1, 2) if call.page_layout == "NHD" else scale for name, scale in given.items()}
     return {
         name: (scale[..., 0] if scale.dim() == 3 else scale).expand(shape)
         for name, scale in given.items() if scale is not None

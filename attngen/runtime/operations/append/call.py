@@ -74,8 +74,9 @@ def append_kv(
         k_descale: Scales of a float8_e4m3fn cache, positive float32: (), (batch, kv_heads), or, with ``page_table`` or
             ``slots``, (pages, kv_heads); (pages, kv_heads, 1) if there are as many pages as sequences. Of the shape of
             the cache without head_dim, with any strides, they are a scale for each row, which the call writes: the
-            largest magnitude of the row, divided by 448, and 1 where that is 0. Numbers are rotated, rounded to their dtype, divided by their scale, rounded to nearest even, and saturate at 448. The
-            scale of a page must not change while the page holds keys.
+            largest magnitude of the row, divided by 448, and 1 where that is 0. Numbers are rotated, rounded to their
+            dtype, divided by their scale, rounded to nearest even, and saturate at 448. The scale of a page must not
+            change while the page holds keys.
         v_descale: The same of v.
 
     Returns:
@@ -103,8 +104,8 @@ def _traced(call: Append) -> Tensor | None:
     refuse_gradients(call)
     if check(call).of_rows:
         raise CallError(
-            "append_kv writes the scales of rows, which its operator in compiled programs does not say; call it outside "
-            "of them"
+            "append_kv writes the scales of rows, which its operator in compiled programs does not say; call it "
+            "outside of them"
         )
     if call.q is not None and call.q_out is None:
         call = call._replace(q_out=call.q.new_empty(call.q.shape))

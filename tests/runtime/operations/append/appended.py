@@ -84,8 +84,8 @@ def a_call(
     kv_heads: int = 2, queries: bool = True, offsets: bool = False, lost: bool = True, scales: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return a call with rows of caches beyond its tokens poisoned, and, if some may be ``lost``, tokens without a
-    place. ``scales``: what has a scale of a cache in 8 bits, ``tensor``, ``head``, ``page`` or ``row``; empty: the cache
-    has the dtype of the tokens."""
+    place. ``scales``: what has a scale of a cache in 8 bits, ``tensor``, ``head``, ``page`` or ``row``; empty: the
+    cache has the dtype of the tokens."""
     news = [chance.randrange(4) for _ in range(BATCH)] if packed else [3] * BATCH
     tokens = sum(news)
     spare = 2 if packed else 0  # rows of no sequence
