@@ -188,7 +188,7 @@ WHOLE_WORK = (
 )
 #: Warps with other rows of the same keys clear the same values after the last key.
 ZEROS = tuple(
-    f"race at kv of block 0: warp [0-7] of block 0 {one} what warp [0-7] of block 0 {other}"
+    f"race at kv of block *: warp [0-7] of block * {one} what warp [0-7] of block * {other}"
     for one, other in (("writes", "writes"), ("writes", "reads"), ("reads", "writes"))
 )
 #: One block runs at a time in these calls.
@@ -308,6 +308,11 @@ ROWS = (
         {"backend": "cuda", "split_kv": "true", "layout": "paged", "kv_dtype": "fp8_e4m3", "head_dim": 512},
         (Size(1, 1100, 4, 1), Size(5, 200, 8)), races=ZEROS, orders=2,
     ),
+    Row(
+        "decode-rows",
+        {"backend": "cuda", "split_kv": "true", "layout": "paged", "kv_dtype": "fp8_e4m3", "descale": "token"},
+        (Size(1, 6000, 4, 1), Size(5, 200, 8)), races=ZEROS, orders=2,
+    ),
     Row("wide", {"backend": "cuda", "head_dim": 320}, (Size(100, 200, 2),), blocks=4, orders=2),
     Row(
         "latent-few", {"backend": "cuda", "layout": "paged", **LATENT}, (Size(1, 300, 8),), blocks=2,
@@ -369,7 +374,8 @@ def call(plan: Plan, name: str, size: Size, arguments: Mapping[str, Any]) -> lis
     if plan.direction == "forward":
         given: dict[str, Any] = {"variant": variant, **arguments}
         if plan.descaled:
-            given |= {"k_descale": torch.tensor(1.5), "v_descale": torch.tensor(0.75)}
+            shape = k.shape[:3] if plan.token_scales else ()
+            given |= {"k_descale": torch.rand(shape) + 0.5, "v_descale": torch.rand(shape) + 0.5}
         if plan.variant.keys is not None:
             given = {
                 "variant": variant_of(name, None, keys=plan.variant.keys),
