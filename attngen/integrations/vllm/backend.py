@@ -559,14 +559,14 @@ def _rows_and_scales(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tens
     """
     blocks, heads, rows, content = cache.shape
     step, of_head, of_row, one = cache.stride()
-    if (of_row, one) != (content, 1):  # heads are within a row: the block is laid out anew
+    if (of_row, one) != (content, 1):  # heads lie within a row: the block gets an order of its own
         if (of_head, of_row, one) != (content, heads * content, 1):
             raise NotImplementedError(f"{NAME} does not serve {_SCALED_ROWS} in blocks that are not contiguous")
         of_head = rows * content
     begin, width = cache.storage_offset(), content - 2 * _SCALE_BYTES
     assert width % head_dim == 0, "the cache has no room for scales"
     together = cache.as_strided((blocks, heads, rows, width), (step, of_head, width, 1), begin)
-    words = torch.empty(0, dtype=torch.float32, device=cache.device).set_(cache.untyped_storage())  # type: ignore[call-overload]
+    words = torch.empty(0, dtype=torch.float32, device=cache.device).set_(cache.untyped_storage())
     places = (begin + rows * width, begin + rows * width + _SCALE_BYTES)
     k_scales, v_scales = (
         words.as_strided((blocks, heads, rows), (step // 4, of_head // 4, 2), place // 4) for place in places

@@ -55,8 +55,8 @@ def append(call: Append, sizes: AppendSizes) -> Tensor | None:
             new_k, new_v = (
                 _rounded(new, scale, call.k_cache.dtype) for new, scale in zip((new_k, new_v), made, strict=True)
             )
-            for name, scale in zip(DESCALES, made, strict=True):
-                _write(getattr(call, name)[..., None], scale[..., None], place, call.page_layout)
+            for each, scale in zip(DESCALES, made, strict=True):
+                _write(getattr(call, each)[..., None], scale[..., None], place, call.page_layout)
         elif scales:
             of = torch.where(place.written, place.entry, 0) if sizes.of_pages else tokens.sequence
             new_k, new_v = (
