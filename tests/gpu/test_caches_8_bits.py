@@ -110,8 +110,6 @@ def paged(
 @pytest.mark.parametrize("page_size", [1, 8, 16, 48, 64, 256])
 def test_pages_of_any_size(page_size: int, granularity: str, page_layout: str) -> None:
     """NaN after each length, no page at all after each row of the table."""
-    if granularity == "row" and page_size == 1:
-        pytest.skip("scales of pages")
     paged(page_size=page_size, page_layout=page_layout, granularity=granularity)
 
 

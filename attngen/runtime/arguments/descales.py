@@ -78,16 +78,18 @@ def _of_pages(
     of their own.
 
     (pages, kv_heads) of a cache with as many pages as there are sequences is (batch, kv_heads); with a last axis of 1
-    it is of pages in any case. One number for all suits kernels of both kinds.
+    it is of pages in any case. One number for all suits kernels of both kinds, and so do scales of pages of one row.
     """
     scales = [given[name] for name in ("k_descale", "v_descale") if name in given]
     if all(tuple(scale.shape) in ((), (1,)) for scale in scales):
         return (0, PAGE_BLOCK), None
-    pages = (call.num_pages, call.kv_heads)
+    pages, rows = (call.num_pages, call.kv_heads), shape_of_rows(call)
     heads = (call.batch, call.kv_heads)
+    if call.page_size == 1 and all(tuple(scale.shape) in ((), (1,), rows) for scale in scales):
+        return (PAGE_BLOCK, 1), _by_row
     if any(tuple(scale.shape) == (*pages, 1) or tuple(scale.shape) == pages != heads for scale in scales):
         return (PAGE_BLOCK,), _by_page
-    if any(tuple(scale.shape) == shape_of_rows(call) for scale in scales):
+    if any(tuple(scale.shape) == rows for scale in scales):
         return (1,), _by_row
     return (0,), None
 

@@ -159,7 +159,7 @@ def _check_scales_of_rows(call: Append) -> bool:
     in_pages = call.page_table is not None or call.slots is not None
     if not in_pages or not any(isinstance(scale, Tensor) and tuple(scale.shape) == shape for scale in scales):
         return False
-    if call.k_cache.dtype in (call.k.dtype, LATENT_DTYPE) or shape[1:] == (call.k.shape[-2], 1):
+    if call.k_cache.dtype in (call.k.dtype, LATENT_DTYPE) or shape[1 if call.page_layout == "NHD" else 2] == 1:
         return False  # which have no scales; and pages of one row, whose scales are those of pages
     for name, scale in zip(DESCALES, scales, strict=True):
         if not isinstance(scale, Tensor) or (scale.dtype, scale.device, tuple(scale.shape)) != (
