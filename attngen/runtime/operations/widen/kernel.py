@@ -26,7 +26,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Key, LaunchOperands, Resized
 from attngen.runtime.operations.shared.path import first_that_takes, kernels_of
 from attngen.runtime.operations.shared.records import addresses_of
-from attngen.runtime.registry.order import card_of, rounded
+from attngen.runtime.registry.order import card_of, rounded, splits_keys
 from attngen.runtime.registry.select import Request, Selection, reason_against, select
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Wid
     selection = select(kernels, asked, driver)
     if (
         selection.kernel is None
-        or not _takes_many(selection.kernel)
+        or not _takes_many(selection.kernel, asked.call)
         or not _sooner(selection.kernel, asked.call, request, driver)
     ):
         return None
@@ -85,9 +85,11 @@ def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Wid
     return None if kernel is None else WidenRoute(kernel, asked.call, selection)
 
 
-def _takes_many(kernel: Kernel) -> bool:
-    """Whether a kernel is for many queries: an ordinary one, or one for any number, as beyond head dim 256."""
-    return not kernel.split_kv or max(kernel.head_dim_qk, kernel.head_dim_v) > HEAD_DIMS[-1]
+def _takes_many(kernel: Kernel, call: Call) -> bool:
+    """Whether a kernel is for a call of many rows: an ordinary one, or, beyond head dim 256, the one for any number of
+    them, where the call has more than those of which ``RaggedCalls`` leave the cache as it is."""
+    wide = max(kernel.head_dim_qk, kernel.head_dim_v) > HEAD_DIMS[-1]
+    return not kernel.split_kv or (wide and not splits_keys(call))
 
 
 def keeps_few_rows(request: Request, kernels: Sequence[Kernel], driver: Driver) -> bool:
