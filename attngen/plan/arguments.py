@@ -101,16 +101,20 @@ def partial_pointers() -> Iterator[Argument]:
 def descales(plan: Plan) -> Iterator[Argument]:
     """Yield the addresses of the scales of quantized operands, and their strides; nothing for operands without scales.
     There is one for each batch entry and KV head, for each block of tokens of each head, or for each KV head of a
-    page."""
+    page or of each of its keys."""
     if not plan.descaled:
         return
     given = [name for name in DESCALES if plan.operands.of(name[0]).name in QUANTIZED_DTYPES]
     for name in given:
         yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
     for name in given:
-        of_pages = plan.scale_block == PAGE_BLOCK and name != "q_descale"
-        of_tokens = plan.block_scales or (plan.token_scales and name != "v_descale")
-        for axis in ("page", "h") if of_pages else ("b", "h", "s") if of_tokens else ("b", "h"):
+        in_pages = plan.key_access == "paged"
+        if in_pages and plan.scale_block in (PAGE_BLOCK, 1) and name != "q_descale":
+            axes = ("page", "h", "s") if plan.token_scales else ("page", "h")
+        else:
+            of_tokens = not in_pages and (plan.block_scales or (plan.token_scales and name != "v_descale"))
+            axes = ("b", "h", "s") if of_tokens else ("b", "h")
+        for axis in axes:
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
 
 

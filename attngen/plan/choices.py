@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attngen.arch import ARCHES
-from attngen.dtypes import HEAD_DIM_STEP, HEAD_DIMS, KEY_VALUE_DTYPES, WIDE_HEAD_DIMS
+from attngen.dtypes import CACHE_DTYPES, HEAD_DIM_STEP, HEAD_DIMS, KEY_VALUE_DTYPES, WIDE_HEAD_DIMS
 from attngen.errors import PlanError
 from attngen.lang.bands import Axis
 from attngen.lang.ir import names
@@ -49,9 +49,16 @@ def is_beyond_256(spec: KernelSpec) -> bool:
     return max(spec.head_dim_qk, spec.head_dim_v) > HEAD_DIMS[-1]
 
 
+def reads_wide_cache(spec: KernelSpec) -> bool:
+    """Whether a forward reads rows of 8 bits with a head dim beyond those of most kernels."""
+    return is_beyond_256(spec) and spec.direction == "forward" and (spec.kv_dtype or spec.dtype) in CACHE_DTYPES
+
+
 def takes_wide(spec: KernelSpec) -> bool:
-    """Whether the backward, on an arch that has a forward of them, may have head dims beyond those of most kernels."""
-    return ARCHES[spec.arch].wgmma and spec.direction == "backward" and spec.dtype in KEY_VALUE_DTYPES
+    """Whether a kernel other than ``hopper_wide`` may have head dims beyond those of most kernels: the backward, or a
+    forward over keys in 8 bits, on an arch that has ``hopper_wide``."""
+    takes = (spec.direction == "backward" and spec.dtype in KEY_VALUE_DTYPES) or reads_wide_cache(spec)
+    return ARCHES[spec.arch].wgmma and takes
 
 
 def check_head_dims(spec: KernelSpec) -> None:

@@ -156,8 +156,11 @@ def check_together(spec: KernelSpec) -> None:
             spec, "descale", "only split-KV kernels take a scale of each page; allowed: head, or "
             "page with split_kv: true"
         )  # fmt: skip
-    if spec.scale_block == 1 and spec.layout == "paged":
-        raise refuse(spec, "descale", "keys in pages cannot have a scale each; allowed: head, 64, 128, page")
+    if spec.scale_block == 1 and spec.layout == "paged" and (spec.v_of_key or not spec.split_kv):
+        raise refuse(
+            spec, "descale", "in pages only split-KV kernels take a scale of each key; allowed: head, page, or token "
+            "with split_kv: true"
+        )  # fmt: skip
     for name, value in (("persistent", True), ("order", spec.order), ("epilogue", "staged")):
         if spec.split_tiles and value is not None and getattr(spec, name) == value:
             reason = "with 'split_kv: tiles' a block has a part of one tile, and stores it from registers"

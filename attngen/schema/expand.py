@@ -159,13 +159,13 @@ def _left_to_the_plan(split_kv: bool | str) -> tuple[str, ...]:
 
 def _needs_split_kv(axes: dict[str, list[_FieldValue]], choice: tuple[_FieldValue, ...]) -> bool:
     """Whether a choice is an ordinary forward of a cache that only split-KV kernels read: one in fewer bits than q, or
-    one whose pages have scales."""
+    one whose pages, or keys in pages, have scales."""
     chosen = {name: item.value for name, item in zip(axes, choice, strict=True)}
     if chosen["split_kv"] or chosen["passes"] != "forward":
         return False
     read_whole = (None, chosen["dtype"], *LATENT_ROWS)
     other = chosen["kv_dtype"] not in read_whole and chosen["dtype"] not in QUANTIZED_DTYPES
-    return other or chosen["descale"] == "page"
+    return other or chosen["descale"] == "page" or (chosen["descale"], chosen["layout"]) == ("token", "paged")
 
 
 def _axes(spec: Spec, index: int, entry: KernelModel) -> dict[str, list[_FieldValue]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from attngen.arch import ARCHES
-from attngen.dtypes import LATENT_ROWS, QUANTIZED_DTYPES
+from attngen.dtypes import HEAD_DIMS, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.lang.blocks import BLOCK_MASK as BLOCK_MASK_TENSOR
 from attngen.lang.variant import Variant
 from attngen.operations import (
@@ -130,7 +130,8 @@ def wideners(kernels: Sequence[KernelSpec]) -> tuple[KernelSpec, ...]:
 
     ordinary = {
         serves(kernel) for kernel in kernels
-        if kernel.direction == "forward" and kernel.kv_dtype is None and not kernel.split_kv
+        if kernel.direction == "forward" and kernel.kv_dtype is None
+        and (not kernel.split_kv or max(kernel.head_dim_qk, kernel.head_dim_v) > HEAD_DIMS[-1])
     }  # fmt: skip
     by_key: dict[tuple[str, str], KernelSpec] = {}
     for kernel in kernels:

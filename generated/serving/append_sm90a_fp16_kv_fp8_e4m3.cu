@@ -9,7 +9,7 @@
 #include "append.cuh"
 #include "pdl.cuh"
 #include "rotary.cuh"
-#include "rounded.cuh"
+#include "row_scales.cuh"
 
 using CacheElement = e4m3;
 using Element = fp16;
@@ -32,12 +32,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_sm90a_fp16_kv_fp8_
     long long page_table_stride,
     long long stride_rotary_cos,
     long long stride_rotary_sin,
-    const float* k_descale_ptr, const float* v_descale_ptr,
-    long long stride_k_descale_b, long long stride_k_descale_h,
-    long long stride_v_descale_b, long long stride_v_descale_h,
-    int scales_of_pages, int tokens, int batch, int seqlen_new, int heads, int kv_heads, int head_dim_qk,
-    int head_dim_v, int lane_bits, int pages, int page_size, int max_pages, int positions, int rotary_half,
-    int rotary_form, int interleaved, int whole_vectors, int long_slots
+    float* k_descale_ptr, float* v_descale_ptr,
+    long long stride_k_descale_b, long long stride_k_descale_h, long long stride_k_descale_s,
+    long long stride_v_descale_b, long long stride_v_descale_h, long long stride_v_descale_s,
+    int scales_of_pages, int scales_of_rows, int tokens, int batch, int seqlen_new, int heads, int kv_heads,
+    int head_dim_qk, int head_dim_v, int lane_bits, int pages, int page_size, int max_pages, int positions,
+    int rotary_half, int rotary_form, int interleaved, int whole_vectors, int long_slots
 ) {
   launch_dependents();
   const int lane = threadIdx.x & (1 << lane_bits) - 1;
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_sm90a_fp16_kv_fp8_
   wait_dependencies();  // nothing in global memory is read or written before
   Element* to = nullptr;
   CacheElement* into_cache = nullptr;
-  float scale = 1.0f;  // of the row there
+  float* at_scale = nullptr;  // of the row there
   Vector<Element> vector;
   if (active) {
     const bool packed = cu_seqlens_ptr != nullptr;
@@ -132,13 +132,20 @@ extern "C" __global__ void __launch_bounds__(kThreads) append_sm90a_fp16_kv_fp8_
         into_cache = of_v ? v_cache_ptr + place.page * stride_v_cache_page + place.row * stride_v_cache_s + h * stride_v_cache_h
                           : k_cache_ptr + place.page * stride_k_cache_page + place.row * stride_k_cache_s + h * stride_k_cache_h;
         const long long of = scales_of_pages ? place.page : mine.b;
-        scale = of_v ? v_descale_ptr[of * stride_v_descale_b + h * stride_v_descale_h]
-                     : k_descale_ptr[of * stride_k_descale_b + h * stride_k_descale_h];
+        at_scale = of_v ? v_descale_ptr + of * stride_v_descale_b + h * stride_v_descale_h + place.row * stride_v_descale_s
+                        : k_descale_ptr + of * stride_k_descale_b + h * stride_k_descale_h + place.row * stride_k_descale_s;
       }
     }
   }
 
   __syncthreads();  // Q may be rotated in place: partners are read before any of them is written
   if (to != nullptr) vector.store(to + element);
+  float scale = 1.0f;
+  if (scales_of_rows) {  // which are made here
+    scale = scale_of_largest(largest_of_row<kThreads / 32>(active ? largest_magnitude(vector) : 0, lane_bits));
+    if (into_cache != nullptr && lane == 0) *at_scale = scale;
+  } else if (into_cache != nullptr) {
+    scale = *at_scale;
+  }
   if (into_cache != nullptr) store_rounded(into_cache + element, vector, scale);
 }

@@ -21,8 +21,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) widen_sm90a_bf16(
     const float* k_descale_ptr, const float* v_descale_ptr, const int* seqused_k_ptr, const int* page_table_ptr,
     long long stride_k_cache_page, long long stride_k_cache_s, long long stride_k_cache_h,
     long long stride_v_cache_page, long long stride_v_cache_s, long long stride_v_cache_h,
-    long long stride_k_descale_b, long long stride_k_descale_h,
-    long long stride_v_descale_b, long long stride_v_descale_h,
+    long long stride_k_descale_b, long long stride_k_descale_h, long long stride_k_descale_s,
+    long long stride_v_descale_b, long long stride_v_descale_h, long long stride_v_descale_s,
     long long page_table_stride,
     int batch, int seqlen_k, int head_dim_qk, int head_dim_v, int tiles, int scales_of_pages, int kv_heads,
     int vectors_k, int vectors_v, int page_size, int kv_heads_reciprocal, int vectors_k_reciprocal,
@@ -39,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) widen_sm90a_bf16(
   const long long stride_s = of_v ? stride_v_cache_s : stride_k_cache_s, stride_h = of_v ? stride_v_cache_h : stride_k_cache_h;
   const float* const scales = of_v ? v_descale_ptr : k_descale_ptr;
   const long long scale_b = of_v ? stride_v_descale_b : stride_k_descale_b, scale_h = of_v ? stride_v_descale_h : stride_k_descale_h;
+  const long long scale_s = of_v ? stride_v_descale_s : stride_k_descale_s;  // 0 unless rows of pages have scales
   Element* const out = of_v ? v_ptr : k_ptr;
 
   wait_dependencies();  // nothing in global memory is read or written before
@@ -57,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) widen_sm90a_bf16(
       const long long page = page_table_ptr == nullptr ? b : page_table_ptr[b * page_table_stride + listed];
       const int at = page_table_ptr == nullptr ? position : position - listed * page_size;
       eight[j] = *reinterpret_cast<const uint2*>(cache + page * stride_page + at * stride_s + h * stride_h + element);
-      scale[j] = scales[(scales_of_pages ? page : b) * scale_b + h * scale_h];
+      scale[j] = scales[(scales_of_pages ? page : b) * scale_b + h * scale_h + at * scale_s];
       to[j] = ((static_cast<long long>(b) * seqlen_k + position) * kv_heads + h) * head_dim + element;
     }
 #pragma unroll

@@ -48,7 +48,8 @@ def _engines(spec: KernelSpec, plan: Plan) -> bool:
     if plan.direction != "forward":
         return True
     wide = 256 if plan.variant.name == "image_ranges_softcap" else 128
-    return plan.dtype_name == "bf16" and plan.head_dim_qk == wide
+    in_8_bits = plan.descaled and plan.variant.name == "causal"  # also of head dim 512
+    return plan.dtype_name == "bf16" and (plan.head_dim_qk == wide or (in_8_bits and plan.head_dim_qk == 512))
 
 
 def _engines_sparse(spec: KernelSpec, plan: Plan) -> bool:

@@ -86,6 +86,20 @@ def test_a_cache_in_8_bits(dtype: torch.dtype, where: str) -> None:
     assert launched()
 
 
+@pytest.mark.parametrize("dims", [(64, 32), (80, 48), (256, 256), (512, 512)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_scales_of_rows_are_written(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    torch.manual_seed(7)
+    for where, page_layout in (("pages", "NHD"), ("slots", "HND")):
+        given = a_call(
+            random.Random(3), where, dtype, dims=dims, page_layout=page_layout, half=8, kv_heads=5, scales="row"
+        )
+        for h, value in enumerate((0.0, 2.0**-133, torch.inf, torch.nan)):
+            given["v"][..., h, :] *= value
+        both(on_gpu(given), ("k_cache", "v_cache", "q_out", "k_descale", "v_descale"))
+    assert launched()
+
+
 @pytest.mark.parametrize("table_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

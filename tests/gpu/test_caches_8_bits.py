@@ -86,7 +86,9 @@ def paged(
     if isinstance(rows, int):
         q, given = q.unflatten(0, (batch, rows)), {}
     of_heads, of_pages = (batch, kv_heads), (c.k_pages.shape[0], kv_heads)
-    shape: tuple[int, ...] = {"head": of_heads, "page": of_pages, "tensor": ()}[granularity]
+    shape: tuple[int, ...] = {
+        "head": of_heads, "page": of_pages, "tensor": (), "row": tuple(c.k_pages.shape[:3])
+    }[granularity]  # fmt: skip
     given |= scales({"k_descale": shape, "v_descale": shape} | ({"q_descale": of_heads} if dtype == E4M3 else {}))
     given |= OWN.get(variant, {}) | {"variant": variant, "page_layout": page_layout, "return_lse": True}
     if large != 1:
@@ -104,7 +106,7 @@ def paged(
 
 
 @pytest.mark.parametrize("page_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("granularity", ["head", "page"])
+@pytest.mark.parametrize("granularity", ["head", "page", "row"])
 @pytest.mark.parametrize("page_size", [1, 8, 16, 48, 64, 256])
 def test_pages_of_any_size(page_size: int, granularity: str, page_layout: str) -> None:
     """NaN after each length, no page at all after each row of the table."""
@@ -117,6 +119,43 @@ def test_masks_and_scores(variant: str, rows: int | list[int]) -> None:
     paged(variant, rows=rows)
     if variant in ("causal", "softcap", "causal_sink"):
         paged(variant, rows=rows, granularity="page")
+        paged(variant, rows=rows, granularity="row")
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256), (512, 512)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
+def test_head_dims_with_scales_of_rows(dtype: torch.dtype, dims: tuple[int, int]) -> None:
+    for rows in (1, 9):
+        paged(dims=dims, dtype=dtype, rows=rows, granularity="row")
+
+
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+def test_rows_that_are_appended_with_their_scales(page_layout: str) -> None:
+    """The cache of an engine: scales beside rows, which appending writes."""
+    pages, page_size, kv_heads, dim = 40, 16, 2, 128
+    whole = torch.full((pages, kv_heads, page_size * (2 * dim + 8)), 0x7F, dtype=torch.uint8, device="cuda")
+    rows = whole[..., : page_size * 2 * dim].unflatten(-1, (page_size, 2 * dim)).view(E4M3)
+    of_rows = whole[..., page_size * 2 * dim :].view(torch.float32).unflatten(-1, (page_size, 2))
+    cache = [rows[..., :dim], rows[..., dim:], of_rows[..., 0], of_rows[..., 1]]
+    if page_layout == "NHD":
+        cache = [one.transpose(1, 2) for one in cache]
+    torch.manual_seed(3)
+    k, v = (torch.randn(500, kv_heads, dim, device="cuda").bfloat16() for _ in "kv")
+    table = torch.randperm(pages, device="cuda").int()[None]
+    place = torch.arange(500, device="cuda")
+    slots = table[0, place // page_size].long() * page_size + place % page_size
+    scaled = {"k_descale": cache[2], "v_descale": cache[3]}
+    attngen.append_kv(k, v, cache[0], cache[1], slots=slots, page_layout=page_layout, **scaled)
+    q = torch.randn(1, 3, 8, dim, device="cuda").bfloat16()
+    used = torch.tensor([500], dtype=torch.int32, device="cuda")
+    given: dict[str, Any] = {"variant": "causal", "page_layout": page_layout, "return_lse": True, "package": PACKAGE}
+    results = attngen.attention_paged(q, cache[0], cache[1], table, used, **given, **scaled)
+    plain = [one.cpu() for one in (cache[0], cache[1], table, used)]
+    on_cpu = {name: scale.cpu() for name, scale in scaled.items()}
+    close(results, attngen.attention_paged(q.double().cpu(), *plain, **given, **on_cpu))
+    exact = (x.double().cpu()[None] for x in (k, v))
+    wanted = attngen.attention(q.double().cpu(), *exact, variant="causal", backend="reference")
+    torch.testing.assert_close(results[0].double().cpu(), wanted, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8, 16, 17, 48])
@@ -137,6 +176,40 @@ def test_head_dims(dims: tuple[int, int]) -> None:
     if dims in ((64, 64), (256, 256)):
         paged(dims=dims, rows=2, granularity="page")
     dense("causal", [0, 1, 16, 100, 1000], dims=dims, dtype=torch.float16)
+
+
+WIDE = (512, 512)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 40, [3, 0, 1, 8, 2, 5, 1, 8]], ids=str)
+@pytest.mark.parametrize("variant", ["full", "causal", "sliding_window", "softcap", "causal_sink"])
+def test_head_dim_512(variant: str, rows: int | list[int]) -> None:
+    """Up to 16 rows of a KV head, up to 32, and more."""
+    lengths = LENGTHS if rows != 40 else [40, 47, 1000]
+    paged(variant, lengths, rows=rows, dims=WIDE)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64])
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+def test_pages_of_head_dim_512(page_size: int, page_layout: str) -> None:
+    paged(page_size=page_size, page_layout=page_layout, dims=WIDE, granularity="page", heads=16)
+    paged(page_size=page_size, page_layout=page_layout, dims=WIDE, granularity="tensor", heads=8, kv_heads=1)
+
+
+@pytest.mark.parametrize("dims", [(272, 272), (512, 64)], ids=str)
+def test_head_dims_that_are_padded_to_512(dims: tuple[int, int]) -> None:
+    paged(dims=dims, dtype=torch.float16, rows=2)
+    dense("causal", [0, 1, 16, 100, 1000], dims=dims, dtype=torch.float16)
+
+
+def test_queries_in_8_bits_of_head_dim_512() -> None:
+    paged(dims=WIDE, dtype=E4M3, rows=2, granularity="page")
+
+
+@pytest.mark.parametrize("options", [{"num_splits": 5}, {"split_size": 64}, {"num_splits": 1}], ids=str)
+def test_splits_of_head_dim_512_and_launches_repeat(options: dict[str, int]) -> None:
+    first, second = (paged(rows=3, dims=WIDE, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "page"])

@@ -60,7 +60,7 @@ def engine(cases: Any) -> Any:
 
 
 def larger(case: Any) -> Any:
-    """A case for kernels: head dim 128 (256 with images and a soft cap), bf16, groups of four heads."""
+    """A case for kernels: head dim 128 (256 with images and a soft cap, or 512), bf16, groups of four heads."""
     encoder = case.kind == "encoder_only"
     queries = tuple(n if n == 1 and not encoder else n * TIMES for n in case.queries)
     images = case.images and {b: [(x * TIMES, y * TIMES) for x, y in pairs] for b, pairs in case.images.items()}
@@ -68,7 +68,7 @@ def larger(case: Any) -> Any:
     return replace(
         case, queries=queries, lengths=tuple(n * TIMES for n in case.lengths), images=images, prompts=prompts,
         window=case.window and case.window * TIMES, prompt_window=case.prompt_window * TIMES, heads=8,
-        dim=256 if case.images and case.softcap else 128, dtype=torch.bfloat16,
+        dim=256 if case.images and case.softcap else max(case.dim, 128), dtype=torch.bfloat16,
         model={name: value * TIMES for name, value in case.model.items()},
     )  # fmt: skip
 

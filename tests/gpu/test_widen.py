@@ -35,6 +35,8 @@ kernels:
     layout: [dense, paged]
     split_kv: true
   - {variant: causal, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, layout: paged, descale: page, split_kv: true}
+  - {variant: causal, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, layout: paged, descale: token, split_kv: true}
+  - {variant: causal, head_dim: 512, dtype: bf16, kv_dtype: [bf16, fp8_e4m3], layout: paged}
 """
 KEYS, KV_HEADS, HEADS = 4096, 4, 16
 LENGTHS = (4096, 2500)
@@ -60,12 +62,18 @@ def _known() -> Iterator[None]:
     registry.clear()
 
 
-def a_call(dtype: torch.dtype, scales: str, page_size: int | None, queries: int = 700) -> dict[str, Any]:
+def a_call(
+    dtype: torch.dtype, scales: str, page_size: int | None, queries: int = 700, head_dim: int = 128
+) -> dict[str, Any]:
     """Return a call whose unused keys are NaN, and whose unused entries of the table name no page."""
-    shape = (2, KEYS, KV_HEADS, 128) if page_size is None else (2 * KEYS // page_size, page_size, KV_HEADS, 128)
+    pages = (2, KEYS) if page_size is None else (2 * KEYS // page_size, page_size)
+    shape = (*pages, KV_HEADS, head_dim)
     k, v = (torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
-    form = {"tensor": (), "head": (2, KV_HEADS), "page": (shape[0], KV_HEADS)}[scales]
-    given: dict[str, Any] = {"q": torch.randn(2, queries, HEADS, 128, device="cuda", dtype=dtype), "variant": "causal"}
+    form = {"tensor": (), "head": (2, KV_HEADS), "page": (shape[0], KV_HEADS), "row": shape[:3]}[scales]
+    given: dict[str, Any] = {
+        "q": torch.randn(2, queries, HEADS, head_dim, device="cuda", dtype=dtype),
+        "variant": "causal",
+    }
     given |= {f"{name}_descale": torch.rand(form, device="cuda") + 0.5 for name in "kv"}
     given["seqused_k"] = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")
     if page_size is None:
@@ -97,7 +105,8 @@ def errors(out: Tensor, given: dict[str, Any]) -> float:
                 listed = given["page_table"][b, : -(-length // pages.shape[1])].long()
                 rows = pages.view(torch.uint8)[listed].view(torch.float8_e4m3fn).double()
                 of_page = scale.shape[0] == pages.shape[0] if scale.dim() else False
-                rows = rows * scale[listed][:, None, :, None] if of_page else rows
+                if of_page:
+                    rows = rows * (scale[listed] if scale.dim() == 3 else scale[listed][:, None])[..., None]
                 rows = rows.flatten(0, 1)[:length]
             else:
                 rows, of_page = given[name][b, :length].double(), False
@@ -105,7 +114,7 @@ def errors(out: Tensor, given: dict[str, Any]) -> float:
                 rows = rows * (scale[b][:, None] if scale.dim() else scale)
             keys.append(rows.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1))
         q = given["q"][b].double().transpose(0, 1)
-        s = q @ keys[0].transpose(1, 2) / 128**0.5
+        s = q @ keys[0].transpose(1, 2) / q.shape[-1] ** 0.5
         place = torch.arange(length, device="cuda")
         s = s.masked_fill(place[None] > place[length - q.shape[1] :, None], -torch.inf)
         wanted = (s.softmax(-1) @ keys[1]).transpose(0, 1)
@@ -116,14 +125,24 @@ def errors(out: Tensor, given: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("page_size", [None, 16, 256])
-@pytest.mark.parametrize("scales", ["tensor", "head", "page"])
+@pytest.mark.parametrize("scales", ["tensor", "head", "page", "row"])
 def test_results_are_those_of_the_cache(scales: str, page_size: int | None, dtype: torch.dtype) -> None:
-    if scales == "page" and (page_size is None or dtype == torch.float16):
+    if scales in ("page", "row") and (page_size is None or dtype == torch.float16):
         pytest.skip("no such kernel")
     given = a_call(dtype, scales, page_size)
     error = errors(ran(given), given)
     assert any(isinstance(each, widen.WidenedCall) for each in kernel_call.PREPARED.values())
     assert error < (6e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+def test_head_dim_512_takes_the_kernel_of_16_bits() -> None:
+    """The second call repeats what the first one, of a new kind of calls, selected."""
+    given = a_call(torch.bfloat16, "head", 16, head_dim=512)
+    first, second = ran(given), ran(given)
+    named = {name.removesuffix("_pages"): value for name, value in given.items()}
+    assert attngen.explain(**named).to_dict()["widened_by"] == "wide/widen_sm90a_bf16"
+    assert errors(first, given) < 6e-3
+    assert torch.equal(first, second)
 
 
 def test_graphs_and_compiled_programs() -> None:

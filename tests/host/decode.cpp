@@ -82,16 +82,22 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   // Scales of heads, and of the KV heads of pages.
   std::vector<float> q_scales, k_scales, v_scales;
   for (std::vector<float>* scales : {&q_scales, &k_scales, &v_scales}) {
-    for (int i = 0; i < std::max(batch, pages) * kv_heads; ++i) scales->push_back(SCALED && (SCALED > 1 || scales != &q_scales) ? 1.0f + random_number() / 8.0f : 1.0f);
+    for (int i = 0; i < std::max(batch, pages) * (TOKEN_SCALES ? page_size : 1) * kv_heads; ++i) scales->push_back(SCALED && (SCALED > 1 || scales != &q_scales) ? 1.0f + random_number() / 8.0f : 1.0f);
   }
   const auto scale_of_key = [&](const std::vector<float>& scales, int b, int key, int h) -> double {
-    return scales[(PAGE_SCALES ? table[b * (pages_of_row + 1) + key / page_size] : b) * kv_heads + h];
+    const int page = PAGE_SCALES || TOKEN_SCALES ? table[b * (pages_of_row + 1) + key / page_size] : b;
+    return scales[(TOKEN_SCALES ? page * page_size + key % page_size : page) * kv_heads + h];
   };
 #define OF_SCALES(name) name##_scales.data()
+#if TOKEN_SCALES
+#define STRIDES_OF_SCALES page_size * kv_heads, 1, kv_heads,
+#else
+#define STRIDES_OF_SCALES kv_heads, 1,
+#endif
 #if SCALED == 2
-#define SCALES OF_SCALES(q), OF_SCALES(k), OF_SCALES(v), kv_heads, 1, kv_heads, 1, kv_heads, 1,
+#define SCALES OF_SCALES(q), OF_SCALES(k), OF_SCALES(v), kv_heads, 1, STRIDES_OF_SCALES STRIDES_OF_SCALES
 #elif SCALED
-#define SCALES OF_SCALES(k), OF_SCALES(v), kv_heads, 1, kv_heads, 1,
+#define SCALES OF_SCALES(k), OF_SCALES(v), STRIDES_OF_SCALES STRIDES_OF_SCALES
 #else
 #define SCALES
 #endif
@@ -123,7 +129,7 @@ static void run(const std::vector<int>& lengths, int heads, int kv_heads, int ro
   const int row_bits = cluster / 2;  // 1, 2 or 4 blocks
 #else
   int row_bits = 0;
-  while ((2 << row_bits) < kWarps && (kRows << row_bits) < rows * group) ++row_bits;
+  while ((1 << row_bits) < ROW_WARPS && (kRows << row_bits) < rows * group) ++row_bits;
 #endif
   const int row_units = (rows * group + (kRows << row_bits) - 1) / (kRows << row_bits), units = batch * kv_heads * row_units;
   const int tiles = (longest + kBlockN - 1) / kBlockN, max_splits = split_tiles ? (tiles + split_tiles - 1) / split_tiles : 1;

@@ -87,6 +87,22 @@ def test_rows_whose_head_is_v_have_one_scale(scale_block: int) -> None:
         torch.testing.assert_close(actual[0], wanted.out, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
+@pytest.mark.parametrize("scale_block", [PAGE_BLOCK, 1])
+def test_scales_of_pages_and_of_their_rows(scale_block: int, dtype: str) -> None:
+    element = Element(dtype, 32, 16, scale_block, "fp8_e4m3")
+    for seed, case in enumerate(paged_cases(16, 16, small=True)[:4]):
+        inputs = make_inputs(preset("causal"), case, "paged", element, "cpu", seed)
+        call, packed = inputs.bind(preset("causal")), inputs.packed
+        assert call.scale_blocks == (scale_block,) or case.page_size == 1
+        assert scale_block in call.scale_blocks
+        assert packed is not None
+        wanted = expected(packed.bind(preset("causal")), packed.q, packed.k, packed.v, torch.bfloat16)
+        with torch.no_grad():
+            actual = in_rows(call, *reference(call, inputs.q, inputs.k, inputs.v, compute=torch.float64))
+        torch.testing.assert_close(actual[0], wanted.out, rtol=0, atol=0)
+
+
 def test_what_nobody_may_read_is_poisoned() -> None:
     for seed, case in enumerate(paged_cases(16, 16, small=True)):
         inputs = make_inputs(preset("causal"), case, "paged", ELEMENT, "cpu", seed)

@@ -187,6 +187,11 @@ WHOLE_WORK = (
     "race at work of block *: warp [0-7] of block * writes what warp [0-7] of block * reads",
     "race at work of block *: warp [0-7] of block * reads what warp [0-7] of block * writes",
 )
+#: Warps with other rows of the same keys clear the same values after the last key.
+ZEROS = tuple(
+    f"race at kv of block *: warp [0-7] of block * {one} what warp [0-7] of block * {other}"
+    for one, other in (("writes", "writes"), ("writes", "reads"), ("reads", "writes"))
+)
 #: One block runs at a time in these calls.
 ALONE = dict.fromkeys(
     (
@@ -299,6 +304,16 @@ ROWS = (
     Row(
         "decode", {"backend": "cuda", "split_kv": "true", "layout": "paged", "head_dim": 128}, (Size(1, 3000, 4, 1),),
     ),
+    Row(
+        "decode-slices",
+        {"backend": "cuda", "split_kv": "true", "layout": "paged", "kv_dtype": "fp8_e4m3", "head_dim": 512},
+        (Size(1, 1100, 4, 1), Size(5, 200, 8)), races=ZEROS, orders=2,
+    ),
+    Row(
+        "decode-rows",
+        {"backend": "cuda", "split_kv": "true", "layout": "paged", "kv_dtype": "fp8_e4m3", "descale": "token"},
+        (Size(1, 6000, 4, 1), Size(5, 200, 8)), races=ZEROS, orders=2,
+    ),
     Row("wide", {"backend": "cuda", "head_dim": 320}, (Size(100, 200, 2),), blocks=4, orders=2),
     Row(
         "latent-few", {"backend": "cuda", "layout": "paged", **LATENT}, (Size(1, 300, 8),), blocks=2,
@@ -343,23 +358,26 @@ def call(plan: Plan, name: str, size: Size, arguments: Mapping[str, Any]) -> lis
     """Results of a kernel, each with that of plain torch."""
     torch.manual_seed(0)
     variant: Any = plan.variant if name == "masked" else name
-    dtype = getattr(torch, plan.operands.q.torch)
+    dtype, of_keys = (getattr(torch, plan.operands.of(name).torch) for name in "qk")
     qk, columns = plan.head_dim_qk, plan.head_dim_v
     q = torch.randn(size.batch, size.rows, size.heads, qk).to(dtype)
     if plan.layout == "paged":
         pages = -(-size.keys // 64)
-        k = torch.randn(size.batch * pages, 64, size.kv_heads, qk).to(dtype)
-        v = k[..., :columns] if plan.v_of_key else torch.randn(*k.shape[:3], columns).to(dtype)
+        k = torch.randn(size.batch * pages, 64, size.kv_heads, qk).to(of_keys)
+        v = k[..., :columns] if plan.v_of_key else torch.randn(*k.shape[:3], columns).to(of_keys)
         table = torch.arange(size.batch * pages, dtype=torch.int32).view(size.batch, pages)
         lengths = torch.full((size.batch,), size.keys, dtype=torch.int32)
         tensors: tuple[Tensor, ...] = (q, k, v, table, lengths)
         attend = attngen.attention_paged
     else:
-        k = torch.randn(size.batch, size.keys, size.kv_heads, qk).to(dtype)
-        v = k[..., :columns] if plan.v_of_key else torch.randn(*k.shape[:3], columns).to(dtype)
+        k = torch.randn(size.batch, size.keys, size.kv_heads, qk).to(of_keys)
+        v = k[..., :columns] if plan.v_of_key else torch.randn(*k.shape[:3], columns).to(of_keys)
         tensors, attend = (q, k, v), attngen.attention  # type: ignore[assignment]
     if plan.direction == "forward":
         given: dict[str, Any] = {"variant": variant, **arguments}
+        if plan.descaled:
+            shape = k.shape[:3] if plan.token_scales else ()
+            given |= {"k_descale": torch.rand(shape) + 0.5, "v_descale": torch.rand(shape) + 0.5}
         if plan.variant.keys is not None:
             given = {
                 "variant": variant_of(name, None, keys=plan.variant.keys),

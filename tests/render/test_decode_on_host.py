@@ -121,6 +121,11 @@ def test_a_kernel_runs_to_its_end_and_is_right(head_dim: int, layout: str, cases
         {"head_dim": 192, "layout": "paged", "dtype": "fp8_e4m3", "descale": "page"},
         {"head_dim": 256, "kv_dtype": "fp8_e4m3"},
         {"head_dim": 80, "layout": "paged", "dtype": "fp16", "kv_dtype": "fp8_e4m3"},
+        {"head_dim": 512, "layout": "paged", "kv_dtype": "fp8_e4m3"},
+        {"head_dim": 320, "kv_dtype": "fp8_e4m3"},
+        {"head_dim": 512, "layout": "paged", "dtype": "fp8_e4m3", "descale": "page"},
+        {"head_dim": 128, "layout": "paged", "kv_dtype": "fp8_e4m3", "descale": "token"},
+        {"head_dim": 512, "layout": "paged", "dtype": "fp8_e4m3", "descale": "token"},
     ],
     always=0,
     often=(0, 1),
@@ -252,7 +257,9 @@ def run(fields: dict[str, object], cases: list[str], folder: Path) -> None:
         "MERGES_IN_PLACE": int(getattr(plan.structure, "merges", False)),
         "PAGED": int(plan.layout == "paged"),
         "LATENT_ROWS": int(plan.latent_row is not None),
+        "ROW_WARPS": plan.launches[0].row_warps,
         "SCALED": plan.descaled + (plan.operands.q.bytes == 1), "PAGE_SCALES": int(fields.get("descale") == "page"),
+        "TOKEN_SCALES": int(plan.token_scales),
     }  # fmt: skip
     run_plan(plan, "decode.cpp", defined, cases, folder)
 

@@ -188,9 +188,9 @@ def library(name: str) -> ctypes.CDLL:
     folder = Path(mkdtemp(prefix="attngen-host-"))
     (folder / "kernel.inc").write_text(source.text.replace("extern __shared__ char shared_memory[];", ""))
     for name in (
-        "append.cuh", "rotary.cuh", "rounded.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh", "pieces.cuh",
-        "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "maxima.cuh", "packed_tiles.cuh", "division.cuh",
-        "expression.cuh", "search_by_warp.cuh",
+        "append.cuh", "rotary.cuh", "rounded.cuh", "row_scales.cuh", "divisor.cuh", "hadamard.cuh", "scales.cuh",
+        "pieces.cuh", "ring.cuh", "topk.cuh", "slots.cuh", "index.cuh", "maxima.cuh", "packed_tiles.cuh",
+        "division.cuh", "expression.cuh", "search_by_warp.cuh",
     ):  # fmt: skip
         (folder / name).write_text(headers()[name])
         assert "asm" not in headers()[name].split("#ifdef __CUDA_ARCH__")[0]

@@ -78,6 +78,31 @@ def test_queries_and_keys_may_have_scales_of_their_own() -> None:
     torch.testing.assert_close(out.float(), wanted, atol=0, rtol=2**-8)
 
 
+@pytest.mark.parametrize("page_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rows_of_pages_have_scales_of_their_own(page_size: int, page_layout: str) -> None:
+    """Beside a row of numbers, as in an engine's cache; one of the two may be one number."""
+    pages = 96 // page_size
+    shape = (pages, page_size, 2) if page_layout == "NHD" else (pages, 2, page_size)
+    k, v = ((8 * torch.randn(*shape, 32)).to(FP8) for _ in "kv")
+    both = torch.rand(*shape, 6) + 0.1
+    given = {"k_descale": both[..., 1], "v_descale": both[..., 4]}
+    table = torch.randperm(pages).int().view(2, -1)
+    call: dict[str, Any] = {"page_table": table, "seqused_k": torch.tensor([40, 17], dtype=torch.int32)}
+    call |= {"variant": "causal", "page_layout": page_layout}
+    q = torch.randn(2, 3, 4, 32)
+    for scaled in (given, given | {"v_descale": torch.tensor(0.7)}):
+        plain = [
+            x.float() * scale[..., None] if scale.dim() else x.float() * scale
+            for x, scale in zip((k, v), scaled.values(), strict=True)
+        ]
+        wanted = attngen.attention_paged(q, *plain, **call)
+        torch.testing.assert_close(attngen.attention_paged(q, k, v, **call, **scaled), wanted)
+    if page_size > 1:
+        with pytest.raises(CallError, match="v_descale must be .* where the other one has a scale for each row of a"):
+            attngen.attention_paged(q, k, v, **call, **(given | {"v_descale": torch.ones(2, 2)}))
+
+
 def test_packed_sequences_have_the_scales_of_their_batch_entry() -> None:
     q, k, v = operands()
     given = scales()

@@ -31,9 +31,9 @@ ELEMENTS = ("k", "v", "q", "q_out", *CACHES)
 _INDICES = ("cache_seqlens", "page_table", "batch_index", "cu_seqlens", "rotary_offsets")
 _UNTYPED = ("slots", "rotary_cos", "rotary_sin")
 
-#: The scales of a cache in fewer bits, and the axes of their strides.
-_SCALES = ("k_descale", "v_descale")
-_SCALE_AXES = ("b", "h")
+#: The scales of a cache in fewer bits, which may be written, and the axes of their strides.
+SCALES = ("k_descale", "v_descale")
+_SCALE_AXES = ("b", "h", "s")
 
 #: Axes whose strides, in elements, the kernel is given.
 _STRIDES = {
@@ -78,12 +78,12 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
     for name in ("rotary_cos", "rotary_sin"):
         yield Argument(f"stride_{name}", "stride", "i64", of=name, axis="s")
     if plan.descaled:
-        for name in _SCALES:
+        for name in SCALES:
             yield Argument(f"{name}_ptr", "pointer", "*fp32", of=name, divisibility=4)
-        for name in _SCALES:
+        for name in SCALES:
             for axis in _SCALE_AXES:
                 yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
-        yield arguments.size("scales_of_pages")
+        yield from map(arguments.size, ("scales_of_pages", "scales_of_rows"))
     yield from map(arguments.size, _SIZES)
 
 

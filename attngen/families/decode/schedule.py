@@ -6,15 +6,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attngen.arch import Arch
-from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK
-from attngen.families.decode.pipes import LOADERS, decode_pipes, decode_pipes_of, memory, multiplied
+from attngen.dtypes import BESIDE_CACHES, CACHE_DTYPES, PAGE_BLOCK, WIDE_HEAD_DIMS
+from attngen.families.decode.pipes import (
+    KEY_SCALES,
+    LOADERS,
+    decode_pipes,
+    decode_pipes_of,
+    memory,
+    multiplied,
+    slices_of,
+)
 from attngen.manifest import GRID, WorkLimits
-from attngen.parts.boxes import BOX_BYTES, widest_box, widths
+from attngen.parts.boxes import BOX_BYTES, is_paged, widest_box, widths
 from attngen.parts.fields import DESCRIPTORS, EXACT, SHARED_KEYS
 from attngen.parts.promises import keep_promises
 from attngen.plan import arguments
 from attngen.plan.allowances import CACHE_SPILLS, SPILLS
-from attngen.plan.choices import L2_BYTES, check_head_dims, is_beyond_256, iteration_of, refuse
+from attngen.plan.choices import L2_BYTES, check_head_dims, is_beyond_256, iteration_of, reads_wide_cache, refuse
 from attngen.plan.draft import drafted
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Argument, Columns, Launch, Plan, Structure, Workspace
@@ -58,6 +66,7 @@ class HopperDecode(Structure, WorkLimits):
     cluster: int  # most blocks that can work together
     box_bytes: int  # of a row of one copy, over which it is swizzled
     key_bytes: int  # of an element of K
+    slices: int = 1  # warps that have the same rows and keys, and a slice of the columns of Q, K, V and O each
 
     @property
     def lane_keys_apart(self) -> int:
@@ -79,24 +88,31 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
     """The plan of a split-KV forward. ``loads``: its loaders copy by TMA ("descriptor"), or each lane by cp.async
     ("pointer")."""
     check_head_dims(spec)
+    if spec.scale_block == 1 and not is_paged(spec):
+        raise refuse(spec, "descale", "split-KV kernels take a scale of each key in pages alone; allowed: head")
     packed = replace(spec, pack_gqa=True)
     iteration = iteration_of(packed)
     operands = operands_of(spec)
     element = operands.shared("k", "v")
     keys = _KEYS[element.bytes]
     # a copy of a page may bring a single row, of 128 bytes then: it begins at a multiple of these in shared memory
-    parts = BOX_BYTES[0] // BOX_BYTES[-1] if LAYOUTS[spec.layout].key_access == "paged" else 1
-    qk, v = (widths(head_dim, element, parts) for head_dim in (spec.head_dim_qk, spec.head_dim_v))
-    of_q, of_o = multiplied(qk, element).width, multiplied(v, element).width
+    parts = BOX_BYTES[0] // BOX_BYTES[-1] if is_paged(spec) else 1
+    dims = spec.head_dim_qk, spec.head_dim_v
+    if is_beyond_256(spec):  # slices of as many columns, and of whole copies
+        qk, v = (Columns(0, WIDE_HEAD_DIMS[-1], head_dim) for head_dim in dims)
+    else:
+        qk, v = (widths(head_dim, element, parts) for head_dim in dims)
+    of_q, of_o, slices = multiplied(qk, element).width, multiplied(v, element).width, slices_of(v)
     by_lanes = loads == "pointer"
     most = _MOST_REGISTERS_BY_LANES if by_lanes else _MOST_REGISTERS
-    q_operand = "shared" if of_q // 4 + of_o // 2 > most else "registers"
+    q_operand = "shared" if (of_q // 4 + of_o // 2) // slices > most else "registers"
     sizes = {
         "element": element,
         "q_operand": q_operand,
         "keys": keys,
-        "of_pages": spec.scale_block == PAGE_BLOCK,
+        "scaled_keys": spec.scale_block in KEY_SCALES,
         "listed": spec.variant.keys is not None,
+        "slices": slices,
     }
     warps, pipes = _memory(spec, arch, qk, v, by_lanes, **sizes)
     stages = pipes.ring("kv").stages
@@ -110,6 +126,7 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
         least_tiles=8,
         cut_tiles=12,
         key_bytes=element.bytes,
+        slices=slices,
         whole_tiles=_WHOLE_BYTES // (keys * (qk.width + v.width) * element.bytes),
     )
     planned = drafted(
@@ -136,11 +153,12 @@ def split_plan(spec: KernelSpec, arch: Arch, *, schedule: str, label: str, loads
         l2_bytes=L2_BYTES,
         structure=structure,
         pack_gqa=True,
-        choices=("pagescales",) if spec.scale_block == PAGE_BLOCK else (),
+        choices=(KEY_SCALES[spec.scale_block],) if spec.scale_block in KEY_SCALES else (),
     )
+    row_warps = max(warps // 2, 1) if slices == 1 else warps // slices
     forward = Launch(
         "forward", planned.name, GRID, _ROWS, keys, stages, planned.num_warps, planned.iteration,
-        _arguments(planned, structure.box_bytes), persistent=True, cluster=cluster, row_warps=max(warps // 2, 1),
+        _arguments(planned, structure.box_bytes), persistent=True, cluster=cluster, row_warps=row_warps,
         pdl=arch.pdl, shared_bytes=structure.shared_bytes, products=0,
         max_spills=(CACHE_SPILLS if planned.descaled else SPILLS).bytes,
     )  # fmt: skip
@@ -190,30 +208,32 @@ def _memory(spec: KernelSpec, arch: Arch, qk: Columns, v: Columns, by_lanes: boo
     """Return the warps that multiply, and their pipes: as many warps as have enough stages."""
     given_warps = (spec.num_warps - LOADERS,) if by_lanes and spec.num_warps else None
     most_stages = spec.stages if by_lanes and spec.stages else _MOST_STEPS * _WARPS[0]
+    slices: int = given["slices"]
     for warps in given_warps or (_WARPS_BY_LANES if by_lanes else _WARPS):
         sizes = memory(warps, qk, v, **given)
-        bare = decode_pipes(warps=warps, stages=0, by_lanes=by_lanes, **sizes).regions[-1]
+        bare = decode_pipes(warps=warps, stages=0, slices=slices, by_lanes=by_lanes, **sizes).regions[-1]
         room = arch.shared_memory - bare.offset - bare.bytes
-        turns = max(warps, LOADERS)  # whose multiples keep a stage with one group and one loader
+        groups = warps // slices  # at most, of warps that go through keys together
+        turns = max(groups, LOADERS)  # whose multiples keep a stage with one group and one loader
         stages = (
             min(
                 room // (sizes["stage"] + sizes["scales"] + sizes["entries"] + 2 * BARRIER_BYTES),
-                _MOST_STEPS * warps,
+                _MOST_STEPS * groups,
                 most_stages,
             )
             // turns
             * turns
         )
-        if stages >= _LEAST_STEPS * warps:
+        if stages >= _LEAST_STEPS * groups:
             break
     if most_stages < turns:
         raise refuse(
-            spec, "stages", f"{warps} warps take stages in turn; allowed: multiples of {turns}, not {spec.stages}"
+            spec, "stages", f"{groups} warps take stages in turn; allowed: multiples of {turns}, not {spec.stages}"
         )
     if stages < turns:
         needed = bare.offset + bare.bytes + LOADERS * sizes["stage"]
         raise refuse(spec, "head_dim", f"Shared memory {needed} B exceeds {arch.shared_memory} B on {arch.name}")
-    return warps, decode_pipes(warps=warps, stages=stages, by_lanes=by_lanes, **sizes)
+    return warps, decode_pipes(warps=warps, stages=stages, slices=slices, by_lanes=by_lanes, **sizes)
 
 
 #: What all kernels serve whose blocks split the keys of a sequence.
@@ -229,13 +249,13 @@ SCHEDULE = Schedule(
     template="cuda/decode/kernel.cu.j2",
     view="attngen.families.decode.view:decode_view",
     supports=lambda arch: arch.wgmma,
-    suits=lambda spec: not is_beyond_256(spec),
+    suits=lambda spec: not is_beyond_256(spec) or reads_wide_cache(spec),
     plan=_plan,
     keep_promises=keep_promises,
     pipes=decode_pipes_of,
     layouts=tuple(LAYOUTS),
     split_kv=True,
     serves=SPLIT | DESCRIPTORS | {
-        "scale_block": only(0, PAGE_BLOCK, why="blocks of tokens have scales only in kernels without split keys"),
+        "scale_block": only(0, PAGE_BLOCK, 1, why="blocks of tokens have scales only in kernels without split keys"),
     },
 )  # fmt: skip

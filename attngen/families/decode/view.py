@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from attngen.dtypes import PAGE_BLOCK
-from attngen.families.decode.pipes import decode_pipes_of, multiplied
+from attngen.families.decode.pipes import KEY_SCALES, decode_pipes_of, multiplied
 from attngen.families.decode.schedule import HopperDecode
 from attngen.lang.listed import KeyLists
 from attngen.lang.statements import Code, Statement, reads
@@ -67,7 +66,8 @@ class DecodeView:
     multiplier: Code
     sink: Sink | None
     widens: bool  # K and V have 8 bits, and products take 16
-    page_scales: bool
+    key_scales: bool  # scales come with the keys of a step: those of their pages,
+    token_scales: bool  # or of each of them
     head_scales: bool  # all values of a KV head share a scale
     unit_scales: tuple[str, ...]  # tensors with the scales of Q and K that all rows of a work item share
     alternates: bool = False  # items with the last and the first rows of a sequence take turns
@@ -84,7 +84,8 @@ class DecodeView:
 
 def decode_view(plan: Plan, template: str) -> DecodeView:
     """Return the view of a plan."""
-    return split_view(plan, template, pipes_view(decode_pipes_of(plan)), _REGION_TEXTS)
+    texts = _REGION_TEXTS | ({"scales": "scales of the keys of a step"} if plan.token_scales else {})
+    return split_view(plan, template, pipes_view(decode_pipes_of(plan)), texts)
 
 
 def split_view(plan: Plan, template: str, pipes: PipesView, texts: Mapping[str, str]) -> DecodeView:
@@ -133,8 +134,9 @@ def split_view(plan: Plan, template: str, pipes: PipesView, texts: Mapping[str, 
         multiplier=code.multiplier,
         sink=sink(plan, work_lines),
         widens=plan.descaled and not plan.v_of_key,
-        page_scales=plan.scale_block == PAGE_BLOCK,
-        head_scales=plan.descaled and not plan.v_of_key and plan.scale_block != PAGE_BLOCK,
+        key_scales=plan.scale_block in KEY_SCALES,
+        token_scales=plan.token_scales,
+        head_scales=plan.descaled and not plan.v_of_key and plan.scale_block not in KEY_SCALES,
         unit_scales=_unit_scales(plan),
     )
 

@@ -18,7 +18,7 @@ from attngen.parts.fields import DESCRIPTORS, LAZY, SHARED_KEYS
 from attngen.parts.probabilities import PROBABILITIES
 from attngen.parts.promises import keep_promises
 from attngen.plan.allowances import WIDE_SPILLS
-from attngen.plan.choices import is_beyond_256, refuse
+from attngen.plan.choices import is_beyond_256, reads_wide_cache, refuse
 from attngen.plan.layouts import LAYOUTS
 from attngen.plan.model import Plan
 from attngen.plan.operands import operands_of
@@ -106,14 +106,14 @@ SCHEDULE = Schedule(
     template="cuda/wide/kernel.cu.j2",
     view="attngen.families.wide.view:wide_view",
     supports=lambda arch: arch.wgmma,
-    suits=is_beyond_256,
+    suits=lambda spec: is_beyond_256(spec) and not reads_wide_cache(spec),
     plan=_plan,
     keep_promises=keep_promises,
     pipes=wide_pipes_of,
     layouts=tuple(LAYOUTS),
     split_kv=True,
     serves=SHARED_KEYS | LAZY | DESCRIPTORS | {
-        "kv_dtype": only(None, why=f"with head dims beyond {HEAD_DIMS[-1]} no kernel reads a cache in fewer bits"),
+        "kv_dtype": only(None, why=f"beyond head dim {HEAD_DIMS[-1]} the only cache in fewer bits than q is in e4m3"),
         "dtype": only(
             *KEY_VALUE_DTYPES,
             why=f"with head dims beyond {HEAD_DIMS[-1]} kernels take {' and '.join(KEY_VALUE_DTYPES)}",

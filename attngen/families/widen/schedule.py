@@ -61,7 +61,7 @@ def _arguments(plan: Plan) -> Iterator[Argument]:
         for axis in ("page", "s", "h"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
     for name in _SCALES:
-        for axis in ("b", "h"):
+        for axis in ("b", "h", "s"):
             yield Argument(f"stride_{name}_{axis}", "stride", "i64", of=name, axis=axis)
     yield Argument("page_table_stride", "stride", "i64", of="page_table", axis="b")
     yield from map(arguments.size, (*_SIZES, *_DIVISORS))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attngen.arch import arch_of
 from attngen.cards import KINDS
-from attngen.dtypes import HEAD_DIMS, WIDE_HEAD_DIMS
+from attngen.dtypes import CACHE_DTYPES, DTYPES, HEAD_DIM_STEP, HEAD_DIMS, WIDE_HEAD_DIMS
 from attngen.errors import CallError, suggest
 from attngen.integrations.shared import catalogue
 from attngen.integrations.shared.choice import NO_LIMIT
@@ -316,11 +316,11 @@ def _variant_of(name: str | Variant) -> Variant:
 
 def head_dim_reason(head_dim: int, *, fp8: bool = False) -> str | None:
     """Reason why no kernel has this head dimension, over a cache in ``fp8`` or in 16 bits; None if one does."""
-    if head_dim in HEAD_DIMS or (head_dim in WIDE_HEAD_DIMS and not fp8):
+    step = DTYPES[CACHE_DTYPES[0]].chunk_elements if fp8 else HEAD_DIM_STEP
+    if head_dim % step == 0 and head_dim in (*HEAD_DIMS, *WIDE_HEAD_DIMS):
         return None
-    cache = " over a cache in fp8" if head_dim in WIDE_HEAD_DIMS else ""
-    widest = HEAD_DIMS[-1] if fp8 else WIDE_HEAD_DIMS[-1]
-    return f"head size {head_dim}{cache} is not a multiple of 8 from 8 to {widest}"
+    cache = " over a cache in fp8" if fp8 else ""
+    return f"head size {head_dim}{cache} is not a multiple of {step} from {step} to {WIDE_HEAD_DIMS[-1]}"
 
 
 def card_reason(major: int, minor: int, *kinds: str) -> str | None:
@@ -334,7 +334,7 @@ def card_reason(major: int, minor: int, *kinds: str) -> str | None:
 
 
 def paged_kinds(head_dim: int, *, fp8: bool) -> list[str]:
-    """Kinds of kernels (``cards.KINDS``) that layers over a cache ask for."""
+    """Kinds of kernels (``cards.KINDS``) that layers over a cache ask for, of which ``head_dim`` is the largest."""
     return ["keys in pages", *["head dims beyond 256"] * (head_dim > HEAD_DIMS[-1]), *["caches in e4m3"] * fp8]
 
 

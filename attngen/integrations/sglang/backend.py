@@ -132,12 +132,12 @@ class AttngenAttnBackend(AttentionBackend):
 
     def _kinds(self, runner: Any) -> list[str]:
         """Kinds of kernels (``cards.KINDS``) that a model asks for."""
-        fp8 = getattr(runner, "kv_cache_dtype", None) == torch.float8_e4m3fn
-        return engines.paged_kinds(runner.model_config.head_dim, fp8=fp8)
+        return engines.paged_kinds(max(_head_dims(runner)), fp8=_in_8_bits(runner))
 
     def _form_reason(self, runner: Any) -> str | None:
         """The first unsupported property of a model's heads or cache, or None."""
-        return engines.head_dim_reason(runner.model_config.head_dim)
+        reasons = (engines.head_dim_reason(dim, fp8=_in_8_bits(runner)) for dim in _head_dims(runner))
+        return next(filter(None, reasons), None)
 
     # Metadata
 
@@ -441,6 +441,17 @@ def _verify_mask(requests: int, drafts: int, device: Any) -> Any:
 
     buffer = torch.zeros(requests * drafts * drafts, dtype=torch.bool, device=device)
     return VerifyMask(buffer=buffer, mode=TreeMaskMode.QLEN_ONLY, max_bs=requests)
+
+
+def _head_dims(runner: Any) -> tuple[int, ...]:
+    """Head dims of a model's layers; those with a window may have another one."""
+    model = runner.model_config
+    return model.head_dim, getattr(model, "swa_head_dim", None) or model.head_dim
+
+
+def _in_8_bits(runner: Any) -> bool:
+    """Whether the cache is in e4m3."""
+    return getattr(runner, "kv_cache_dtype", None) in _EIGHT_BITS
 
 
 def _scale(scale: Any, device: torch.device) -> Tensor:

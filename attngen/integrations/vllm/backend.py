@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -40,8 +40,12 @@ from attngen.runtime.operations.shared_prefix.layer import SharedPrefixLayer
 #: Attention types whose keys are the tokens of the call, without a cache.
 _WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
-#: vLLM's names of caches in 8 bits.
-_FP8 = ("fp8", "fp8_e4m3")
+#: vLLM's name of caches in e4m3 with a scale for each token and KV head, and those of all caches in 8 bits.
+_SCALED_ROWS = "fp8_per_token_head"
+_FP8 = ("fp8", "fp8_e4m3", _SCALED_ROWS)
+
+#: Bytes of a scale.
+_SCALE_BYTES = 4
 
 
 class AttngenBackend(AttentionBackend):
@@ -63,6 +67,13 @@ class AttngenBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[AttngenMetadataBuilder]:
         return AttngenMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """A cache with room for the scales of each row: of its key, and of its value."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_per_token_head:
+            return spec
+        return replace(spec, state_content_bytes=spec.head_size + spec.head_size_v + 2 * _SCALE_BYTES)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -117,6 +128,8 @@ class AttngenBackend(AttentionBackend):
                  **options}  # fmt: skip
         capability, fp8 = given.get("device_capability"), given.get("kv_cache_dtype") in _FP8
         kinds = engines.paged_kinds(given["head_size"], fp8=fp8)
+        if given.get("kv_cache_dtype") == _SCALED_ROWS:
+            kinds.append("scales of pages")
         card = capability and engines.card_reason(capability.major, capability.minor, *kinds)
         words = {
             "head_size not supported": engines.head_dim_reason(given["head_size"]),
@@ -334,7 +347,7 @@ class AttngenImpl(AttentionImpl):
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.supports_quant_query_input = False
-        self._fp8 = kv_cache_dtype in _FP8
+        self._fp8, self._scaled_rows = kv_cache_dtype in _FP8, kv_cache_dtype == _SCALED_ROWS
         self._slopes, self._sinks = alibi_slopes, sinks
         self._window, self._softcap = sliding_window, float(logits_soft_cap or 0.0)
         config = get_current_vllm_config_or_none()
@@ -350,7 +363,7 @@ class AttngenImpl(AttentionImpl):
         self._causal: tuple[Tensor, PagedLayer, int] | None = None
         unlike = sliding_window is not None or alibi_slopes is not None or self._softcap or self._mask is not None
         #: Whether all keys before a query count alike, as for a prefix that requests share.
-        self._can_share = not (unlike or self._split_size) and attn_type == AttentionType.DECODER
+        self._can_share = not (unlike or self._split_size or self._scaled_rows) and attn_type == AttentionType.DECODER
         self._shared: tuple[VariantCall, SharedPrefixLayer] | None = None
         self._exchange = config is not None and config.parallel_config.dcp_comm_backend == "a2a"
         reason = engines.combination_reason(bool(self._softcap), alibi_slopes is not None, sinks is not None)
@@ -404,7 +417,7 @@ class AttngenImpl(AttentionImpl):
             if shared is None or shared[0] is not choice:
                 made_shared = SharedPrefixLayer(
                     views.keys, views.values, variant=choice.variant, softmax_scale=self.scale, page_layout="HND",
-                    arguments=choice.arguments, **self._own_scales(layer),
+                    arguments=choice.arguments, **views.scales,
                 )  # fmt: skip
                 shared = self._shared = choice, made_shared
             shared[1](query[:tokens], output[:tokens], attn_metadata.prefix(views.block_size))
@@ -412,7 +425,7 @@ class AttngenImpl(AttentionImpl):
         if paged is None or paged[0] is not choice:
             made = PagedLayer(
                 views.keys, views.values, variant=choice.variant, softmax_scale=self.scale, page_layout="HND",
-                split_size=self._split_size, arguments=choice.arguments, **self._own_scales(layer),
+                split_size=self._split_size, arguments=choice.arguments, **views.scales,
             )  # fmt: skip
             paged = self._paged = choice, made
         if choice is bound.causal and self._mask is None and not self._fp8:
@@ -441,10 +454,15 @@ class AttngenImpl(AttentionImpl):
         views = self._views
         if views is None or views.cache is not kv_cache or (self._fp8 and views.k_scale is not layer._k_scale):
             cache = kv_cache.view(torch.float8_e4m3fn) if self._fp8 else kv_cache
+            if self._scaled_rows:
+                cache, k_rows, v_rows = _rows_and_scales(cache, self.head_size)
+                scales = {"k_descale": k_rows, "v_descale": v_rows}
+            else:
+                scales = self._own_scales(layer)
             keys, values = cache[..., : self.head_size], cache[..., self.head_size :]
-            written = PagedCache(keys, values, page_layout="HND", **self._own_scales(layer))
+            written = PagedCache(keys, values, page_layout="HND", **scales)
             k_scale = layer._k_scale if self._fp8 else None
-            views = self._views = _Views(kv_cache, keys, values, kv_cache.shape[2], k_scale, written)
+            views = self._views = _Views(kv_cache, keys, values, kv_cache.shape[2], k_scale, scales, written)
             self._paged = self._shared = None
         return views
 
@@ -473,9 +491,9 @@ class AttngenImpl(AttentionImpl):
             return bound.layer.with_prompts(metadata.prompts, self._rswa)
         return bound.causal
 
-    def _scales(self, layer: Any, metadata: AttngenMetadata) -> dict[str, Tensor]:
-        if not self._fp8:
-            return {}
+    def _scales(self, layer: Any, metadata: AttngenMetadata, views: _Views) -> dict[str, Tensor]:
+        if not self._fp8 or self._scaled_rows:
+            return views.scales
         requests = metadata.seq_lens.shape[0]
         return {
             "k_descale": engines.scale_of_requests(layer._k_scale, requests, self.num_kv_heads),
@@ -510,7 +528,7 @@ class AttngenImpl(AttentionImpl):
             heads, views.keys, views.values, metadata.batch(views.block_size).page_table, metadata.context_lens,
             cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len, variant=before.variant,
             softmax_scale=self.scale, page_layout="HND", split_size=self._split_size, return_lse=True,
-            **self._scales(layer, metadata), **before.arguments,
+            **self._scales(layer, metadata, views), **before.arguments,
         )  # fmt: skip
         combine = dcp.dcp_a2a_lse_reduce if self._exchange else dcp.cp_lse_ag_out_rs
         context, context_lse = combine(part, lse.transpose(0, 1), group, return_lse=True)
@@ -528,7 +546,32 @@ class _Views(NamedTuple):
     values: Tensor
     block_size: int
     k_scale: Tensor | None
+    scales: dict[str, Tensor]
     written: PagedCache
+
+
+def _rows_and_scales(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (blocks, kv_heads, block size, key and value side by side) of a cache in e4m3, and the scales of keys and of
+    values, float32 (blocks, kv_heads, block size).
+
+    vLLM counts two scales in each row. Here all rows of a KV head in a block come first, and its scales follow them,
+    since copies ask for rows at multiples of 16 bytes. No other code knows what a block holds.
+    """
+    blocks, heads, rows, content = cache.shape
+    step, of_head, of_row, one = cache.stride()
+    if (of_row, one) != (content, 1):  # heads lie within a row: the block gets an order of its own
+        if (of_head, of_row, one) != (content, heads * content, 1):
+            raise NotImplementedError(f"{NAME} does not serve {_SCALED_ROWS} in blocks that are not contiguous")
+        of_head = rows * content
+    begin, width = cache.storage_offset(), content - 2 * _SCALE_BYTES
+    assert width % head_dim == 0, "the cache has no room for scales"
+    together = cache.as_strided((blocks, heads, rows, width), (step, of_head, width, 1), begin)
+    words = torch.empty(0, dtype=torch.float32, device=cache.device).set_(cache.untyped_storage())
+    places = (begin + rows * width, begin + rows * width + _SCALE_BYTES)
+    k_scales, v_scales = (
+        words.as_strided((blocks, heads, rows), (step // 4, of_head // 4, 2), place // 4) for place in places
+    )
+    return together, k_scales, v_scales
 
 
 class _Bound(NamedTuple):

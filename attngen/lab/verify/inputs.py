@@ -212,6 +212,8 @@ def _descales(
     block = element.scale_block
     if block == PAGE_BLOCK:
         shapes |= dict.fromkeys(("k_descale", "v_descale"), (pages, case.kv_heads))
+    elif block == 1 and pages:
+        shapes |= dict.fromkeys(("k_descale", "v_descale"), (pages, case.page_size, case.kv_heads))
     elif block:
         shapes = dict.fromkeys(DESCALES, (*of_head, -(-case.seqlen_k // block)))
         shapes["q_descale"] = (case.batch, case.heads, -(-case.seqlen_q // block))
@@ -235,15 +237,26 @@ def _descales(
 def _by_token(
     descales: Mapping[str, Tensor], table: Tensor, lengths: tuple[int, ...], page_size: int
 ) -> dict[str, Tensor]:
-    """Return scales of pages as those of the keys of each sequence, (batch, kv_heads, longest); others as they are."""
+    """Return scales of pages, or of their rows (pages, page_size, kv_heads), as those of the keys of each sequence,
+    (batch, kv_heads, longest); others as they are."""
     by_token = dict(descales)
     for name in {"k_descale", "v_descale"}.intersection(descales):
         pages = descales[name]
-        by_token[name] = pages.new_ones(len(lengths), pages.shape[1], max(lengths))
+        by_token[name] = pages.new_ones(len(lengths), pages.shape[-1], max(lengths))
         for b, length in enumerate(lengths):
             listed = table[b, : -(-length // page_size)].long()
-            by_token[name][b, :, :length] = pages[listed].repeat_interleave(page_size, dim=0)[:length].t()
+            rows = (
+                pages[listed].flatten(0, 1) if pages.dim() == 3 else pages[listed].repeat_interleave(page_size, dim=0)
+            )
+            by_token[name][b, :, :length] = rows[:length].t()
     return by_token
+
+
+def _as_given(scale: Tensor, page_layout: str) -> Tensor:
+    """Scales of pages with a last axis, which says so in any case; those of rows in the order of the cache."""
+    if scale.dim() == 2:
+        return scale[..., None]
+    return scale.transpose(1, 2) if page_layout == "HND" else scale
 
 
 def _in_pages(
@@ -281,9 +294,11 @@ def _in_pages(
     starts_q, starts_k, table = (tensor.to(device) for tensor in (starts_q, starts_k, table))
     longest = case.max_pages * case.page_size  # what shapes of the variant's tensors mean by seqlen_k
     descales = _descales(case, element, generator, device, pages[0].shape[0])
-    of_pages = element.scale_block == PAGE_BLOCK
-    if of_pages:  # with a last axis, which says so in any case
-        given = {name: scale if name == "q_descale" else scale[..., None] for name, scale in descales.items()}
+    of_pages = element.scale_block in (PAGE_BLOCK, 1)
+    if of_pages:
+        given = {
+            name: scale if name == "q_descale" else _as_given(scale, page_layout) for name, scale in descales.items()
+        }
         of_rows = _by_token(descales, table, case.k_lengths, case.page_size)
         if "q_descale" in of_rows:
             of_rows["q_descale"] = of_rows["q_descale"].repeat_interleave(case.heads // case.kv_heads, dim=1)[..., None]

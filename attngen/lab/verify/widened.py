@@ -29,7 +29,7 @@ class _WidenCase:
     """A kind of call: the order of a page, or None for a dense cache; what has a scale; room for so many keys."""
 
     page_layout: str | None
-    scales: str  # tensor | head | page
+    scales: str  # tensor | head | page | row
     used: bool  # lengths are given
     room: int
 
@@ -41,8 +41,8 @@ class _WidenCase:
 
 def _cases(*, small: bool) -> Iterator[_WidenCase]:
     room = 48 if small else 1504
-    for layout, scales, used in product((None, *PAGE_LAYOUTS), ("tensor", "head", "page"), (True, False)):
-        if layout is not None or scales != "page":
+    for layout, scales, used in product((None, *PAGE_LAYOUTS), ("tensor", "head", "page", "row"), (True, False)):
+        if layout is not None or scales not in ("page", "row"):
             yield _WidenCase(layout, scales, used or layout is not None, room)
 
 
@@ -64,7 +64,9 @@ def _deviation(kernel: Kernel, case: _WidenCase, device: torch.device, seed: int
             shape = (pages, *middle, head_dim)
         bits = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device="cpu")
         caches.append(bits.to(device).view(torch.float8_e4m3fn))
-        extents = {"tensor": (), "head": (_BATCH, _KV_HEADS), "page": (pages, _KV_HEADS)}[case.scales]
+        extents = {
+            "tensor": (), "head": (_BATCH, _KV_HEADS), "page": (pages, _KV_HEADS), "row": (pages, _KV_HEADS, _PAGE_SIZE)
+        }[case.scales]  # fmt: skip
         scale = torch.rand(extents, generator=generator, dtype=torch.float32, device="cpu") + 0.1
         scales.append(scale.to(device).expand((_BATCH, _KV_HEADS) if case.scales == "tensor" else extents))
     if case.page_layout is not None:
@@ -72,7 +74,7 @@ def _deviation(kernel: Kernel, case: _WidenCase, device: torch.device, seed: int
     lengths = torch.randint(0, room + 1, (_BATCH,), generator=generator, device="cpu").int()
     lengths[0] = room
     cache = Widen(caches[0], caches[1], scales[0], scales[1], lengths.to(device) if case.used else None, table)
-    form = CacheForm(room, case.page_layout, case.scales == "page")
+    form = CacheForm(room, case.page_layout, case.scales in ("page", "row"))
     dtype = TORCH_DTYPES[kernel.dtype]
     out = [torch.full((_BATCH, room, _KV_HEADS, head_dim), _BEFORE, dtype=dtype, device=device) for head_dim in dims]
     launch = prepare(kernel, cache, form, drivers.current(), device.index or 0)
@@ -98,5 +100,7 @@ def _rows(cache: Tensor, scale: Tensor, table: Tensor | None, case: _WidenCase, 
     if case.page_layout == "HND":
         rows = rows.transpose(1, 2)
     listed = table[b].long()
+    if case.scales == "row":
+        return (rows[listed] * scale[listed].transpose(1, 2)[..., None]).flatten(0, 1)
     each = scale[listed][:, None, :, None] if case.scales == "page" else scale[b, :, None]
     return (rows[listed] * each).flatten(0, 1)

@@ -2,12 +2,12 @@
 
 An element of 8 bits times its scale is what it stands for. A scale is one number; or one for each batch entry and KV
 head, whose query heads share that of q; or one for each block of 64 or 128 tokens of each head; or one for each query
-and each key, and values as before; or, of a cache in pages, one for each KV head of a page.
+and each key, and values as before; or, of a cache in pages, one for each KV head of a page, or of each of its rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -49,14 +49,16 @@ def check_descales(call: Call, given: Mapping[str, object], k: Tensor, v: Tensor
         if value.device != call.device:
             raise CallError(f"{name} is on {value.device}, but q is on {call.device}")
     if call.layout == "paged":
-        call.scale_blocks, of_pages = _of_pages(call, named)
-    else:
-        call.scale_blocks, of_pages = _blocks(call, named) or (0,), False
+        call.scale_blocks, laid_out = _of_pages(call, named)
+        call.descales = {
+            name: _laid_out(call, name, value, ()) if laid_out is None or name == "q_descale"
+            else laid_out(call, name, value)
+            for name, value in named.items()
+        }  # fmt: skip
+        return
+    call.scale_blocks = _blocks(call, named) or (0,)
     blocks = tuple(block for block in call.scale_blocks if block > 0)
-    call.descales = {
-        name: _by_page(call, name, value) if of_pages and name != "q_descale" else _laid_out(call, name, value, blocks)
-        for name, value in named.items()
-    }
+    call.descales = {name: _laid_out(call, name, value, blocks) for name, value in named.items()}
 
 
 def _is_head(call: Call, v: Tensor, k: Tensor) -> bool:
@@ -69,20 +71,27 @@ def _is_head(call: Call, v: Tensor, k: Tensor) -> bool:
         return True
 
 
-def _of_pages(call: Call, given: Mapping[str, Tensor]) -> tuple[tuple[int, ...], bool]:
-    """Shapes that scales of keys in pages may have, and whether pages have scales of their own.
+def _of_pages(
+    call: Call, given: Mapping[str, Tensor]
+) -> tuple[tuple[int, ...], Callable[[Call, str, Tensor], Tensor] | None]:
+    """Shapes that scales of keys in pages may have, and how they are laid out where pages, or their rows, have scales
+    of their own.
 
     (pages, kv_heads) of a cache with as many pages as there are sequences is (batch, kv_heads); with a last axis of 1
-    it is of pages in any case. One number for all suits kernels of both kinds.
+    it is of pages in any case. One number for all suits kernels of both kinds, and so do scales of pages of one row.
     """
     scales = [given[name] for name in ("k_descale", "v_descale") if name in given]
     if all(tuple(scale.shape) in ((), (1,)) for scale in scales):
-        return (0, PAGE_BLOCK), False
-    pages = (call.num_pages, call.kv_heads)
+        return (0, PAGE_BLOCK), None
+    pages, rows = (call.num_pages, call.kv_heads), shape_of_rows(call)
     heads = (call.batch, call.kv_heads)
+    if call.page_size == 1 and all(tuple(scale.shape) in ((), (1,), rows) for scale in scales):
+        return (PAGE_BLOCK, 1), _by_row
     if any(tuple(scale.shape) == (*pages, 1) or tuple(scale.shape) == pages != heads for scale in scales):
-        return (PAGE_BLOCK,), True
-    return (0,), False
+        return (PAGE_BLOCK,), _by_page
+    if any(tuple(scale.shape) == rows for scale in scales):
+        return (1,), _by_row
+    return (0,), None
 
 
 def _by_page(call: Call, name: str, scale: Tensor) -> Tensor:
@@ -94,6 +103,24 @@ def _by_page(call: Call, name: str, scale: Tensor) -> Tensor:
             f"each page, got {scale.dtype} of shape {tuple(scale.shape)}"
         )
     return (scale[..., 0] if scale.dim() == 3 else scale).expand(pages)
+
+
+def shape_of_rows(call: Call) -> tuple[int, ...]:
+    """Shape of the scales of the rows of pages: that of the cache, without the numbers of a row."""
+    rows = (call.page_size, call.kv_heads)
+    return (call.num_pages, *(rows if call.page_layout == "NHD" else reversed(rows)))
+
+
+def _by_row(call: Call, name: str, scale: Tensor) -> Tensor:
+    """Return a scale as (pages, kv_heads, page_size), a view of what was given."""
+    rows = shape_of_rows(call)
+    if scale.dtype != torch.float32 or tuple(scale.shape) not in ((), (1,), rows):
+        raise CallError(
+            f"{name} must be float32 of shape () or {rows}, where the other one has a scale for each row of a page, "
+            f"got {scale.dtype} of shape {tuple(scale.shape)}"
+        )
+    scale = scale.expand(rows)
+    return scale.transpose(1, 2) if call.page_layout == "NHD" else scale
 
 
 def _blocks(call: Call, given: Mapping[str, Tensor]) -> tuple[int, ...]:
@@ -142,7 +169,13 @@ def _form(call: Call, name: str, blocks: tuple[int, ...]) -> str:
     """The allowed forms of a scale, in words, beside others for blocks of so many tokens."""
     if not blocks:
         of_pages = call.layout == "paged" and name != "q_descale"
-        pages = f", or (pages, kv_heads) = {(call.num_pages, call.kv_heads)}" if of_pages else ""
+        pages = ""
+        if of_pages:
+            middle = "page_size, kv_heads" if call.page_layout == "NHD" else "kv_heads, page_size"
+            pages = (
+                f", or (pages, kv_heads) = {(call.num_pages, call.kv_heads)}, or (pages, {middle}) = "
+                f"{shape_of_rows(call)}"
+            )
         return f"float32 of shape () or (batch, kv_heads) = {_shape(call, name, 0)}{pages}"
     heads = "heads" if name == "q_descale" else "kv_heads"
     shapes = " or ".join(dict.fromkeys(str(_shape(call, name, block)) for block in blocks))
@@ -161,7 +194,7 @@ def dequantized(call: Call, name: str, rows: Tensor, b: int, compute: torch.dtyp
         scale = call.descales.get("k_descale")
     if scale is None:
         return rows
-    if call.scale_blocks[0] == PAGE_BLOCK and name != "q":
+    if call.page_table is not None and call.scale_blocks[0] in (PAGE_BLOCK, 1) and name != "q":
         return rows * _of_keys(call, scale, b, rows.shape[0])[..., None].to(compute)
     of_sequence = scale[b].to(compute)  # (heads,) or (heads, blocks)
     of_sequence = of_sequence.repeat_interleave(rows.shape[1] // of_sequence.shape[0], dim=0)
@@ -172,7 +205,9 @@ def dequantized(call: Call, name: str, rows: Tensor, b: int, compute: torch.dtyp
 
 
 def _of_keys(call: Call, scale: Tensor, b: int, keys: int) -> Tensor:
-    """Return the scales (keys, kv_heads) of the keys of a sequence from those of pages."""
+    """Return the scales (keys, kv_heads) of the keys of a sequence from those of pages, or of their rows."""
     assert call.page_table is not None
     listed = call.page_table[b, : -(-keys // max(call.page_size, 1))].long()
+    if scale.dim() == 3:
+        return scale[listed].transpose(1, 2).flatten(0, 1)[:keys]
     return scale[listed].repeat_interleave(call.page_size, dim=0)[:keys]

@@ -134,7 +134,8 @@ def _kinds_of(request: Request) -> Iterator[str]:
     elif _mixes_widths(call):
         yield "caches in e4m3"
     if call.descales and 0 not in call.scale_blocks:
-        yield "scales of blocks or tokens" if max(call.scale_blocks) > 0 else "scales of pages"
+        of_pages = max(call.scale_blocks) < 0 or call.layout == "paged"
+        yield "scales of pages" if of_pages else "scales of blocks or tokens"
 
 
 def _beyond_card(request: Request, arch: Arch | None) -> str | None:
@@ -166,7 +167,7 @@ def _beyond_all_kernels(call: Call, capability: int, key_values: bool = False) -
             f"{' and '.join(BESIDE_CACHES)}; the "
             "reference takes it"
         )
-    if _mixes_widths(call) and max(call.scale_blocks) > 0:
+    if _mixes_widths(call) and max(call.scale_blocks) > 0 and call.layout != "paged":
         return (
             f"No kernel can be built for {call.dtype} with k and v in {call.kv_dtype} and a scale of each block; the "
             "reference takes it"
@@ -199,7 +200,7 @@ def _beyond_head_dims(call: Call, arch: Arch | None) -> str | None:
     wide = (
         arch is not None
         and arch.name in KINDS["head dims beyond 256"].arches
-        and {call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES}
+        and ({call.dtype, call.kv_dtype} <= {*KEY_VALUE_DTYPES} or call.kv_dtype in CACHE_DTYPES)
     )
     wide = wide and call.variant.keys is None and not call.variant.dropout
     allowed = (*HEAD_DIMS, *WIDE_HEAD_DIMS) if wide else HEAD_DIMS

@@ -116,8 +116,8 @@ def reason_against(kernel: Kernel, request: Request, driver: Driver) -> str | No
     if not kernel.v_of_key and call.kv_dtype in QUANTIZED_DTYPES and "v_descale" not in call.descales:
         return "it needs v_descale"
     if call.descales and kernel.scale_block not in call.scale_blocks:
-        given = _sharing(call.scale_blocks[0])
-        return f"it takes a scale for {_sharing(kernel.scale_block)}, the call has one for {given}"
+        own, given = (_sharing(block, call.layout == "paged") for block in (kernel.scale_block, call.scale_blocks[0]))
+        return f"it takes a scale for {own}, the call has one for {given}"
     if request.deterministic and not kernel.reproducible:
         summed = " and ".join(f"d{name[1:].upper()}" for name in kernel.summed)
         remedy = "'deterministic: true' in the spec builds a backward that has one, and all in Triton have one"
@@ -155,10 +155,12 @@ def v_of_key(request: Request) -> bool:
     return addresses["k"] == addresses["v"] and all(of_k == of_v for of_k, of_v, extent in steps if extent > 1)
 
 
-def _sharing(block: int) -> str:
+def _sharing(block: int, in_pages: bool) -> str:
     """Say whose tokens share a scale."""
     if block == PAGE_BLOCK:
         return "each page"
+    if in_pages and block:
+        return "each row of a page"
     return f"each block of {block} tokens" if block > 1 else "each query and key" if block else "each head"
 
 

@@ -87,9 +87,11 @@ __device__ __forceinline__ float4 page_scales(float of_keys, float of_values) {
 }
 
 // Stores two rows of an accumulator whose columns are scattered: `PartialRow::store` of others. A lane has runs of kRun columns.
-template <typename Partial, int kRun, int kCount>
+// Of rows of kWidth columns a warp may have those from `first` on; who has the first ones stores row max and sum.
+template <typename Partial, int kRun, int kCount, int kWidth = 2 * kCount>
 __device__ __forceinline__ void store_scattered(
-    float* to, int row, int rows, int lane, const float (&acc)[kCount], const float (&row_max)[2], const float (&sum)[2]) {
+    float* to, int row, int rows, int lane, const float (&acc)[kCount], const float (&row_max)[2], const float (&sum)[2],
+    int first = 0) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float whole = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
@@ -101,11 +103,11 @@ __device__ __forceinline__ void store_scattered(
 #pragma unroll
         for (int next = 0; next < 2; ++next) {
           const float* const x = acc + 4 * i + 2 * half + next;
-          const int column = i / kRun * 8 * kRun + (lane % 4 + 4 * next) * kRun + i % kRun;
+          const int column = first + i / kRun * 8 * kRun + (lane % 4 + 4 * next) * kRun + i % kRun;
           *reinterpret_cast<float4*>(at + column) = {x[0], x[4], x[8], x[12]};
         }
       }
-      if (lane % 4 == 0) *reinterpret_cast<float2*>(at + 2 * kCount) = {row_max[half], whole};
+      if (first == 0 && lane % 4 == 0) *reinterpret_cast<float2*>(at + kWidth) = {row_max[half], whole};
     }
   }
 }

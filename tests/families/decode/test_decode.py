@@ -129,6 +129,8 @@ def test_a_cache_in_8_bits_has_steps_of_as_many_bytes() -> None:
         ("dtype: fp8_e4m3, kv_dtype: bf16, split_kv: true", "kv_dtype", "no kernel mixes q of fp8_e4m3"),
         ("kv_dtype: fp8_e4m3, split_kv: true, descale: page", "descale", "layout dense has no pages"),
         ("kv_dtype: fp8_e4m3, split_kv: true, descale: 128", "descale", "allowed: head, page"),
+        ("kv_dtype: fp8_e4m3, split_kv: true, descale: token", "descale", "a scale of each key in pages alone"),
+        ("dtype: fp8_e4m3, layout: paged, descale: token", "descale", "token with split_kv: true"),
         ("dtype: fp8_e4m3, layout: paged, descale: page", "descale", "page with split_kv: true"),
         ("dtype: fp8_e4m3, layout: paged, descale: 128", "descale", "keys in pages have a scale for each head"),
     ],
@@ -139,3 +141,25 @@ def test_caches_that_no_kernel_reads_are_refused_by_field(entry: str, field: str
     with pytest.raises(PlanError, match=reason) as caught:
         plan(last)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("head_dim", ["64", "128", "256", "272", "512", "{qk: 512, v: 64}"])
+@pytest.mark.parametrize("descale", ["head", "page", "token"])
+def test_slices_and_scales_fit_in_memory(head_dim: str, descale: str) -> None:
+    """Beyond head dim 256 four warps have slices of 128 columns, all in registers, and two groups have two stages each;
+    parts of S lie where partial results go."""
+    kernel = planned(f"variant: causal, kv_dtype: fp8_e4m3, descale: {descale}", layout="paged", head_dim=head_dim)
+    decode = kernel.structure
+    assert isinstance(decode, HopperDecode)
+    assert decode.shared_bytes <= ARCHES["sm90a"].shared_memory
+    regions = {region.name: region.bytes for region in decode.shared}
+    assert regions.get("scales", 0) == (kernel.stages * 32 * 16 if descale != "head" else 0)
+    groups = decode.consumers // decode.slices
+    assert kernel.stages % max(groups, decode.loaders) == 0
+    assert decode.slices == (4 if "512" in head_dim or head_dim == "272" else 1)
+    (launch,) = kernel.launches
+    if decode.slices > 1:
+        assert (kernel.q_operand, decode.consumers, kernel.stages, launch.row_warps) == ("registers", 8, 4, 2)
+        assert regions["merge"] >= 2 * decode.consumers * 16 * 32 * 4
+    else:
+        assert launch.row_warps == decode.consumers // 2

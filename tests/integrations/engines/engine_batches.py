@@ -56,6 +56,7 @@ class Batch:
     values: list[Tensor]
     padded: int
     rows: int
+    before: tuple[Tensor, ...] = ()  # keys, values and slots of earlier tokens
 
     @property
     def starts(self) -> Tensor:
@@ -84,10 +85,11 @@ def batch(
     queries: Sequence[int], lengths: Sequence[int], *, heads: int = 4, kv_heads: int = 2, dim: int = 32,
     rows: int = 16, dtype: torch.dtype = torch.float32, fp8: Sequence[Tensor] | None = None, padded: int = 0,
     extra_tokens: int = 0, order: Sequence[int] = (0, 1, 2), seed: int = 0, device: str = "cpu", least_blocks: int = 0,
-    shared: int = 0,
+    shared: int = 0, scaled_rows: bool = False,
 ) -> Batch:  # fmt: skip
     """A random batch. ``fp8`` are scales of keys and values, () or (kv_heads,), of a cache in 8 bits (as uint8), which
-    has ``least_blocks`` at least. Requests begin with the same ``shared`` blocks, where earlier tokens fill them."""
+    has ``least_blocks`` at least. With ``scaled_rows`` it has room for two scales in each row, and ``before`` has what
+    it is to hold of earlier tokens. Requests begin with the same ``shared`` blocks, where earlier tokens fill them."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -98,13 +100,14 @@ def batch(
     free = torch.randperm(blocks - 1, generator=generator) + 1  # block 0 is vLLM's null block
     width = max(counts) + 2
     table = torch.zeros(len(lengths) + padded, width, dtype=torch.int32)
-    element = torch.uint8 if fp8 is not None else dtype
-    shape = [blocks, kv_heads, rows, 2 * dim]
-    stored = torch.empty([shape[axis] for axis in order] + [2 * dim], dtype=element)
+    element = torch.uint8 if fp8 is not None or scaled_rows else dtype
+    shape = [blocks, kv_heads, rows]
+    stored = torch.empty([shape[axis] for axis in order] + [2 * dim + 8 * scaled_rows], dtype=element)
     back = [list(order).index(axis) for axis in range(3)]
     cache = stored.permute(*back, 3)
-    cache.fill_(0x7F if fp8 is not None else torch.nan)
+    cache.fill_(0x7F if element == torch.uint8 else torch.nan)
     keys, values, slots, new_k, new_v = [], [], [], [], []
+    before: list[tuple[Tensor, Tensor, Tensor]] = []
     for b, (count, length) in enumerate(zip(queries, lengths, strict=True)):
         own = free[: counts[b]]
         free = free[counts[b] :]
@@ -120,8 +123,13 @@ def batch(
         slot = own[place // rows] * rows + place % rows
         slots.append(slot[length - count :])
         parts = []
+        before.append((k[: length - count], v[: length - count], slot[: length - count]))
         for half, t in enumerate((k, v)):
             written = t
+            if scaled_rows:
+                scale = t.float().abs().amax(-1, keepdim=True) / 448
+                parts.append((t.float() / scale).to(torch.float8_e4m3fn).float() * scale)
+                continue
             if fp8 is not None:
                 scale = fp8[half].reshape(-1, 1).float()
                 eight = (t.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -137,7 +145,7 @@ def batch(
     made = Batch(
         list(queries), list(lengths), q.to(device), torch.cat([*new_k, tail]).to(device),
         torch.cat([*new_v, tail]).to(device), cache, table.to(device), torch.cat([*slots, pad]).to(device), keys,
-        values, padded, rows,
+        values, padded, rows, tuple(torch.cat(one).to(device) for one in zip(*before, strict=True)),
     )  # fmt: skip
     if device != "cpu":
         moved = stored.to(device).permute(*back, 3)

@@ -74,6 +74,7 @@ CASES = {
     "after an encoder": Case(page_size=1, encoder=(11, 3, 8, 5)),
     "cross": Case(page_size=1, encoder=(11, 3, 8, 5), cross=True),
     "fp8": Case(fp8=True),
+    "fp8, head dim 512": Case(fp8=True, dim=512),
     "graph": Case(**_DECODE, graph=True, padded=2),
     "graph, a pool of windows": Case(**_DECODE, graph=True, padded=1, window=9, window_pool=True),
     "drafts": Case(queries=(3, 3), lengths=(40, 21), mode="TARGET_VERIFY", drafts=3),

@@ -35,7 +35,7 @@ NAMES = (
     "prompts and decoding", "pages of one token", "decoding", "window", "window, decoding", "a pool of windows",
     "a pool of windows, decoding", "sinks", "sinks and window", "softcap", "both ways", "encoder", "after an encoder",
     "cross", "images", "images and window",
-    "fp8", "graph", "graph, a pool of windows", "drafts", "drafts, graph", "log-sum-exp",
+    "fp8", "fp8, head dim 512", "graph", "graph, a pool of windows", "drafts", "drafts, graph", "log-sum-exp",
     "trees of drafts", "trees of drafts, graph",
 )  # fmt: skip
 
@@ -75,6 +75,7 @@ def test_a_mask_of_ones_own(cases: Any) -> None:
         (lambda runner: setattr(runner.model_config, "is_local_attention_model", True), "chunked local attention"),
         (lambda runner: setattr(runner.model_config, "is_encoder_decoder", True), "cross attention with pages"),
         (lambda runner: setattr(runner.model_config, "head_dim", 300), "head size 300 is not a multiple of 8"),
+        (lambda runner: setattr(runner.model_config, "swa_head_dim", 300), "head size 300 is not a multiple of 8"),
     ],
 )
 def test_what_is_not_served_is_said_in_words(
@@ -112,6 +113,22 @@ def test_layers_that_trees_do_not_serve() -> None:
     ):
         with pytest.raises(CallError, match=f"trees of drafts are served for .*{words}"):
             layer.with_tree(torch.ones(1, 2, 2, dtype=torch.bool))
+
+
+def test_head_dims_of_layers_with_a_window_and_others_stand_side_by_side(
+    cases: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Gemma 4, over a cache in 8 bits, too."""
+    monkeypatch.setattr(cases.sglang_backend, "get_spec", lambda: SimpleNamespace(speculative_eagle_topk=None))
+    runner = cases.runner_of(engine(cases), cases.Case(), None, torch.empty(0))
+    runner.kv_cache_dtype = torch.float8_e4m3fn
+    runner.model_config.head_dim, runner.model_config.swa_head_dim = 512, 256
+    backend = cases.sglang_backend.AttngenAttnBackend
+    made = backend.__new__(backend)
+    assert made._refusal(runner) is None
+    assert made._kinds(runner) == ["keys in pages", "head dims beyond 256", "caches in e4m3"]
+    runner.model_config.swa_head_dim = 264
+    assert made._refusal(runner) == "head size 264 over a cache in fp8 is not a multiple of 16 from 16 to 512"
 
 
 def test_cards_without_the_kernels_are_refused(cases: Any, monkeypatch: pytest.MonkeyPatch) -> None:

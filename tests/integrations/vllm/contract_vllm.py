@@ -125,10 +125,10 @@ def test_configurations() -> None:
     assert validate(**given) == []
     for kind in AttentionType:
         assert validate(**{**given, "attn_type": kind}) == []
-    for dtype in ("fp8", "fp8_e4m3", "bfloat16", "float16", None):
+    for dtype in ("fp8", "fp8_e4m3", "fp8_per_token_head", "bfloat16", "float16", None):
         assert validate(**{**given, "kv_cache_dtype": dtype}) == []
     assert validate(**{**given, "kv_cache_dtype": "fp8_e5m2"}) == [
-        "a cache in fp8_e5m2; there are auto, float16, bfloat16, fp8, fp8_e4m3"
+        "a cache in fp8_e5m2; there are auto, float16, bfloat16, fp8, fp8_e4m3, fp8_per_token_head"
     ]
     assert "MLA: --attention-backend ATTNGEN_MLA serves it" in validate(**{**given, "use_mla": True})
     assert validate(**{**given, "dtype": torch.float32}) == [
@@ -149,7 +149,19 @@ def test_layouts(engine: Engine, layout: str) -> None:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     order = KVCacheLayout[layout].layer_view_order
-    check(engine, Case(order=tuple(axis for axis in order if axis < 3)))
+    for scaled in ("", "row"):
+        check(engine, Case(order=tuple(axis for axis in order if axis < 3), fp8=scaled))
+
+
+def test_rows_with_scales_take_as_many_bytes_as_in_vllms_backend() -> None:
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+    from vllm.v1.kv_cache_interface import get_kv_quant_mode
+
+    for name in ("auto", "fp8", "fp8_per_token_head"):
+        spec = FullAttentionSpec(
+            block_size=16, num_kv_heads=2, head_size=128, dtype=torch.uint8, kv_quant_mode=get_kv_quant_mode(name)
+        )
+        assert backend().customize_spec(spec) == TritonAttentionBackend.customize_spec(spec)
 
 
 def test_graphs_of_any_batch(engine: Engine) -> None:

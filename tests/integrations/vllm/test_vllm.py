@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,8 +50,9 @@ NAMES = (
     "sinks and window", "softcap", "softcap and window", "alibi", "alibi and window", "not causal",
     "not causal, window", "causal by request", "causal by request, window", "images", "images beyond the chunk",
     "images and window", "images within the window", "images and softcap", "no image in this batch",
-    "prompts and windows", "fp8", "fp8 by head", "padded requests and tokens", "captured", "encoder",
-    "encoder, window", "cross", "shared blocks", "shared blocks, drafts", "shared blocks, captured",
+    "prompts and windows", "fp8", "fp8 by head", "fp8, head dim 512", "fp8 by row",
+    "fp8 by row, heads within rows", "fp8 by row, heads outermost", "padded requests and tokens", "captured",
+    "encoder", "encoder, window", "cross", "shared blocks", "shared blocks, drafts", "shared blocks, captured",
     "shared blocks in 8 bits", "shared blocks and a window",
 )  # fmt: skip
 
@@ -177,14 +179,18 @@ def test_what_is_not_served_is_said_in_words(cases: Any) -> None:
     assert validate(**given) == []
     assert "head size 300 is not a multiple of 8 from 8 to 512" in validate(**{**given, "head_size": 300})
     assert validate(**{**given, "head_size": 512}) == []
-    assert validate(**{**given, "head_size": 512}, kv_cache_dtype="fp8") == [
-        "head size 512 over a cache in fp8 is not a multiple of 8 from 8 to 256"
+    for size in (256, 512):  # layers of one model may have both
+        assert validate(**{**given, "head_size": size}, kv_cache_dtype="fp8") == []
+    assert validate(**{**given, "head_size": 264}, kv_cache_dtype="fp8") == [
+        "head size 264 over a cache in fp8 is not a multiple of 16 from 16 to 512"
     ]
+    assert validate(**given, kv_cache_dtype="fp8_per_token_head") == []
     assert "MLA: --attention-backend ATTNGEN_MLA serves it" in validate(**{**given, "use_mla": True})
     volta, ampere, blackwell = (SimpleNamespace(major=major, minor=0) for major in (7, 8, 10))
     for card, size, dtype, refused in (
         (volta, 128, "auto", "keys in pages"), (blackwell, 128, "auto", "keys in pages"), (ampere, 128, "auto", None),
         (ampere, 128, "fp8", "caches in e4m3"), (ampere, 512, "auto", "head dims beyond 256"), (ada, 128, "fp8", None),
+        (ada, 128, "fp8_per_token_head", "scales of pages"),
     ):  # fmt: skip
         reasons = validate(**{**given, "device_capability": card, "head_size": size, "kv_cache_dtype": dtype})
         number = f"sm{card.major}{card.minor}"
@@ -192,6 +198,33 @@ def test_what_is_not_served_is_said_in_words(cases: Any) -> None:
         assert all(reason.endswith(f"; the card is {number}") for reason in reasons)
     apart = validate(**given, use_dcp=True, has_sliding_window=True)
     assert apart == ["a sliding window with decode context parallelism: a rank's keys are not consecutive"]
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """Fields of vLLM's description of a cache that the backend reads."""
+
+    per_token_head: bool
+    head_size: int = 128
+    head_size_v: int = 128
+    state_content_bytes: int | None = None
+
+    @property
+    def kv_quant_mode(self) -> Any:
+        return SimpleNamespace(is_per_token_head=self.per_token_head)
+
+
+def test_rows_have_room_for_their_scales(cases: Any) -> None:
+    customize = cases.vllm_backend.AttngenBackend.customize_spec
+    assert customize(CacheSpec(per_token_head=True)).state_content_bytes == 2 * 128 + 8
+    for kept in (CacheSpec(per_token_head=False), CacheSpec(per_token_head=True, state_content_bytes=300)):
+        assert customize(kept) is kept
+
+
+def test_scales_of_rows_need_contiguous_blocks(cases: Any) -> None:
+    cache = torch.zeros(3, 2, 16, 80, dtype=torch.uint8)[..., :72].view(torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="in blocks that are not contiguous"):
+        cases.vllm_backend._rows_and_scales(cache, 32)
 
 
 def test_graphs_serve_any_batch_but_with_images(cases: Any) -> None:

@@ -45,7 +45,7 @@ class Case:
     clamped: bool = False
     prompts: tuple[int, ...] | None = None
     prompt_window: int = 6
-    fp8: str = ""  # "tensor" or "head": what has a scale
+    fp8: str = ""  # "tensor", "head" or "row": what has a scale
     order: tuple[int, ...] = ORDERS[0]
     padded: int = 0
     extra_tokens: int = 0
@@ -60,6 +60,9 @@ class Case:
     seen: Seen | None = None  # with a mask of the user's
     model: dict[str, Any] = field(default_factory=dict)
 
+
+#: vLLM's names of caches by what has a scale; else "fp8".
+CACHES = {"": "auto", "row": "fp8_per_token_head"}
 
 CASES = {
     "mixed": Case(),
@@ -88,6 +91,10 @@ CASES = {
     "prompts and windows": Case(prompts=(10, 4, 1, 17), prompt_window=6, model={"rswa_window": 6}),
     "fp8": Case(fp8="tensor"),
     "fp8 by head": Case(fp8="head", sinks=True, window=8),
+    "fp8 by row": Case(fp8="row"),
+    "fp8 by row, heads within rows": Case(fp8="row", order=ORDERS[1], window=9, dtype=torch.bfloat16),
+    "fp8 by row, heads outermost": Case(fp8="row", order=ORDERS[2], dim=512, queries=(1, 1), lengths=(40, 33)),
+    "fp8, head dim 512": Case(fp8="head", dim=512),
     "padded requests and tokens": Case(padded=3, extra_tokens=4),
     "captured": Case(queries=(1, 1, 1), lengths=(20, 3, 16), padded=2, extra_tokens=2, capture=True),
     "shared blocks": Case(queries=(1, 1, 1, 1), lengths=(70, 49, 16, 66), shared=3),
@@ -133,7 +140,7 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     made = engine_batches.batch(
         case.queries, case.lengths, heads=case.heads, kv_heads=case.kv_heads, dim=case.dim, rows=case.rows,
         dtype=case.dtype, fp8=scales.get(case.fp8), padded=case.padded, extra_tokens=case.extra_tokens,
-        order=case.order, seed=seed, device=engine.device, shared=case.shared,
+        order=case.order, seed=seed, device=engine.device, shared=case.shared, scaled_rows=case.fp8 == "row",
     )  # fmt: skip
     generator = torch.Generator().manual_seed(seed + 1)
     sinks = torch.randn(case.heads, generator=generator).to(case.dtype) if case.sinks else None
@@ -143,7 +150,7 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     with engine.current(config):
         builder = vllm_backend.AttngenMetadataBuilder(spec, ["layer"], config, torch.device(engine.device))
         impl = vllm_backend.AttngenImpl(
-            case.heads, case.dim, scale, case.kv_heads, slopes, case.window, "fp8" if case.fp8 else "auto",
+            case.heads, case.dim, scale, case.kv_heads, slopes, case.window, CACHES.get(case.fp8, "fp8"),
             case.softcap or None, engine.kinds(case.kind), None, None if sinks is None else sinks.to(engine.device),
         )  # fmt: skip
     common = metadata(engine, case, made)
@@ -153,6 +160,9 @@ def run(engine: Engine, case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     q = made.q
     output = torch.full_like(q, torch.nan)
     keys, values = (made.k, made.v)
+    if case.fp8 == "row":
+        before_k, before_v, slots = made.before
+        impl.do_kv_cache_update(layer, before_k, before_v, made.cache, slots)
     if case.kind != "encoder_only":
         impl.do_kv_cache_update(layer, keys, values, made.cache, made.slots)
     impl.forward(layer, q, keys, values, made.cache, built, output)

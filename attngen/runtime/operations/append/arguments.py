@@ -67,13 +67,14 @@ DESCALES = ("k_descale", "v_descale")
 @dataclass(frozen=True, slots=True)
 class AppendSizes:
     """New tokens and their sequences; pages of the cache, or sequences of a dense one, and rows of each. ``of_pages``:
-    the scales of a cache in 8 bits are of its pages."""
+    the scales of a cache in 8 bits are of its pages; ``of_rows``: of their rows, and the call writes them."""
 
     tokens: int
     batch: int
     entries: int
     rows: int
     of_pages: bool = False
+    of_rows: bool = False
 
 
 def check(call: Append) -> AppendSizes:
@@ -125,7 +126,9 @@ def check(call: Append) -> AppendSizes:
     if call.rotary_cos is not None and call.cache_seqlens is None and call.rotary_offsets is None:
         raise CallError("a rotation needs positions: give cache_seqlens or rotary_offsets")
     tokens = k.shape[:-2].numel() if batch else 0
-    return AppendSizes(tokens, batch, entries, rows, _check_scales(call, batch, entries))
+    of_rows = _check_scales_of_rows(call)
+    of_pages = not of_rows and _check_scales(call, batch, entries)
+    return AppendSizes(tokens, batch, entries, rows, of_pages, of_rows)
 
 
 def refuse_gradients(call: Append) -> None:
@@ -137,14 +140,37 @@ def refuse_gradients(call: Append) -> None:
 
 
 def scales_of(call: Append, sizes: AppendSizes) -> dict[str, Tensor]:
-    """Scales of a checked call by name, views of (batch, kv_heads) or (pages, kv_heads); none of a cache that is not
-    quantized."""
+    """Scales of a checked call by name, views of (batch, kv_heads), (pages, kv_heads) or (pages, kv_heads, rows); none
+    of a cache that is not quantized."""
     shape = (sizes.entries if sizes.of_pages else sizes.batch, call.k.shape[-2])
     given = {name: getattr(call, name) for name in DESCALES}
+    if sizes.of_rows:
+        return {name: scale.transpose(1, 2) if call.page_layout == "NHD" else scale for name, scale in given.items()}
     return {
         name: (scale[..., 0] if scale.dim() == 3 else scale).expand(shape)
         for name, scale in given.items() if scale is not None
     }  # fmt: skip
+
+
+def _check_scales_of_rows(call: Append) -> bool:
+    """Whether scales are of the rows of pages, which the call writes. Raises CallError if only one of them is."""
+    scales = [getattr(call, name) for name in DESCALES]
+    shape = tuple(call.k_cache.shape[:-1])
+    in_pages = call.page_table is not None or call.slots is not None
+    if not in_pages or not any(isinstance(scale, Tensor) and tuple(scale.shape) == shape for scale in scales):
+        return False
+    if call.k_cache.dtype in (call.k.dtype, LATENT_DTYPE) or shape[1 if call.page_layout == "NHD" else 2] == 1:
+        return False  # which have no scales; and pages of one row, whose scales are those of pages
+    for name, scale in zip(DESCALES, scales, strict=True):
+        if not isinstance(scale, Tensor) or (scale.dtype, scale.device, tuple(scale.shape)) != (
+            torch.float32, call.k.device, shape
+        ):  # fmt: skip
+            raise CallError(
+                f"{name} must be float32 of shape {shape} on {call.k.device}, as the other one, which has a scale for "
+                "each row of a page"
+            )
+        check_written(name, scale)
+    return True
 
 
 def _check_scales(call: Append, batch: int, entries: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from attngen.errors import CallError
 from attngen.runtime.operations.append.arguments import Append, check, refuse_gradients
 from attngen.runtime.operations.append.path import APPEND
 
@@ -71,9 +72,11 @@ def append_kv(
         rotary_offsets: (batch,) int32: token j of sequence b takes row rotary_offsets[b] + j of the tables, instead of
             that of its position.
         k_descale: Scales of a float8_e4m3fn cache, positive float32: (), (batch, kv_heads), or, with ``page_table`` or
-            ``slots``, (pages, kv_heads); (pages, kv_heads, 1) if there are as many pages as sequences. Numbers are
-            rotated, rounded to their dtype, divided by their scale, rounded to nearest even, and saturate at 448. The
-            scale of a page must not change while the page holds keys.
+            ``slots``, (pages, kv_heads); (pages, kv_heads, 1) if there are as many pages as sequences. Of the shape of
+            the cache without head_dim, with any strides, they are a scale for each row, which the call writes: the
+            largest magnitude of the row, divided by 448, and 1 where that is 0. Numbers are rotated, rounded to their
+            dtype, divided by their scale, rounded to nearest even, and saturate at 448. The scale of a page must not
+            change while the page holds keys.
         v_descale: The same of v.
 
     Returns:
@@ -99,7 +102,11 @@ def _traced(call: Append) -> Tensor | None:
     from attngen.runtime.operations.append import operator as append_operator
 
     refuse_gradients(call)
-    check(call)
+    if check(call).of_rows:
+        raise CallError(
+            "append_kv writes the scales of rows, which its operator in compiled programs does not say; call it "
+            "outside of them"
+        )
     if call.q is not None and call.q_out is None:
         call = call._replace(q_out=call.q.new_empty(call.q.shape))
     append_operator.call(call)

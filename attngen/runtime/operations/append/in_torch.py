@@ -50,7 +50,14 @@ def append(call: Append, sizes: AppendSizes) -> Tensor | None:
             if q is not None:
                 new_q = rotated(q.reshape(-1, *q.shape[-2:]), cos, sin, call.rotary_interleaved).view(q.shape)
         new_v, scales = v.reshape(-1, *v.shape[-2:]), scales_of(call, sizes)
-        if scales:
+        if sizes.of_rows:
+            made = [_scales_of_rows(new) for new in (new_k, new_v)]
+            new_k, new_v = (
+                _rounded(new, scale, call.k_cache.dtype) for new, scale in zip((new_k, new_v), made, strict=True)
+            )
+            for each, scale in zip(DESCALES, made, strict=True):
+                _write(getattr(call, each)[..., None], scale[..., None], place, call.page_layout)
+        elif scales:
             of = torch.where(place.written, place.entry, 0) if sizes.of_pages else tokens.sequence
             new_k, new_v = (
                 _rounded(new, scales[name][of], call.k_cache.dtype)
@@ -71,6 +78,13 @@ def append(call: Append, sizes: AppendSizes) -> Tensor | None:
 
 def _into(out: Tensor, values: Tensor) -> Tensor:
     return out.copy_(values)
+
+
+def _scales_of_rows(new: Tensor) -> Tensor:
+    """Scales (tokens, heads) that bring the largest magnitude of each row to the largest number of e4m3."""
+    largest = new.float().abs().amax(dim=-1)
+    least = torch.finfo(torch.float32).tiny
+    return torch.where(largest == 0, 1.0, (largest / torch.finfo(torch.float8_e4m3fn).max).clamp(min=least))
 
 
 def _rounded(new: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,7 +187,7 @@ def check_contents(call: Append, sizes: AppendSizes) -> None:
     place, positions = _place(call, tokens, sizes), _positions(call, tokens)
     if call.cu_seqlens is not None:
         debugging.check_offsets("cu_seqlens", call.cu_seqlens.tolist(), tokens.index.shape[0])
-    for name, scale in scales_of(call, sizes).items():
+    for name, scale in () if sizes.of_rows else scales_of(call, sizes).items():
         debugging.check_scale(name, scale)
     lost = (place.wanted & ~place.written).nonzero()
     if lost.numel():

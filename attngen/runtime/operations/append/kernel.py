@@ -123,7 +123,8 @@ def _strides(
     strides |= {("slots", "b"): steps[0] if len(steps) == 2 else 0, ("slots", "s"): steps[-1]}
     strides["page_table", "b"] = 0 if call.page_table is None else call.page_table.stride(0)
     for name, scale in scales_of(call, sizes).items():
-        strides |= {(name, axis): step for axis, step in zip("bh", scale.stride(), strict=True)}
+        steps = scale.stride() if sizes.of_rows else (*scale.stride(), 0)
+        strides |= {(name, axis): step for axis, step in zip("bhs", steps, strict=True)}
     return strides
 
 
@@ -145,6 +146,7 @@ def _sizes(call: Append, sizes: AppendSizes) -> dict[str, int]:
         "whole_vectors": int(
             cos is None or in_whole_vectors(cos, sin, interleaved, CHUNK_BYTES // k.element_size(), together=2)
         ),
-        "scales_of_pages": int(sizes.of_pages),
+        "scales_of_pages": int(sizes.of_pages or sizes.of_rows),
+        "scales_of_rows": int(sizes.of_rows),
         "long_slots": int(call.slots is not None and call.slots.dtype == torch.int64),
     }

@@ -271,8 +271,8 @@ def attention_paged(
         backend: As for ``attention``.
         package: As for ``attention``.
         q_descale: Scale of a float8_e4m3fn q, () or (batch, kv_heads); the output is bfloat16.
-        k_descale: Scales of a float8_e4m3fn cache, positive float32: (), (batch, kv_heads), or (pages, kv_heads) for a
-            scale of each page.
+        k_descale: Scales of a float8_e4m3fn cache, positive float32: (), (batch, kv_heads), (pages, kv_heads) for a
+            scale of each page, or for one of each row the shape of the pages without head_dim, with any strides.
         v_descale: The same of v; none where v is the first columns of k, which has its scales.
         **arguments: Scalars and tensors of the variant.
 

@@ -127,7 +127,8 @@ class _BatchSizes:
 class PagedLayer:
     """The attention of one layer over its pages: what its calls have in common, as ``attention_paged`` takes it.
 
-    ``k_descale`` and ``v_descale`` have shape (), or (kv_heads,) with a scale for each KV head.
+    ``k_descale`` and ``v_descale`` have shape (), or (kv_heads,) with a scale for each KV head, or that of the pages
+    without head_dim, with a scale for each row of a page.
     """
 
     __slots__ = ("_alike", "_given", "_places", "_with_lse", "moves")
@@ -217,7 +218,8 @@ class PagedLayer:
 class PagedCache:
     """The cache of one layer, to which new keys and values are written, as ``append_kv`` takes it.
 
-    ``k_descale`` and ``v_descale`` have shape (), or (kv_heads,) with a scale for each KV head.
+    ``k_descale`` and ``v_descale`` have shape (), or (kv_heads,) with a scale for each KV head, or that of the pages
+    without head_dim, with a scale for each row of a page.
     """
 
     __slots__ = ("_alike", "_call", "_places")
@@ -226,7 +228,7 @@ class PagedCache:
         self, k_pages: Tensor, v_pages: Tensor, *, page_layout: str = "NHD", k_descale: Tensor | None = None,
         v_descale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        scales = [one if one is None or one.dim() == 0 else one.reshape(1, -1) for one in (k_descale, v_descale)]
+        scales = [one if one is None or one.dim() != 1 else one.reshape(1, -1) for one in (k_descale, v_descale)]
         self._call = Append(
             None, None, k_pages, v_pages, None, None, None, None, None, page_layout, None, None, None, None, False,
             None, *scales,
@@ -491,7 +493,7 @@ def _watched(tensor: Tensor) -> bool:
 
 def _of_requests(scale: Tensor | None, batch: PagedBatch) -> Tensor | None:
     """A scale with a row for each request, as a view, or one for all."""
-    return scale if scale is None or scale.dim() == 0 else scale.expand(batch.seqused_k.shape[0], -1)
+    return scale if scale is None or scale.dim() != 1 else scale.expand(batch.seqused_k.shape[0], -1)
 
 
 def _noted(key: list[object], tensors: Mapping[int, Tensor | None]) -> Places:

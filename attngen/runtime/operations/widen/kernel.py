@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen.dtypes import CHUNK_BYTES, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
+from attngen.dtypes import CHUNK_BYTES, HEAD_DIMS, LATENT_ROWS, PAGE_BLOCK, QUANTIZED_DTYPES
 from attngen.operations import WIDEN, WIDEN_VARIANT
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, Results, contiguous_view
 from attngen.runtime.arguments.given import Given
@@ -26,7 +26,7 @@ from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Key, LaunchOperands, Resized
 from attngen.runtime.operations.shared.path import first_that_takes, kernels_of
 from attngen.runtime.operations.shared.records import addresses_of
-from attngen.runtime.registry.order import card_of, rounded
+from attngen.runtime.registry.order import card_of, rounded, splits_keys
 from attngen.runtime.registry.select import Request, Selection, reason_against, select
 
 if TYPE_CHECKING:
@@ -77,12 +77,19 @@ def route_of(request: Request, kernels: Sequence[Kernel], driver: Driver) -> Wid
     selection = select(kernels, asked, driver)
     if (
         selection.kernel is None
-        or selection.kernel.split_kv
+        or not _takes_many(selection.kernel, asked.call)
         or not _sooner(selection.kernel, asked.call, request, driver)
     ):
         return None
     kernel = _kernel_for(call, request.device, driver)
     return None if kernel is None else WidenRoute(kernel, asked.call, selection)
+
+
+def _takes_many(kernel: Kernel, call: Call) -> bool:
+    """Whether a kernel is for a call of many rows: an ordinary one, or, beyond head dim 256, the one for any number of
+    them, where the call has more than those of which ``RaggedCalls`` leave the cache as it is."""
+    wide = max(kernel.head_dim_qk, kernel.head_dim_v) > HEAD_DIMS[-1]
+    return not kernel.split_kv or (wide and not splits_keys(call))
 
 
 def keeps_few_rows(request: Request, kernels: Sequence[Kernel], driver: Driver) -> bool:
@@ -162,12 +169,17 @@ class Widen(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CacheForm:
     """The form of a cache. ``room`` counts the keys that a sequence may have; ``page_layout`` is NHD, HND, or None for
-    (batch, seqlen_k, kv_heads, head_dim). Scales are (batch, kv_heads), or (pages, kv_heads) with
-    ``scales_of_pages``."""
+    (batch, seqlen_k, kv_heads, head_dim). Scales are (batch, kv_heads), or with ``scales_of_pages`` (pages, kv_heads)
+    or (pages, kv_heads, rows of a page)."""
 
     room: int
     page_layout: str | None = None
     scales_of_pages: bool = False
+
+
+def _of_pages(call: Call) -> bool:
+    """Whether pages, or their rows, have scales of their own."""
+    return call.page_table is not None and call.scale_blocks[0] in (PAGE_BLOCK, 1)
 
 
 def prepare(
@@ -194,7 +206,8 @@ def prepare(
     for name, tensor in (("k_cache", k), ("v_cache", v)):
         strides |= {(name, axis): tensor.stride(place) for place, axis in enumerate(("page", "s", "h"))}
     for name, scale in (("k_descale", cache.k_descale), ("v_descale", cache.v_descale)):
-        strides |= {(name, axis): scale.stride(place) for place, axis in enumerate("bh")}
+        steps = scale.stride() if scale.dim() == 3 else (*scale.stride(), 0)
+        strides |= {(name, axis): step for axis, step in zip("bhs", steps, strict=True)}
     grid = Grid(kernel.main.entry, 2 * batch * tiles)
     return HelperLaunches(kernel, LaunchOperands(Widen._fields, sizes, strides), [grid], driver, device, changing)
 
@@ -219,7 +232,7 @@ class WidenedCall:
         self._scales = _without_memory(scales[0]), _without_memory(scales[1])
         cache = Widen(k, v, *scales, call.seqused_k, call.page_table)
         page_layout = call.page_layout if call.layout == "paged" else None
-        form = CacheForm(call.seqlen_k, page_layout, call.scale_blocks[0] == PAGE_BLOCK)
+        form = CacheForm(call.seqlen_k, page_layout, _of_pages(call))
         self._launch = prepare(route.kernel, cache, form, driver, call.device.index or 0)
 
     def __call__(self, given: Given, addresses: Sequence[int]) -> Results:
@@ -275,7 +288,7 @@ class WidenedCalls:
         self._run, self._call, self._driver = run, call, driver
         self._device, self._dtype, self._tile = call.device.index or 0, TORCH_DTYPES[call.dtype], kernel.tile_n
         self._keys = max(_PAGE_KEYS // max(call.page_size, 1), 1) * call.page_size
-        form = CacheForm(call.seqlen_k, call.page_layout, call.scale_blocks[0] == PAGE_BLOCK)
+        form = CacheForm(call.seqlen_k, call.page_layout, _of_pages(call))
         changing = "batch", "seqlen_k", "tiles", ("page_table", "b")
         self._launch = prepare(kernel, cache, form, driver, self._device, changing)
         #: Numbers of pages in order, by stream: of tables over widened caches.

@@ -84,8 +84,8 @@ def a_call(
     kv_heads: int = 2, queries: bool = True, offsets: bool = False, lost: bool = True, scales: str = "",
 ) -> dict[str, Any]:  # fmt: skip
     """Return a call with rows of caches beyond its tokens poisoned, and, if some may be ``lost``, tokens without a
-    place. ``scales``: what has a scale of a cache in 8 bits, ``tensor``, ``head`` or ``page``; empty: the cache has the
-    dtype of the tokens."""
+    place. ``scales``: what has a scale of a cache in 8 bits, ``tensor``, ``head``, ``page`` or ``row``; empty: the
+    cache has the dtype of the tokens."""
     news = [chance.randrange(4) for _ in range(BATCH)] if packed else [3] * BATCH
     tokens = sum(news)
     spare = 2 if packed else 0  # rows of no sequence
@@ -100,7 +100,9 @@ def a_call(
         cache = torch.full((PAGES, rows, kv_heads, width), torch.nan, dtype=cached)
         given[name] = cache if page_layout == "NHD" else cache.transpose(1, 2).contiguous()
     for name in ("k_descale", "v_descale") if scales else ():
-        of = {"tensor": (), "head": (BATCH, kv_heads), "page": (PAGES, kv_heads)}[scales]
+        of = {
+            "tensor": (), "head": (BATCH, kv_heads), "page": (PAGES, kv_heads), "row": given["k_cache"].shape[:3]
+        }[scales]  # fmt: skip
         given[name] = torch.exp2(torch.randn(of) * 4 - 6)  # some numbers saturate, and some are subnormal
     if packed:
         given["cu_seqlens"] = starts_of(news)

@@ -18,7 +18,7 @@ import attngen
 from attngen.errors import CallError
 from attngen.runtime.operations.append import in_torch as append_torch
 from attngen.runtime.operations.append import path as append_helper
-from attngen.runtime.operations.append.arguments import check
+from attngen.runtime.operations.append.arguments import Append, check
 from attngen.runtime.registry.lookup import registry
 from tests.runtime.host_kernels import HostDriver, kernels, on_host
 from tests.runtime.operations.append.appended import (
@@ -65,6 +65,61 @@ def test_a_cache_in_8_bits(host: HostDriver, dtype: torch.dtype, where: str) -> 
         given["k"].view(-1)[:3] = torch.tensor([torch.nan, torch.inf, -torch.nan]).to(dtype)
         both(given)
     assert len(host.launches) == len(granularities)
+
+
+SCALED = ("k_cache", "v_cache", "q_out", "k_descale", "v_descale")
+
+
+@sampled(
+    always=(0, 5, 11), dims=[(64, 32), (80, 48), (256, 256), (512, 512)], page_layout=["NHD", "HND"],
+    where=["pages", "slots"], dtype=DTYPES[:2],
+)  # fmt: skip
+def test_scales_of_rows_are_written(
+    host: HostDriver, dtype: torch.dtype, where: str, page_layout: str, dims: tuple[int, int]
+) -> None:
+    """Rows of a part of a warp, and of two; zeros, subnormal numbers, an infinity and NaN."""
+    chance = random.Random(f"{dtype}{where}{dims}")
+    torch.manual_seed(chance.randrange(2**31))
+    given = a_call(chance, where, dtype, dims=dims, page_layout=page_layout, half=8, kv_heads=5, scales="row")
+    for h, value in enumerate((0.0, 2.0**-133, torch.inf, torch.nan)):
+        given["v"][..., h, :] *= value
+    both(given, SCALED)
+    # scales beside the rows that they are of, as in an engine's cache
+    rows, flat = given["k_cache"].shape[:3], dims[0] + dims[1] + 16
+    whole = torch.full((*rows, flat), 0x7F, dtype=torch.uint8)
+    words = whole.view(torch.float32)
+    given["k_cache"], given["v_cache"] = (
+        part.view(torch.float8_e4m3fn) for part in (whole[..., : dims[0]], whole[..., dims[0] : dims[0] + dims[1]])
+    )
+    given["k_descale"], given["v_descale"] = words[..., sum(dims) // 4], words[..., sum(dims) // 4 + 1]
+    expected, actual = whole.clone(), whole
+    both_of_one(given, expected, dims)
+    assert torch.equal(expected, actual)
+    assert len(host.launches) == 2
+
+
+def both_of_one(given: dict[str, Any], copy: Tensor, dims: tuple[int, int]) -> None:
+    """Append to a cache of one tensor with the kernel, and to a copy of it in torch."""
+    words = copy.view(torch.float32)
+    theirs = {
+        **given, "k_cache": copy[..., : dims[0]].view(torch.float8_e4m3fn),
+        "v_cache": copy[..., dims[0] : sum(dims)].view(torch.float8_e4m3fn),
+        "k_descale": words[..., sum(dims) // 4], "v_descale": words[..., sum(dims) // 4 + 1],
+    }  # fmt: skip
+    defaults = dict.fromkeys(Append._fields) | {"page_layout": "NHD", "rotary_interleaved": False}
+    call = Append(**{**defaults, **theirs})
+    append_torch.append(call, check(call))
+    attngen.append_kv(**given)
+
+
+def test_scales_of_rows_are_both_of_rows_and_no_operator_writes_them(host: HostDriver) -> None:
+    given = a_call(random.Random(1), "pages", torch.bfloat16, scales="row", queries=False)
+    with pytest.raises(CallError, match="v_descale must be float32 of shape .* as the other one"):
+        attngen.append_kv(**{**given, "v_descale": torch.ones(())})
+    with pytest.raises(CallError, match="k_descale is written, but its rows share memory"):
+        attngen.append_kv(**{**given, "k_descale": torch.ones(()).expand(given["k_descale"].shape)})
+    with pytest.raises(Exception, match="call it outside of them"):
+        torch.compile(lambda: attngen.append_kv(**given), backend="eager", fullgraph=True)()
 
 
 @pytest.mark.exhaustive

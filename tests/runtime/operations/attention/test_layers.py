@@ -291,8 +291,8 @@ def test_on_the_cpu(called: list[Any]) -> None:
     assert len(called) == 2
 
 
-@pytest.mark.parametrize("by_head", [None, False, True])
-def test_caches_that_are_written(by_head: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scaled", [None, (), (2,), (6, 16, 2)], ids=str)
+def test_caches_that_are_written(scaled: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if COMPILER is None:
         pytest.skip("needs g++")
     monkeypatch.setattr(torch_state, "on_gpu", lambda tensor: isinstance(tensor, Tensor))
@@ -307,19 +307,21 @@ def test_caches_that_are_written(by_head: bool | None, monkeypatch: pytest.Monke
         return torch.randn(shape, generator=generator).bfloat16()
 
     scales: list[dict[str, Tensor]] = [{}, {}, {}]
-    if by_head is not None:
-        shape = (2,) if by_head else ()
-        scales = [{name: torch.rand(shape) + 0.5 for name in ("k_descale", "v_descale")} for _ in scales]
-    caches = [[random(6, 16, 2, 64).to(torch.bfloat16 if by_head is None else torch.float8_e4m3fn) for _ in "kv"]
+    if scaled is not None:
+        scales = [{name: torch.rand(scaled) + 0.5 for name in ("k_descale", "v_descale")} for _ in scales]
+    caches = [[random(6, 16, 2, 64).to(torch.bfloat16 if scaled is None else torch.float8_e4m3fn) for _ in "kv"]
               for _ in range(3)]  # fmt: skip
     with drivers.use(driver):
         ours = [PagedCache(*own, **of) for own, of in zip(caches, scales, strict=True)]
         for tokens in (5, 5, 9, 1):
             slots = torch.randperm(96, generator=generator)[:tokens]
             new = [(random(tokens + 2, 2, 64), random(tokens + 2, 2, 64)) for _ in ours]
-            wanted = [[t.clone() for t in own] for own in caches]
+            wanted, written = [[t.clone() for t in own] for own in caches], []
             for (k, v), into, of in zip(new, wanted, scales, strict=True):
-                factors = {name: scale.reshape(1, -1) if by_head else scale for name, scale in of.items()}
+                factors = {
+                    name: scale.reshape(1, -1) if scaled == (2,) else scale.clone() for name, scale in of.items()
+                }
+                written.append(factors)
                 attngen.append_kv(k[:tokens], v[:tokens], *into, slots=slots, **factors)
             runs.clear()
             for layer, (k, v) in zip(ours, new, strict=True):
@@ -327,3 +329,6 @@ def test_caches_that_are_written(by_head: bool | None, monkeypatch: pytest.Monke
             assert len(runs) <= 1
             for own, into in zip(caches, wanted, strict=True):
                 assert all(map(torch.equal, (t.view(torch.uint8) for t in own), (t.view(torch.uint8) for t in into)))
+            if scaled == (6, 16, 2):  # scales are written, too
+                for ours_of, theirs in zip(scales, written, strict=True):
+                    assert all(torch.equal(ours_of[name], theirs[name]) for name in ours_of)

@@ -38,6 +38,7 @@ kernels:
     layout: [dense, paged]
     split_kv: true
   - {variant: full, head_dim: 128, dtype: bf16, kv_dtype: fp8_e4m3, split_kv: true}
+  - {variant: causal, head_dim: 512, dtype: bf16, kv_dtype: [bf16, fp8_e4m3], layout: paged}
 """
 WIDENER = "serving/widen_sm90a_bf16"
 
@@ -102,6 +103,16 @@ def test_few_queries_read_the_cache_as_it_is(gpu: FakeDriver) -> None:
         facts = attngen.explain(**a_call(queries, 8192)).to_dict()
         assert "widened_by" not in facts
         assert "kv_fp8_e4m3" in facts["kernel"]
+
+
+@pytest.mark.parametrize(("queries", "kernel"), [(1, "decode"), (16, "decode"), (256, "wide")])
+def test_many_queries_of_head_dim_512_take_the_kernel_of_16_bits(gpu: FakeDriver, queries: int, kernel: str) -> None:
+    """The one that takes any number of rows."""
+    cache = torch.empty(512, 16, 8, 512, dtype=torch.float8_e4m3fn)
+    q = torch.empty(1, queries, 32, 512, dtype=torch.bfloat16)
+    facts = attngen.explain(**a_call(queries, 8192, q=q, k=cache, v=cache)).to_dict()
+    assert facts.get("widened_by") == (WIDENER if kernel == "wide" else None)
+    assert f"_{kernel}_" in facts["kernel"]
 
 
 def test_calls_that_are_not_worth_widening_read_the_cache(gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,5 +223,5 @@ def test_calls_of_other_sizes(monkeypatch: pytest.MonkeyPatch, page_layout: str)
 def test_kernels_that_widen_come_with_both_kinds() -> None:
     names = [one.plan.name for one in prepare_unrendered(load_spec_text(SPEC))]
     assert names.count("widen_sm90a_bf16") == 1
-    alone = SPEC[: SPEC.index("  - {")] + SPEC[SPEC.index("  - variant") :]
+    alone = SPEC[: SPEC.index("  - {")] + SPEC[SPEC.index("  - variant") : SPEC.rindex("  - {")]
     assert not any(one.plan.name.startswith("widen") for one in prepare_unrendered(load_spec_text(alone)))
