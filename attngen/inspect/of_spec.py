@@ -18,7 +18,7 @@ from attngen.lang.facts import Facts
 from attngen.lang.ir import names
 from attngen.lang.parser import FLOAT32_MAX
 from attngen.lang.ranges import DTYPE_RANGES
-from attngen.operations import ATTENTION, operation_of
+from attngen.operations import ATTENTION, JVP, operation_of
 from attngen.parts.columns import padded_width
 from attngen.parts.explained.base import ScheduleExplanation, explanation_of
 from attngen.parts.explained.floor import HeadFloor
@@ -230,12 +230,13 @@ class _MeasuredTiles:
 
 def _explain(plan: Plan, measured: _MeasuredTiles) -> PlanExplanation:
     of_mask = bands(plan.variant.mask, Facts.of(plan.variant), over="kv", heads=plan.box_heads)
+    both = 2 if plan.direction == JVP else 1  # tangents lie beside their tensors
     memory = shared_memory(
         tile_m=plan.tile_m,
         tile_n=plan.tile_n,
         stages=plan.stages,
-        width_qk=padded_width(plan.columns_qk),
-        width_v=padded_width(plan.columns_v),
+        width_qk=both * padded_width(plan.columns_qk),
+        width_v=both * padded_width(plan.columns_v),
         kept_bytes=plan.kept_bytes,
         operands=plan.operands,
     )

@@ -82,11 +82,13 @@ def gradient_memory(
 
 @dataclass(frozen=True, slots=True)
 class TangentMemory:
-    """Bytes of shared memory of a forward-mode derivative: Q and its tangent once, K, V and theirs once per stage."""
+    """Bytes of shared memory of a forward-mode derivative: Q and its tangent once, and K and V, with theirs if it
+    ``moves_keys``, once per stage."""
 
     rows: int
     keys: int
     stages: int
+    moves_keys: bool
 
     @property
     def total(self) -> int:
@@ -94,4 +96,14 @@ class TangentMemory:
         return self.rows + self.stages * self.keys
 
     def __str__(self) -> str:
-        return f"Q and dQ {self.rows} + {self.stages} stages x K, dK, V and dV {self.keys}"
+        keys = "K, dK, V and dV" if self.moves_keys else "K and V"
+        return f"Q and dQ {self.rows} + {self.stages} stages x {keys} {self.keys}"
+
+
+def tangent_memory(
+    *, tile_m: int, tile_n: int, stages: int, width_qk: int, width_v: int, kept_bytes: int, operands: Operands,
+    moves_keys: bool,
+) -> TangentMemory:  # fmt: skip
+    """Shared memory of a tile of a forward-mode derivative; widths as in ``shared_memory``."""
+    keys = tile_n * (width_qk * operands.k.bytes + width_v * operands.v.bytes)
+    return TangentMemory(2 * tile_m * width_qk * kept_bytes, keys * (2 if moves_keys else 1), stages, moves_keys)

@@ -222,7 +222,7 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _FieldValue]) -> KernelSpe
         if values["passes"] == JVP:
             _refuse_paged(chosen["passes"], index, values["layout"])
         values |= dict.fromkeys(_FORWARDS) | {"split_kv": False}
-    elif entry.backward is not None and "backward" not in entry.passes:
+    if entry.backward is not None and "backward" not in entry.passes:
         raise SpecError(
             "sets how a backward is computed, but 'passes' has no backward; allowed: passes: [forward, backward]",
             location=spec.tree.locate(("kernels", index, "backward")),

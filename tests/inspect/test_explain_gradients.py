@@ -158,3 +158,13 @@ def test_roles_of_a_backward_in_cuda(tmp_path: Path, head_dim: int, roles: list[
     (explained,) = [one for one in explain_spec(path, seqlens=()) if f"_d{head_dim}_" in one.plan.name]
     assert explained.shared_bytes == explained.plan.structure.shared_bytes
     assert lines[first + 1 + len(roles)].startswith(f"shared memory {explained.shared_bytes} B: k ")
+
+
+def test_a_forward_mode_derivative_says_what_each_launch_keeps(tmp_path: Path) -> None:
+    path = tmp_path / "moved.yaml"
+    path.write_text("schema: 1\nkernels:\n  - {variant: causal, head_dim: 128, arch: sm90a, passes: jvp}\n")
+    (one,) = explain_spec(path, seqlens=(1024,))
+    told = "\n".join(text for _, text in one.facts())
+    assert one.shared_bytes == 2 * 128 * 128 * 2 + 2 * 4 * 64 * 128 * 2
+    assert "196608 B of 232448 B: Q and dQ 65536 + 2 stages x K, dK, V and dV 65536" in told
+    assert "98304 B of 232448 B: Q and dQ 32768 + 2 stages x K and V 32768" in told

@@ -136,6 +136,20 @@ def test_pages_have_forwards_alone(layout, passes):
         kernels(f"{{variant: causal, head_dim: 64, layout: {layout}, passes: {passes}}}")
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ("head_dim: 64, layout: paged", "'layout: paged' has no jvp; allowed: forward"),
+        ("head_dim: {qk: 576, v: 512}, v: key", "'v: key' has no jvp; allowed: forward, backward"),
+        ("head_dim: 64, tile: {m: 64, n: 64}", "tile: is for the forward.*; leave it out: the plan of jvp has its own"),
+        ("head_dim: 64, backward: {backend: triton}", "'passes' has no backward; allowed: passes: .forward, backward"),
+    ],
+)
+def test_what_forward_mode_derivatives_refuse(fields, told):
+    with pytest.raises(SpecError, match=told):
+        kernels(f"{{variant: causal, passes: jvp, {fields}}}")
+
+
 def test_roles():
     (kernel,) = kernels("{variant: full, head_dim: 64, warps: {producer: 1, consumer: 2, registers: {consumer: 240}}}")
     assert kernel.roles == Roles(producer=1, consumer=2, consumer_registers=240)

@@ -77,7 +77,11 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
         gathers=gathers(spec.variant),
     )
     widths = padded_width(columns_qk), padded_width(columns_v)
-    tiles = [_tile(spec, arch, default, widths, operands) for default in _defaults(spec, rows, max(widths))]
+    defaults = _defaults(spec, rows, max(widths))
+    tiles = [
+        _tile(spec, arch, default, widths, operands, tangents)
+        for default, tangents in zip(defaults, TANGENTS.values(), strict=True)
+    ]
     iteration = iteration_of(spec)
     if iteration == "tile_map":
         tiles = [tiles[0]] * 2  # a map has one size of tiles
@@ -167,8 +171,10 @@ def _defaults(spec: KernelSpec, family: str, width: int) -> tuple[Tile, Tile]:
     )
 
 
-def _tile(spec: KernelSpec, arch: Arch, default: Tile, widths: tuple[int, int], operands: Operands) -> Tile:
-    """Return the spec's tile, completed from a default, and within the shared memory of the arch."""
+def _tile(
+    spec: KernelSpec, arch: Arch, default: Tile, widths: tuple[int, int], operands: Operands, tangents: tuple[str, ...]
+) -> Tile:
+    """Return the spec's tile of one launch, completed from a default, and within the shared memory of the arch."""
     keys = depth_sizes(operands.p)
     check_sizes(
         spec,
@@ -181,11 +187,15 @@ def _tile(spec: KernelSpec, arch: Arch, default: Tile, widths: tuple[int, int], 
     )
     tile = completed(spec, default)
     while True:
-        of_rows, of_keys = (2 * tile.m * widths[0], 2 * tile.n * sum(widths))
-        needed = budget.TangentMemory(
-            rows=of_rows * kept_bytes(arch, operands.q, fast_math=spec.fast_math),
-            keys=of_keys * operands.k.bytes,
+        needed = budget.tangent_memory(
+            tile_m=tile.m,
+            tile_n=tile.n,
             stages=tile.stages,
+            width_qk=widths[0],
+            width_v=widths[1],
+            kept_bytes=kept_bytes(arch, operands.q, fast_math=spec.fast_math),
+            operands=operands,
+            moves_keys="k" in tangents,
         )
         if needed.total <= arch.shared_memory:
             return tile
@@ -219,6 +229,7 @@ SCHEDULE = Schedule(
     supports=lambda arch: True,
     plan=_plan,
     alternatives=plans_of(_alternatives, _plan),
+    explanation="attngen.families.triton.jvp_explanation:TangentExplanation",
     serves=TRITON_FORWARD
     | {
         "weights": only("softmax", why="forward-mode derivatives exist of softmax weights"),
