@@ -51,6 +51,9 @@ _Recorded = tuple[Callable[[Given, list[int]], Results], Given, list[int], _With
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 
+#: Variants of calls with their largest logits, as the calls name them, and the same without.
+_OF_BACKWARD: RecentCache[tuple[str | Variant, Variant]] = RecentCache(PREPARED_CALLS)
+
 
 def attend(
     forward: Callable[[Given, list[int]], Results], given: Given, addresses: list[int]
@@ -148,6 +151,8 @@ def differentiate(
     Raises NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
     CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
     """
+    if lse.dim() == out.dim():
+        given, lse, dlse = _without_max_logits(given, lse, dlse)
     q, k, v, variant = given.q, given.k, given.v, given.variant
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()  # a sign that is not in memory yet
     dlse = None if dlse is None else dlse.resolve_neg().to(torch.float32).contiguous()
@@ -191,6 +196,23 @@ def differentiate(
     if prepared.unordered is not None:
         warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
     return prepared(given, lse, dout, addresses, into)
+
+
+def _without_max_logits(given: Given, lse: Tensor, dlse: Tensor | None) -> tuple[Given, Tensor, Tensor | None]:
+    """A call without the largest logits, whose backward is that of the call with them: they have no gradient."""
+    return of_backward(given), lse[..., 0], None if dlse is None else dlse[..., 0]
+
+
+def of_backward(given: Given) -> Given:
+    """The call whose backward kernels a call has: one that may give its largest logits has those of one that does
+    not."""
+    key = given.variant if isinstance(given.variant, str) else id(given.variant), given.package, registry.generation
+    known = _OF_BACKWARD[key]
+    if known is None:
+        variant = find(given.variant, given.package).variant
+        known = given.variant, variant.without_max_logits()
+        _OF_BACKWARD.put(key, known)
+    return given._replace(variant=known[1])
 
 
 def asks_for_determinism() -> int:

@@ -1,0 +1,84 @@
+"""Calls with ``return_max_logits``: their variant is one whose kernels give the largest logit of each row as well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attngen.errors import CallError
+from attngen.lang.variant import Variant
+from attngen.runtime.arguments import arrays
+from attngen.runtime.arguments.checked import Results
+from attngen.runtime.arguments.given import MAX_LOGITS, Given
+from attngen.runtime.cache import PREPARED_CALLS, RecentCache
+from attngen.runtime.operations.attention import entry
+from attngen.runtime.registry.binding import find
+from attngen.runtime.registry.lookup import registry
+
+#: Names by which calls find a variant with its largest logits, by what they name, and what that keeps alive.
+_NAMES: RecentCache[tuple[str, str | Variant]] = RecentCache(PREPARED_CALLS)
+
+
+def attend(run: Callable[[Given], Results], given: Given) -> tuple[Tensor, ...]:
+    """Output of a call, its log-sum-exp if it asks for that, and the largest logit of each head (heads,)."""
+    out, lse, rows = attend_rows(run, given)
+    largest = of_heads(rows, given.cu_seqlens_q)
+    return (out, lse, largest) if given.return_lse else (out, largest)
+
+
+def attend_rows(run: Callable[[Given], Results], given: Given) -> tuple[Tensor, Tensor, Tensor]:
+    """Output of a call, its log-sum-exp, and the largest logit of each row, of the log-sum-exp's shape. Raises
+    CallError."""
+    if not isinstance(given.return_lse, bool):
+        raise CallError(f"return_lse must be True or False, got {given.return_lse!r}")
+    if arrays.is_array(given.q):
+        raise CallError("return_max_logits takes torch tensors; allowed: torch.from_dlpack(q), and so on")
+    variant = getattr(given.variant, "handle", given.variant)  # a trace takes plain text
+    out, both = run(given._replace(variant=with_max_logits(variant, given.package), return_lse=MAX_LOGITS))
+    lse, rows = both.unbind(-1)
+    return out, lse, rows.detach()
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, variant: str | Variant = "full", softmax_scale: float | None = None,
+    seqused_k: Tensor | None = None, layout: str = "bshd", backend: str | None = None, package: str | None = None,
+    deterministic: bool = False, **arguments: object,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``attngen.attention`` that returns output, log-sum-exp, and the largest logit of each row (batch, heads,
+    seqlen_q). Raises what that does."""
+    if torch._C._is_any_autocast_enabled():
+        q, k, v = entry.as_autocast(q, k, v)
+    given = entry.dense(
+        q, k, v, None, None, None, seqused_k, arguments, None, variant, softmax_scale, True, deterministic, layout,
+        backend, package, None,
+    )  # fmt: skip
+    return attend_rows(entry.run_or_trace, given)
+
+
+@torch.compiler.assume_constant_result
+def with_max_logits(variant: str | Variant, package: str | None) -> str:
+    """Name of the variant of a call that wants the largest logits, too. Raises CallError."""
+    key = variant if isinstance(variant, str) else id(variant), package, registry.generation
+    try:
+        known = _NAMES[key]
+    except TypeError:  # no variant
+        known = None
+    if known is None:
+        known = registry.declare(find(variant, package).variant.with_max_logits()), variant
+        _NAMES.put(key, known)
+    return known[0]
+
+
+def of_heads(rows: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """The largest of each head (heads,), from those of rows: (batch, heads, seqlen_q), or (heads, total_q), of which
+    rows after the last sequence are left out."""
+    axis = rows.dim() - 2
+    if not rows.numel():
+        return rows.new_full((rows.shape[axis],), -math.inf)
+    if cu_seqlens_q is not None:
+        row = torch.arange(rows.shape[-1], device=rows.device)
+        rows = torch.where(row < cu_seqlens_q[-1], rows, -math.inf)
+    return rows.amax(-1) if axis == 0 else rows.amax((0, 2))
