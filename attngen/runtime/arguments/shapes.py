@@ -292,9 +292,7 @@ def finish(
     if return_lse is True:
         require_lse(call.variant)
         if call.variant.max_logits:
-            raise CallError(
-                f"{call.variant.name} goes with return_max_logits=True, beside the plain name"
-            )
+            raise CallError(f"{call.variant.name} goes with return_max_logits=True, beside the plain name")
     call.return_lse = bool(return_lse)
     for name in ("seqlen_q", "seqlen_k", "total_q", "total_k"):
         if getattr(call, name) > MAX_SEQLEN:
