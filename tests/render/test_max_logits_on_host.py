@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 SUNK = (
     'variants:\n  sunk: {mask: "kv < q", sink: "sinks[h]", tensors: {sinks: {dtype: float32, shape: [h]}}}\n'
-    '  listed: {keys: counted_index, sink: "sinks[h]", sink_in_lse: false, tensors: {sinks: {dtype: float32, shape: [h]}}}\n'
+    '  listed: {keys: counted_index, sink: "sinks[h]", sink_in_lse: false, '
+    "tensors: {sinks: {dtype: float32, shape: [h]}}}\n"
 )
 #: Sinks above all logits, and below.
 SINKS = torch.tensor([40.0, -40.0, 1.0, 0.0, 9.0, -9.0, 2.0, 3.0])

@@ -242,7 +242,7 @@ def flash_mla_sparse_fwd(
         return out[0], None, lse[0].T
     own = _with_sink(own, q, attn_sink)
     out, lse, largest = attend(
-        [VariantCandidate(_name(own), own)], *tensors, spec=SPEC, softmax_scale=sm_scale, row_maxima=True
+        [VariantCandidate(_name(own), own)], *tensors, spec=SPEC, softmax_scale=sm_scale, rows=True
     )
     return out[0], largest[0].T, lse[0].T
 

@@ -14,8 +14,8 @@ from attngen.errors import AttngenError, CallError
 from attngen.integrations.flex.identity import Watch
 from attngen.integrations.flex.mask import BlockMask, Mod
 from attngen.integrations.flex.meaning import Traced, meaning
+from attngen.integrations.shared import row_maxima
 from attngen.runtime.operations.attention import entry as calls
-from attngen.runtime.operations.attention import largest
 
 #: Meaning of a score_mod at its last call without a mask, and the facts under which it still holds.
 _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
@@ -95,7 +95,7 @@ def attended(
 ) -> Any:  # fmt: skip
     """Output, with the log-sum-exp where one is wanted; where the largest logit of each row is, all three."""
     if wants_maxima:
-        return largest.attention(query, key, value, variant=variant, softmax_scale=scale, layout="bhsd", **tensors)
+        return row_maxima.attention(query, key, value, variant=variant, softmax_scale=scale, layout="bhsd", **tensors)
     return calls.attention(
         query, key, value, variant=variant, softmax_scale=scale, layout="bhsd", return_lse=wants_lse, **tensors
     )

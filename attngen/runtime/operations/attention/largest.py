@@ -14,7 +14,6 @@ from attngen.runtime.arguments import arrays
 from attngen.runtime.arguments.checked import Results
 from attngen.runtime.arguments.given import MAX_LOGITS, Given
 from attngen.runtime.cache import PREPARED_CALLS, RecentCache
-from attngen.runtime.operations.attention import entry
 from attngen.runtime.registry.binding import find
 from attngen.runtime.registry.lookup import registry
 
@@ -40,22 +39,6 @@ def attend_rows(run: Callable[[Given], Results], given: Given) -> tuple[Tensor, 
     out, both = run(given._replace(variant=with_max_logits(variant, given.package), return_lse=MAX_LOGITS))
     lse, rows = both.unbind(-1)
     return out, lse, rows.detach()
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, variant: str | Variant = "full", softmax_scale: float | None = None,
-    seqused_k: Tensor | None = None, layout: str = "bshd", backend: str | None = None, package: str | None = None,
-    deterministic: bool = False, **arguments: object,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``attngen.attention`` that returns output, log-sum-exp, and the largest logit of each row (batch, heads,
-    seqlen_q). Raises what that does."""
-    if torch._C._is_any_autocast_enabled():
-        q, k, v = entry.as_autocast(q, k, v)
-    given = entry.dense(
-        q, k, v, None, None, None, seqused_k, arguments, None, variant, softmax_scale, True, deterministic, layout,
-        backend, package, None,
-    )  # fmt: skip
-    return attend_rows(entry.run_or_trace, given)
 
 
 @torch.compiler.assume_constant_result
