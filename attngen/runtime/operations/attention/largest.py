@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 
 from attngen.errors import CallError
-from attngen.lang.variant import Variant
 from attngen.runtime.arguments import arrays
 from attngen.runtime.arguments.checked import Results
 from attngen.runtime.arguments.given import MAX_LOGITS, Given
-from attngen.runtime.cache import PREPARED_CALLS, RecentCache
-from attngen.runtime.registry.binding import find
-from attngen.runtime.registry.lookup import registry
-
-#: Names by which calls find a variant with its largest logits, by what they name, and what that keeps alive.
-_NAMES: RecentCache[tuple[str, str | Variant]] = RecentCache(PREPARED_CALLS)
+from attngen.runtime.registry.max_logits import with_max_logits
 
 
 def attend(run: Callable[[Given], Results], given: Given) -> tuple[Tensor, ...]:
@@ -36,23 +30,15 @@ def attend_rows(run: Callable[[Given], Results], given: Given) -> tuple[Tensor, 
     if arrays.is_array(given.q):
         raise CallError("return_max_logits takes torch tensors; allowed: torch.from_dlpack(q), and so on")
     variant = getattr(given.variant, "handle", given.variant)  # a trace takes plain text
-    out, both = run(given._replace(variant=with_max_logits(variant, given.package), return_lse=MAX_LOGITS))
+    if torch.compiler.is_compiling():
+        from attngen.runtime.operations.attention import largest_at_trace  # what it imports of torch brings a compiler
+
+        name = largest_at_trace.with_max_logits(variant, given.package)
+    else:
+        name = with_max_logits(variant, given.package)
+    out, both = run(given._replace(variant=name, return_lse=MAX_LOGITS))
     lse, rows = both.unbind(-1)
     return out, lse, rows.detach()
-
-
-@torch.compiler.assume_constant_result
-def with_max_logits(variant: str | Variant, package: str | None) -> str:
-    """Name of the variant of a call that wants the largest logits, too. Raises CallError."""
-    key = variant if isinstance(variant, str) else id(variant), package, registry.generation
-    try:
-        known = _NAMES[key]
-    except TypeError:  # no variant
-        known = None
-    if known is None:
-        known = registry.declare(find(variant, package).variant.with_max_logits()), variant
-        _NAMES.put(key, known)
-    return known[0]
 
 
 def of_heads(rows: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
