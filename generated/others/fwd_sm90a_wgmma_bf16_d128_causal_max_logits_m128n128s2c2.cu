@@ -10,7 +10,7 @@
 #include "pdl.cuh"
 #include "ring.cuh"
 #include "schedule.cuh"
-#include "track_largest.cuh"
+#include "largest_p.cuh"
 #include "softmax.cuh"
 #include "tma.cuh"
 #include "wgmma.cuh"
@@ -396,7 +396,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       const int q_first = work.q_start + 64 * warpgroup + row_in_group;
       const float scale_log2e = softmax_scale * kLog2e;
       float row_max[2] = {kUnseen, kUnseen}, row_sum[2] = {0.0f, 0.0f}, maximum[2], alpha[2];
-      float largest[2] = {kUnseen, kUnseen};  // logits of the two rows, in units of log2
+      constexpr int kOne = __builtin_bit_cast(int, 1.0f);
+      int largest_p[2] = {kOne, kOne};  // of the two rows: P of the row max, and what came since
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) acc[i] = 0.0f;
 
@@ -431,7 +432,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
       // The first tile. Its S is there.
       release_k();
       finish_logits();
-      track_largest(s, scale_log2e, largest);
       // The running max of the first tile; P = exp2(S - max)
       find_maximum(s, scale_log2e, maximum);
       raise_row_max(maximum, row_max, alpha);
@@ -449,13 +449,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
         fence_registers(s);
         release_k();
         finish_logits();
-        track_largest(s, scale_log2e, largest);
         // P of this tile, with the row max of the step before. S is kept until the sums show that P stayed in range.
         float sum[2] = {0.0f, 0.0f};
+        int step_p[2] = {0, 0};
         wait_products<0>();
         fence_registers(acc);
         release_v();
-        exponentiate<Element>(s, scale_log2e, row_max, p, sum);
+        exponentiate_largest<Element>(s, scale_log2e, row_max, p, sum, step_p);
         const auto kept = [&](int row) { return sum[row] <= fminf(kRecomputeGrowth * row_sum[row], kRecomputeAbove); };
         if (__any_sync(~0u, !(kept(0) && kept(1)))) {
           find_maximum(s, scale_log2e, maximum);
@@ -465,18 +465,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) fwd_sm90a_wgmma_bf16_d
 #pragma unroll
           for (int row = 0; row < 2; ++row) {
             row_sum[row] *= alpha[row];
+            largest_p[row] = rescaled_p(largest_p[row], alpha[row]);
             sum[row] = 0.0f;
+            step_p[row] = 0;
           }
-          exponentiate<Element>(s, scale_log2e, row_max, p, sum);
+          exponentiate_largest<Element>(s, scale_log2e, row_max, p, sum, step_p);
         }
         row_sum[0] += sum[0];
         row_sum[1] += sum[1];
+        largest_p[0] = max(largest_p[0], step_p[0]);
+        largest_p[1] = max(largest_p[1], step_p[1]);
       }
 
       if (leader) q_ring.release();
       q_ring.advance();
-      share_maximum(largest);
-      float normalize[2];
+      float largest[2], normalize[2];
+      largest_of_p(largest_p, row_max, largest);
       finish_sum(row_sum, normalize);
 
       // O leaves through shared memory, so that stores are whole rows.

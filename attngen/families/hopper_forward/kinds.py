@@ -59,7 +59,7 @@ _OLD_MAX = (
 _FEW = "; from a new maximum after a partial first tile{few}"
 _CAPPED = "; in tiles without a mask tanh is a polynomial of the products while no argument is large"
 _RELATIVE = "; logits are relative to the row max, which a term of the score subtracts"
-_TRACKED = "; lanes keep the largest logit of their keys besides"
+_TRACKED = "; lanes keep the largest P of their keys besides"
 _ENTRIES = "; one vote for the rows of all batch entries"
 _LAZY = "maximum; O is rescaled only if it has grown by 2^{raised}; exponentials make P(j)"
 _CONSTANT = "exponentials make P(j) from a constant, {fixed_max}, in place of row maxima: the score is bounded"
@@ -83,7 +83,7 @@ KINDS = (
     SoftmaxKind(
         "first_max", "entries", "first_max_entries", _OLD_MAX + _ENTRIES, logits="branches_entries", cuts=False
     ),
-    SoftmaxKind("first_max", "tracked", "first_max_tracked", _OLD_MAX + _TRACKED, header="track_largest"),
+    SoftmaxKind("first_max", "tracked", "first_max_tracked", _OLD_MAX + _TRACKED, header="largest_p"),
     SoftmaxKind("lazy", "", "lazy", _LAZY, "lazy", dtypes=_ALL),
     SoftmaxKind("exact_max", "", "exact_max", "maximum, O rescaled, exponentials make P(j)", "exactmax", dtypes=_ALL),
     SoftmaxKind("bounded", "", "bounded", _CONSTANT, "bounded", "fused", _NO_MAX, cuts=False),
