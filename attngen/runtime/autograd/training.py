@@ -65,7 +65,7 @@ _OF_BACKWARD: RecentCache[tuple[str | Variant, Variant]] = RecentCache(PREPARED_
 
 
 class TrainedCall:
-    """A prepared call that autograd differentiates, and what ran the backward passes of such calls.
+    """A prepared call that autograd differentiates, and the prepared backward passes of such calls.
 
     Called as a ``PreparedCall``. A backward is recognized by its tensors, as a forward is: an earlier one had the same,
     but for their places in memory.
@@ -97,7 +97,7 @@ class TrainedCall:
         return out, lse
 
     def recalled(self, key: tuple[object, ...], record: _Record) -> tuple[PreparedBackward, list[int]] | None:
-        """What ran an earlier backward like this one, and the addresses of this one's tensors; or None."""
+        """The prepared backward of an earlier call like this one, and the addresses of this one's tensors; or None."""
         alike = self._backwards[key]
         if not alike:
             return None
@@ -105,7 +105,7 @@ class TrainedCall:
         return None if addresses is None else (alike[1], addresses)
 
     def note(self, key: tuple[object, ...], record: _Record, prepared: PreparedBackward) -> None:
-        """Remember what ran a backward, the first one of its key."""
+        """Remember the first backward of a key."""
         if self._backwards[key] is not None:
             return
         absent, kept = len(record) - 1, len(record) - 5 - len(self.names)
