@@ -227,6 +227,7 @@ class _Maker:
         names: dict[object, str] = {}
         kernels: list[dict[str, Any]] = []
         for variant, lines, fast_math in used:
+            variant = variant.without_max_logits()  # which the lines say
             name = names.setdefault(variant.definition, _free(variant.name, set(names.values())))
             said = yaml.safe_load(lines)
             kernels.append({**said["kernels"][0], "variant": name, "arch": said["arch"]})
@@ -235,7 +236,8 @@ class _Maker:
         forwards = [{key: entry[key] for key in entry if key not in ("passes", "deterministic")} for entry in kernels]
         implied = [forward for forward, entry in zip(forwards, kernels, strict=True) if forward != entry]
         kernels = [entry for entry in kernels if entry not in implied]  # a backward's entry builds its forward, too
-        variants = {names[variant.definition]: declaration(variant) for variant, *_ in used}
+        plain = [variant.without_max_logits() for variant, *_ in used]
+        variants = {names[variant.definition]: declaration(variant) for variant in plain}
         text = spec_text(variants, kernels)
         load_spec_text(text, str(path))
         return text
@@ -249,7 +251,8 @@ def _asked(request: Request, capability: int) -> KernelSpec:
     variant = request.call.variant
     lines = "\n".join(line.removeprefix("  ") for line in yaml_lines(request.call, capability, request))
     keys = "" if variant.keys is None else f", keys: {variant.keys}"  # which decides what kernels there are
-    placeholder = f"schema: 1\npackage: {PACKAGE}\nvariants:\n  {variant.name}: {{mask: true{keys}}}\n{lines}\n"
+    name = variant.without_max_logits().name
+    placeholder = f"schema: 1\npackage: {PACKAGE}\nvariants:\n  {name}: {{mask: true{keys}}}\n{lines}\n"
     kernels = [
         kernel for kernel in expand(load_spec_text(placeholder, "call.yaml")) if kernel.direction == request.direction
     ]

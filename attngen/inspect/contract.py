@@ -56,6 +56,7 @@ class Expected:
     fused: tuple[Fused, ...] = ()  # of a variant with a score, or of quantized tensors
     blind: Tensor | None = None  # bool, as lse: rows that see no key; None where their log-sum-exp tells, as it is −inf
     coarse: bool = False  # products are of 8 bits
+    max_logits: Tensor | None = None  # float64, as lse: the largest logits, if they are a result
     logit: float = 0.0  # the largest that matters, with a score or in float32: its rounding is an error of an exponent
 
     @property
@@ -69,6 +70,10 @@ def expected(call: Call, q: Tensor, k: Tensor, v: Tensor, probabilities: torch.d
     products, unless a dtype is given. Raises IndexError for a load out of extent that nothing guards."""
     with torch.no_grad(), exact_float32():
         out, lse = reference(call, q, k, v, compute=torch.float64)
+        max_logits = None
+        if call.variant.max_logits:
+            lse, max_logits = lse.unbind(-1)
+            call = replace(call, variant=call.variant.without_max_logits())
         plain_out, plain_lse = plain(call, q, k, v, probabilities)
         blind = None if call.variant.sink is None else rows_without_keys(call, q, k, v)
         rounds_logits = call.variant.score is not None or call.descales
@@ -77,8 +82,9 @@ def expected(call: Call, q: Tensor, k: Tensor, v: Tensor, probabilities: torch.d
         peer = sdpa(call, q, k, v)
         coarse = bool(call.descales) and probabilities is None
         return Expected(
-            out, lse, plain_out, plain_lse, peer, _rows(call, lse), draws, blind, coarse, largest_logit(rounds)
-        )
+            out, lse, plain_out, plain_lse, peer, _rows(call, lse), draws, blind, coarse, max_logits,
+            largest_logit(rounds),
+        )  # fmt: skip
 
 
 def rows_without_keys(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -132,6 +138,9 @@ class Deviation:
 
 def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviation:
     """Compare the results of a call with the expected ones; those over pages as the rows of all sequences."""
+    max_logits = None
+    if wanted.max_logits is not None:
+        lse, max_logits = lse.unbind(-1)
     if not call.variant.has_lse:
         lse = wanted.lse.float()  # there is none to compare
     by_row = (lambda t: t.transpose(0, 1)) if call.ragged else (lambda t: t.transpose(1, 2))
@@ -162,8 +171,17 @@ def deviation(call: Call, out: Tensor, lse: Tensor, wanted: Expected) -> Deviati
         truth_squares=(1 + exponent**2) * float(truth.square().sum()),
         elements=error.numel(),
         dead_rows=int(dead.sum()),
-        wrong=_inexact(by_row(out), lse, dead, live, summed),
+        wrong=(*_inexact(by_row(out), lse, dead, live, summed), *_wrong_max_logits(max_logits, wanted, lse_allowed)),
     )
+
+
+def _wrong_max_logits(actual: Tensor | None, wanted: Expected, allowed: float) -> tuple[str, ...]:
+    """The fault of largest logits that are further from the reference's than a log-sum-exp may be, or none."""
+    if actual is None or wanted.max_logits is None:
+        return ()
+    one, other = actual[wanted.rows].double(), wanted.max_logits[wanted.rows]
+    error = largest(torch.where(one == other, 0.0, (one - other).abs()))  # both may be -inf
+    return (f"the largest logit of a row is off by {error:.3g}, of {allowed:.3g}",) if error > allowed else ()
 
 
 def largest_logit(draws: Sequence[Fused]) -> float:

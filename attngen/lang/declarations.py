@@ -19,9 +19,9 @@ from attngen.lang.variant import Scalar, Tensor
 RESERVED: frozenset[str] = frozenset((
     *INDEX_NAMES, *INDEX_RANGES, "s", *FUNCTIONS, *CONSTANTS,
     *DESCALES, "k", "v", "query", "key", "value", "o", "out", "output", "lse", "scale", "softmax_scale", "is_causal",
-    "variant", "backend", "package", "kernel", "layout", "return_lse", "dropout", "dropout_p", "dropout_seed",
-    "rng_state", "deterministic", "quantize", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
-    "max_seqlen_k", "direction", "out_dtype",
+    "variant", "backend", "package", "kernel", "layout", "return_lse", "return_max_logits", "dropout", "dropout_p",
+    "dropout_seed", "rng_state", "deterministic", "quantize", "seqused_q", "seqused_k", "cu_seqlens_q", "cu_seqlens_k",
+    "max_seqlen_q", "max_seqlen_k", "direction", "out_dtype",
     "tile_map", "page_table", "k_pages", "v_pages", "page_layout", "num_decodes", "num_splits",
     "split_size", "softmax", "mask", "score", "sink", "let", "scalars", "tensors",
     "dq", "dk", "dv", "do", "dout", "dlse", "delta", "stream", "device", "dtype", "self", "true",

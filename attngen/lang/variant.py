@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,10 @@ from attngen.lang.listed import KEYS
 from attngen.lang.ranges import Range, declared_ranges
 from attngen.records import VariantName
 
-__all__ = ["VISIBLE", "Bound", "Monotone", "Scalar", "VariantSettings", "Tensor", "Variant", "VariantText"]
+__all__ = [
+    "VISIBLE", "Bound", "Monotone", "Scalar", "VariantSettings", "Tensor", "Variant", "VariantText",
+    "declared_settings",
+]  # fmt: skip
 
 #: Fields of a variant that name and declare what others read, and its expressions; all others are settings.
 _NO_FEATURES = frozenset(("name", "scalars", "tensors", "let", "mask_text", "score_text", "sink_text"))
@@ -26,6 +29,9 @@ _LOGIT = Var("s", Type.FLOAT)
 #: How logits become the weights of values: relative to all logits of a row (None), or each for itself, by a function of
 #: the logit. The reference and the yardsticks of tests compute it from here.
 WEIGHTS: dict[str, Expr | None] = {"softmax": None, "sigmoid": Op("sigmoid", (_LOGIT,), Type.FLOAT)}
+
+#: What is appended to the name of a variant whose kernels also give the largest logits.
+_MAX_LOGITS = "_max_logits"
 
 #: The mask that hides nothing.
 VISIBLE: Expr = Const(True, Type.BOOL)
@@ -40,7 +46,8 @@ class VariantSettings:
     """VariantSettings of a variant beside its expressions and what these read: one declaration of each.
 
     Specs, JSON, definitions and comparisons of variants follow. ``choices`` are the allowed texts, and ``unset`` is the
-    word for None. A setting that nobody serves is refused by all (``Variant.features``).
+    word for None. A setting that nobody serves is refused by all (``Variant.features``). One ``of_calls`` is asked for
+    by calls and by entries of ``kernels``, and no declaration of a variant has it.
     """
 
     dropout: bool = _setting(False, "drop probabilities, at the rate `dropout_p` of the call")
@@ -53,6 +60,7 @@ class VariantSettings:
         "how logits become the weights of values; `sigmoid`: each by itself, without a sum over the row",
         choices=tuple(WEIGHTS),
     )
+    max_logits: bool = _setting(False, "also give the largest logit of each row", of_calls=True)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -64,6 +72,11 @@ class VariantSettings:
         """The settings whose value is not the default."""
         defaults = {one.name: one.default for one in _settings_of(type(self))}
         return {name: value for name, value in self.settings.items() if value != defaults[name]}
+
+
+def declared_settings() -> tuple[Field[Any], ...]:
+    """The settings that declarations of variants have."""
+    return tuple(one for one in fields(VariantSettings) if not one.metadata.get("of_calls"))
 
 
 def _settings_of(owner: type[VariantSettings]) -> tuple[Field[Any], ...]:
@@ -93,7 +106,8 @@ class Variant(VariantSettings):
 
     ``mask`` is BOOL, true where visible (``Const(True)``: everywhere). ``score`` is FLOAT, or None for ``s``. ``sink``
     is FLOAT over batch and head: a logit that every row has besides those of its keys, without a value; None for none.
-    The log-sum-exp includes it, unless ``sink_in_lse`` is false. ``weights`` is one of ``WEIGHTS``.
+    The log-sum-exp includes it, unless ``sink_in_lse`` is false. ``weights`` is one of ``WEIGHTS``. With ``max_logits``
+    results beside the output are a pair along a first axis: the log-sum-exp, and the largest logit of each row.
     With ``dropout``, probabilities are dropped at the rate and with the random numbers that the last scalar and the
     last tensor give (``lang.dropout``). ``keys`` names the tensors by which calls list the keys of each query
     (``lang.listed``), which come last but for that of dropout; None: the mask alone decides. Constant scalars are
@@ -141,6 +155,21 @@ class Variant(VariantSettings):
     def has_lse(self) -> bool:
         """Whether a row has a log-sum-exp: its weights are those of a softmax."""
         return WEIGHTS[self.weights] is None
+
+    def with_max_logits(self) -> Variant:
+        """The variant whose results have the largest logits, too. CallError for weights that keep no maximum."""
+        if not self.has_lse:
+            raise CallError(
+                f"{self.name} has weights: {self.weights}, whose kernels look for no largest logit; leave out "
+                "return_max_logits"
+            )
+        return self if self.max_logits else replace(self, name=self.name + _MAX_LOGITS, max_logits=True)
+
+    def without_max_logits(self) -> Variant:
+        """The variant of which ``with_max_logits`` made this one, or itself."""
+        if not self.max_logits:
+            return self
+        return replace(self, name=self.name.removesuffix(_MAX_LOGITS), max_logits=False)
 
     @property
     def arguments(self) -> tuple[Scalar, ...]:

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from attngen.lang.variant import Variant
 from attngen.parallel.exchange import Group, all_to_all
 from attngen.parallel.groups import GroupReference
 from attngen.parallel.routes import Route
-from attngen.parallel.stages import CallOptions, given_of, local_gradients
+from attngen.parallel.stages import CallOptions, attended, given_of, local_gradients
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.autograd.transforms import HEADS, stand_alone
-from attngen.runtime.operations.attention.dispatch import run
 
 
 def heads_are_alike(variant: Variant) -> bool:
@@ -62,8 +62,10 @@ class HeadParallelAttention:
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Output, log-sum-exp and what the backward needs. q, k and v are (batch, rows, heads, head_dim)."""
         whole = _to_rows(self.route, self.group(), [x.transpose(0, 1) for x in (q, k, v)])
-        result = run(self._given(whole, q, k, v, values, options)._replace(return_lse=lse or keep))
-        computed, sums = result if lse or keep else (result, None)
+        given = self._given(whole, q, k, v, values, options)._replace(return_lse=lse or keep)
+        heads = q.shape[2] // len(self.route.receive_counts)
+        computed, sums, note_largest = attended(given, options, (heads * dist.get_rank(self.group()), heads))
+        note_largest()
         (out,) = _to_heads(self.route, self.group(), [self._rows_first(computed)])
         lse_here = None
         if lse and sums is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from attngen.errors import CallError, suggest
@@ -39,6 +40,7 @@ from attngen.parallel.sharding import Sharding
 from attngen.parallel.stages import CallOptions
 from attngen.parallel.values import Cutter, passed, read_by_mask
 from attngen.runtime.arguments import debug as debugging
+from attngen.runtime.arguments.checked import lse_dtype_of
 from attngen.runtime.operations.attention.entry import attention
 from attngen.runtime.registry.binding import find
 from attngen.variants import PythonVariant
@@ -142,6 +144,7 @@ class Plan:
         variant: str | Variant | None = None,
         softmax_scale: float | None = None,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         layout: str = "bshd",
         backend: str | None = None,
         package: str | None = None,
@@ -154,12 +157,20 @@ class Plan:
         shapes of ``attngen.attention_varlen``: q (tokens, heads, head_dim), and a log-sum-exp of (heads, tokens).
         ``variant`` says which one, if the plan has several. ``values`` are the scalars and tensors of the variant that
         the plan did not get; a tensor with something for each token holds all tokens, or those of this rank.
+        With ``return_max_logits``, eager, the largest logit of each head over the tokens of all ranks comes last,
+        (heads,).
 
         All ranks of the group make the call, and run its backward, in the same order. The first call compares plans
         and arguments, and fails on all ranks if they differ or one is wrong; under ``attngen.debug()`` every call does.
         Raises CallError, and what ``attngen.attention`` raises.
         """
-        options = CallOptions(softmax_scale, backend, package, deterministic)
+        largest = None
+        if return_max_logits:
+            if torch.compiler.is_compiling():
+                raise CallError("largest logits of all ranks are for eager calls; leave out return_max_logits")
+            heads = q.shape[1 if layout == "bhsd" else -2]
+            largest = torch.full((heads,), -math.inf, dtype=lse_dtype_of(q.dtype), device=q.device)
+        options = CallOptions(softmax_scale, backend, package, deterministic, largest)
         packed = self.cu_seqlens is not None
         traced = torch.compiler.is_compiling()
         if not traced:
@@ -176,15 +187,18 @@ class Plan:
             out, lse = operators.traced(self.number, variant, options, q, k, v, values)
             lse = lse if return_lse else None
         elif self._wire is None:
-            out, lse = self._alone(layer, q, k, v, values, {**options._asdict(), "return_lse": return_lse})
+            out, lse = self._alone(layer, q, k, v, values, options, return_lse=return_lse)
         else:
             call, tensors = self._call(layer, values, options)
             out, lse = attend(call, q, k, v, tensors, return_lse=return_lse)
+            if largest is not None:
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._wire)
         if packed:
             out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
         elif layout == "bhsd":
             out = out.transpose(1, 2)
-        return out if lse is None else (out, lse)
+        results = (out, *(each for each in (lse, largest) if each is not None))
+        return results if len(results) > 1 else out
 
     def called(self, variant: str | Variant | None = None) -> PythonVariant | str | Variant:
         """The variant that each rank calls over its rows and keys: what to build kernels of."""
@@ -258,12 +272,23 @@ class Plan:
         return ParallelCall(self, layer, options, numbers, tuple(tensors)), list(tensors.values())
 
     def _alone(
-        self, layer: PlanLayer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """The call of a single rank."""
+        self, layer: PlanLayer, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Any], options: CallOptions, *,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """The call of a single rank, whose largest logits the options take."""
         arguments = self.arguments(layer, q, values)
-        result: Any = attention(q, k, v, variant=self._called(layer), **options, **arguments)
-        return result if options["return_lse"] else (result, None)
+        *given, largest = options
+        named: dict[str, Any] = dict(zip(CallOptions._fields, given, strict=False))
+        result: Any = attention(
+            q, k, v, variant=self._called(layer), return_lse=return_lse, return_max_logits=largest is not None,
+            **named, **arguments,
+        )  # fmt: skip
+        if largest is not None:
+            *result, own = result
+            largest.copy_(own)
+        else:
+            result = result if return_lse else (result,)
+        return result[0], result[1] if return_lse else None
 
     def rank_attention(self, layer: PlanLayer) -> RankAttention | HeadParallelAttention:
         """Calls and exchanges of this rank for a layer."""

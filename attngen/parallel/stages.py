@@ -23,6 +23,7 @@ from attngen.runtime.arguments.lengths import note_lengths
 from attngen.runtime.autograd.derivatives import reference_gradients
 from attngen.runtime.autograd.training import differentiate, usable
 from attngen.runtime.launch.prepared_backward import NOWHERE, Places
+from attngen.runtime.operations.attention import largest
 from attngen.runtime.operations.attention.dispatch import run
 
 
@@ -33,6 +34,26 @@ class CallOptions(NamedTuple):
     backend: str | None = None
     package: str | None = None
     deterministic: bool = False
+    #: (heads,) float32 that takes the largest logit of each head of what this rank computes; None: not asked for.
+    max_logits: Tensor | None = None
+
+
+def attended(
+    given: Given, options: CallOptions, heads: tuple[int, int]
+) -> tuple[Tensor, Tensor | None, Callable[[], None]]:
+    """Output and log-sum-exp of a call, and what notes its largest logits; ``heads`` are the first and the number of
+    those that it computes."""
+    if options.max_logits is None:
+        result: Any = run(given)
+        out, lse = result if given.return_lse else (result, None)
+        return out, lse, lambda: None
+    out, lse, rows = largest.attend_rows(run, given)
+    own, place = largest.of_heads(rows, given.cu_seqlens_q), options.max_logits.narrow(0, *heads)
+
+    def note() -> None:
+        torch.maximum(place, own, out=place)
+
+    return out, lse if given.return_lse else None, note
 
 
 class HeadGroup(NamedTuple):
@@ -223,10 +244,10 @@ class Stage:
         given = self._given(self._packed(group.of(self.rows.of(q, 1))), self._packed(k), self._packed(v), group, values,
                             options, q.shape[0], q.shape[2], rows)  # fmt: skip
         given = given._replace(return_lse=lse is not None)
-        result = run(given)
-        computed, sums = result if lse is not None else (result, None)
+        computed, sums, note_largest = attended(given, options, group.heads)
 
         def copy_rows() -> None:
+            note_largest()
             if rows is None:
                 whole = out if out.shape[2] == group.heads[1] else out.narrow(2, *group.heads)
                 self.rows.put(whole, self._dense(computed, q.shape[0]), 1)

@@ -38,6 +38,7 @@ SHARED_KEYS = ATTENTION | CLASSIFIED | {
     **dict.fromkeys(("persistent", "pack_gqa"), only(None, True, why="blocks share the keys of all heads of a group")),
     **dict.fromkeys(("order", "epilogue"), only(None, why="these kernels leave no choice of it")),
     "dropout": only(False, why="dropout shares random numbers among rows of one head, and here rows belong to several"),
+    "max_logits": ANY,
 }  # fmt: skip
 
 #: A softmax that is always lazy, and one that is always exact.

@@ -92,6 +92,15 @@ def row_pointer(of: str) -> Argument:
     return Argument(f"{of}_ptr", "pointer", "*fp32", of=of, divisibility=4)
 
 
+def results_of_rows(plan: Plan) -> Iterator[Argument]:
+    """Yield the address of the log-sum-exp, if there is one, and, where largest logits follow it in memory, how many
+    rows have one."""
+    if plan.variant.has_lse:
+        yield row_pointer("lse")
+    if plan.variant.max_logits:
+        yield size("lse_rows", form="i64")
+
+
 def partial_pointers() -> Iterator[Argument]:
     """Yield the addresses of partial results, and of the counters by which the last block to finish is known."""
     yield Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16)

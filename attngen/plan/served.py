@@ -62,7 +62,7 @@ _OTHERS = frozenset((
 #: Names in specs, where ``KernelSpec`` has others.
 _NAMES = {
     "tile_m": "tile.m", "tile_n": "tile.n", "stages": "pipeline.stages", "num_warps": "warps", "roles": "warps",
-    "grouped_v": "transposed_v", "scale_block": "descale",
+    "grouped_v": "transposed_v", "scale_block": "descale", "max_logits": "max_logits",
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def _fields_of(spec: KernelSpec) -> Iterator[tuple[str, str, Any, Any]]:
             default = None if field.default is MISSING else field.default
             yield field.name, _NAMES.get(field.name, field.name), getattr(spec, field.name), default
     for name, value, default in spec.variant.features():
-        yield name, f"variant.{name}", value, default
+        yield name, _NAMES.get(name, f"variant.{name}"), value, default
 
 
 def _shown(field: str, value: Any) -> str:
@@ -119,6 +119,11 @@ def check_together(spec: KernelSpec) -> None:
         raise refuse(
             spec, "kv_dtype", f"no kernel mixes q of {spec.dtype} with k and v of {kv_dtype}; allowed: "
             f"{' or '.join(beside) or f'{CACHE_DTYPES[0]} with dtype {BESIDE_CACHES[0]}'}, or leave it out"
+        )  # fmt: skip
+    if spec.variant.max_logits and (quantized or spec.kv_dtype not in (None, spec.dtype)):
+        raise refuse(
+            spec, "max_logits", f"kernels of {spec.dtype if quantized else spec.kv_dtype} keep no largest logits; "
+            "leave it out"
         )  # fmt: skip
     if spec.out_dtype is not None and not (quantized and spec.direction == "forward"):
         raise refuse(

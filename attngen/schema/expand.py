@@ -50,13 +50,13 @@ MAX_KERNELS = 4096
 _AXES = (
     "variant", "arch", "dtype", "kv_dtype", "out_dtype", "head_dim", "descale", "layout", "passes", "backend", "tile",
     "stages", "warps", "loads", "tile_map", "alignment", "fast_math", "softmax", "deterministic", "persistent", "order",
-    "epilogue", "pack_gqa", "transposed_v", "split_kv",
+    "epilogue", "pack_gqa", "transposed_v", "split_kv", "max_logits",
 )  # fmt: skip
 
 #: Fields that concern the forward only; those of the backward are in ``backward``.
 _FORWARDS = (
     "backend", "tile", "stages", "warps", "softmax", "persistent", "order", "epilogue", "pack_gqa", "split_kv",
-    "kv_dtype", "out_dtype", "transposed_v", "descale",
+    "kv_dtype", "out_dtype", "transposed_v", "descale", "max_logits",
 )  # fmt: skip
 #: Fields that concern the ordinary forward only; a split-KV one leaves them to the plan.
 _UNSPLIT = ("tile", "stages", "warps", "persistent", "order", "epilogue", "pack_gqa")
@@ -240,11 +240,20 @@ def _kernel(spec: Spec, index: int, chosen: dict[str, _FieldValue]) -> KernelSpe
     if left_open := chosen["arch"].fallback:
         values |= dict.fromkeys(_CUTS)
     beyond_256 = max(values["head_dim"].qk, values["head_dim"].v) > HEAD_DIMS[-1]  # their blocks always share keys
+    variant = declared.variant
+    if values["max_logits"]:
+        if not variant.has_lse:
+            raise SpecError(
+                f"weights: {variant.weights} keep no row max; leave it out",
+                location=chosen["max_logits"].location,
+                field=f"kernels[{index}].max_logits",
+            )
+        variant = variant.with_max_logits()
     tile, warps = values["tile"] or TileModel(), values["warps"] or WarpsModel()
     alignment = values["alignment"]
     return KernelSpec(
         package=spec.package,
-        variant=declared.variant,
+        variant=variant,
         arch=values["arch"],
         head_dim_qk=values["head_dim"].qk,
         head_dim_v=values["head_dim"].v,

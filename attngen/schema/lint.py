@@ -33,7 +33,7 @@ class Remark:
 def lint(spec: Spec, kernels: tuple[KernelSpec, ...]) -> list[Remark]:
     """Return the warnings of a spec, in the order of the file. ``kernels`` is what it expands into."""
     remarks = []
-    used = {kernel.variant.name for kernel in kernels}
+    used = {kernel.variant.without_max_logits().name for kernel in kernels}
     for name in spec.model.variants:
         declared = spec.variants[name]
         remarks.extend(_unused_declarations(declared))

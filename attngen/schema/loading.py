@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,7 +26,7 @@ from attngen.lang.facts import Facts
 from attngen.lang.ir import Const, Type
 from attngen.lang.parser import Written
 from attngen.lang.source import locate
-from attngen.lang.variant import Monotone, Scalar, Tensor, Variant, VariantSettings
+from attngen.lang.variant import Monotone, Scalar, Tensor, Variant, declared_settings
 from attngen.schema import names, tree
 from attngen.schema.messages import field_path, spec_error, spec_errors, unknown_fields
 from attngen.schema.models import KernelModel, ScalarModel, SpecModel, TensorModel, VariantModel
@@ -441,7 +441,7 @@ def _compile(
         written=written,
         unsure=unsure,
         blocks=model.blocks,
-        **{one.name: getattr(model, one.name) for one in fields(VariantSettings)},
+        **{one.name: getattr(model, one.name) for one in declared_settings()},
     )
 
 

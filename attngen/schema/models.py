@@ -8,7 +8,6 @@ ends up in a user's editor through the JSON Schema is in the fields' description
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import (
@@ -26,7 +25,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from attngen.formats import SCHEMA
 from attngen.lang.blocks import BLOCKS
-from attngen.lang.variant import VariantSettings
+from attngen.lang.variant import VariantSettings, declared_settings
 from attngen.schema.fields import (
     Alignment,
     ArchName,
@@ -183,7 +182,7 @@ def _setting(hint: Any, metadata: Mapping[str, Any], default: Any) -> tuple[Any,
 
 _HINTS = get_type_hints(VariantSettings)
 _SETTINGS: dict[str, Any] = {
-    one.name: _setting(_HINTS[one.name], one.metadata, one.default) for one in fields(VariantSettings)
+    one.name: _setting(_HINTS[one.name], one.metadata, one.default) for one in declared_settings()
 }
 _Settings = create_model("_Settings", __base__=Model, **_SETTINGS)
 
@@ -316,6 +315,9 @@ class KernelModel(Model):
     softmax_scale: Annotated[float, Field(gt=0)] | None = Field(default=None, description="fixed at build time")
     backward: BackwardModel | None = Field(default=None, description="how the backward is computed")
     deterministic: OneOrMany[bool] = (False,)
+    max_logits: OneOrMany[bool] | None = Field(
+        default=None, description="the forward also gives the largest logit of each row; left out: no"
+    )
     persistent: OneOrMany[bool] | None = None
     order: OneOrMany[Order] | None = Field(default=None, description="which query tiles come first")
     epilogue: OneOrMany[Epilogue] | None = Field(

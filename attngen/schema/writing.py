@@ -12,7 +12,7 @@ from attngen.formats import SCHEMA
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.listed import KEYS
 from attngen.lang.printing import canonical
-from attngen.lang.variant import Scalar, Tensor, Variant
+from attngen.lang.variant import Scalar, Tensor, Variant, declared_settings
 
 
 def spec_text(
@@ -62,7 +62,7 @@ def declaration(variant: Variant) -> dict[str, Any]:
         fields["scalars"] = {scalar.name: _scalar(scalar) for scalar in own[0]}
     if own[1]:
         fields["tensors"] = {tensor.name: _tensor(tensor) for tensor in own[1]}
-    return fields | variant.given
+    return fields | {one.name: variant.given[one.name] for one in declared_settings() if one.name in variant.given}
 
 
 def _scalar(scalar: Scalar) -> dict[str, Any]:

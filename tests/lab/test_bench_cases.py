@@ -201,3 +201,13 @@ def test_indices_of_a_mask_are_kept_within_their_tensors() -> None:
     never = variant("never", "flag[kv + 99]", tensors=[Declared("flag", "bool", ("seqlen_k",))])
     with pytest.raises(IndexError, match="flag"):
         workload(never, case("never", 30), "cpu")
+
+
+def test_calls_with_their_largest_logits_have_the_cases_of_those_without() -> None:
+    asked = preset("causal").with_max_logits()
+    given = ("bf16", 64, 64)
+    cases = bench_cases(asked.name, *given, plain="causal")
+    assert cases == tuple(replace(one, variant=asked.name) for one in bench_cases("causal", *given))
+    work = workload(asked, cases[0], "cpu")
+    assert work.terms is not None  # those of other libraries, whose outputs are the same
+    assert work.pairs == workload(preset("causal"), cases[0], "cpu").pairs

@@ -74,3 +74,8 @@ def test_each_kernel_is_called_by_itself(prepared: list[Prepared], monkeypatch: 
             call()
     assert [name for name, *_ in seen] == [plan.name for plan in dense for _ in inputs]
     assert all(arguments == {} for *_, arguments in seen)
+    text = "schema: 1\narch: [sm90a]\nkernels: [{variant: causal, head_dim: 32, max_logits: true}]\n"
+    asked = plan(*expand(load_spec_text(text)))
+    bench_kernels.enter("asked", kernel_of(asked), work, inputs).calls[0]()
+    assert seen[-1][0] == asked.name
+    assert seen[-1][2] == {"return_max_logits": True}

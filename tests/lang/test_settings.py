@@ -21,7 +21,7 @@ from attngen.lab.bench import check, workloads
 from attngen.lab.bench.cases import BenchCase
 from attngen.lang.check import restore_variant
 from attngen.lang.shifts import shifts_with_logits
-from attngen.lang.variant import Variant, VariantSettings
+from attngen.lang.variant import Variant, VariantSettings, declared_settings
 from attngen.parallel import decoding, making
 from attngen.resources import root
 from attngen.runtime.operations.index_scores import arguments
@@ -29,7 +29,9 @@ from attngen.runtime.reference import eager
 from attngen.schema.models import VariantModel
 from attngen.schema.writing import declaration
 
-SETTINGS = {one.name: one.default for one in fields(VariantSettings)}
+SETTINGS = {one.name: one.default for one in declared_settings()}
+#: Those that calls ask for, and no declaration has.
+OF_CALLS = {one.name for one in fields(VariantSettings)} - set(SETTINGS)
 #: A value of each setting, and of what it cannot stand without.
 GIVEN: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": True},
@@ -60,6 +62,18 @@ def test_a_spec_and_python_have_the_settings_with_their_defaults() -> None:
     assert set(GIVEN) == set(SETTINGS)
 
 
+def test_calls_ask_for_the_largest_logits_of_a_variant() -> None:
+    plain = attngen.variant("q_pos >= kv", name="mine").value
+    asked = plain.with_max_logits()
+    assert {"max_logits"} == OF_CALLS == set(asked.to_dict()) - set(plain.to_dict())
+    assert (asked.name, asked.with_max_logits(), asked.without_max_logits()) == ("mine_max_logits", asked, plain)
+    assert restore_variant(asked.to_dict()) == asked
+    assert declaration(asked) == declaration(plain)
+    assert asked.definition != plain.definition
+    with pytest.raises(CallError, match="custom has weights: sigmoid, whose kernels look for no largest logit"):
+        attngen.variant(weights="sigmoid").value.with_max_logits()
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_json_specs_definitions_and_comparisons_follow(name: str) -> None:
     value = attngen.variant("q_pos >= kv", **GIVEN[name]).value
@@ -83,7 +97,7 @@ def test_a_setting_that_nobody_has_heard_of_is_kept_apart() -> None:
 @pytest.mark.parametrize("consumer", CONSUMERS, ids=lambda consumer: consumer.__name__)
 def test_each_consumer_asks_for_what_it_serves(consumer: Any) -> None:
     assert "require(SERVES," in inspect.getsource(consumer)
-    assert set(consumer.SERVES) <= {"mask", "score", "sink", *SETTINGS}
+    assert set(consumer.SERVES) <= {"mask", "score", "sink", *SETTINGS, *OF_CALLS}
 
 
 def called(consumer: Any, variant: Variant) -> None:
@@ -115,8 +129,9 @@ def called(consumer: Any, variant: Variant) -> None:
 @pytest.mark.parametrize("consumer", CONSUMERS, ids=lambda consumer: consumer.__name__)
 def test_each_consumer_refuses_a_setting_that_it_does_not_serve(consumer: Any) -> None:
     variants = [attngen.variant(**GIVEN[name]).value for name in sorted({*SETTINGS} - {*consumer.SERVES})]
-    for variant in [*variants, Later("later", unheard=True)]:
-        with pytest.raises(CallError, match="does not serve '(unheard|dropout|keys|sink|weights)"):
+    asked = [] if "max_logits" in consumer.SERVES else [attngen.variant().value.with_max_logits()]
+    for variant in [*variants, *asked, Later("later", unheard=True)]:
+        with pytest.raises(CallError, match="does not serve '(unheard|dropout|keys|sink|weights|max_logits)"):
             called(consumer, variant)
 
 

@@ -366,10 +366,10 @@ def tensors(case: Case, seqlen: int, head_dim: int = HEAD_DIM) -> list[Tensor]:
     return [t.transpose(1, 2).contiguous() for t in made] if case.options.get("layout") == "bhsd" else made
 
 
-def alone(case: Case, q: Tensor, k: Tensor, v: Tensor, seqlen: int, values: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def alone(case: Case, q: Tensor, k: Tensor, v: Tensor, seqlen: int, values: dict[str, Any]) -> tuple[Tensor, ...]:
     """The call of one process."""
     offsets = case.cu_seqlens(seqlen)
-    options = {**case.options, **values, "variant": case.variant, "return_lse": True}
+    options = {**case.options, **values, "variant": case.variant, "return_lse": True, "return_max_logits": True}
     if offsets is None:
         return attngen.attention(q, k, v, **options)
     cu, longest = torch.tensor(offsets, dtype=torch.int32, device=q.device), max(b - a for a, b in pairwise(offsets))
@@ -389,13 +389,15 @@ def check(case: Case, seqlen: int, method: str, chunks: int | None, *, slow: boo
     whole = [x.requires_grad_() for x in tensors(case, seqlen)[:3]]
     weight = tensors(case, seqlen)[3]
     graded = {name: passed[name].clone().requires_grad_() for name in case.graded}
-    out, lse = alone(case, *whole, seqlen, {**fixed, **passed, **graded})
+    out, lse, largest = alone(case, *whole, seqlen, {**fixed, **passed, **graded})
     wanted = torch.autograd.grad((out * weight).sum() + lse.clamp(min=-9).sum(), [*whole, *graded.values()])
     rows = plan.rows()
     axis = 0 if case.documents else 2 if case.options.get("layout") == "bhsd" else 1
     parts = [plan.shard(x.detach(), axis).requires_grad_() for x in whole]
     own = {name: passed[name].clone().requires_grad_() for name in case.graded}
-    ours, ours_lse = plan.attention(*parts, return_lse=True, **case.options, **{**passed, **own})
+    asked: dict[str, Any] = {"return_lse": True, "return_max_logits": True}
+    ours, ours_lse, ours_largest = plan.attention(*parts, **asked, **case.options, **{**passed, **own})
+    compare(ours_largest, largest, f"{where}: largest logits")
     compare(ours, plan.shard(out, axis), where)
     compare(ours_lse, lse.index_select(-1, rows), f"{where}: lse")
     loss = (ours * plan.shard(weight, axis)).sum() + ours_lse.clamp(min=-9).sum()

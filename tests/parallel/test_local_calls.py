@@ -22,7 +22,7 @@ def test_ranks_compute_as_one(case: Case) -> None:
     case = dataclasses.replace(case, options={})  # the ranks' calls have one layout
     *whole, weight = (x.requires_grad_() for x in tensors(case, SEQLEN))
     values = {**case.fixed(SEQLEN), **case.passed(SEQLEN)}
-    out, _ = alone(case, whole[0], whole[1], whole[2], SEQLEN, values)
+    out, *_ = alone(case, whole[0], whole[1], whole[2], SEQLEN, values)
     wanted = (out, *torch.autograd.grad(out, whole, weight))
     parts = [x.detach() if x.dim() == 4 else x.detach()[None] for x in (*whole, weight)]
     ours = LocalCalls(case, SEQLEN, RANKS).gradients(parts[:3], parts[3], values, backend="reference")

@@ -144,11 +144,14 @@ def taken_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GradientDriver]
         yield fake
 
 
-def build(variant: str = "causal", declared: str = "", passes: str = "[forward, backward]", **changed: Any) -> None:
-    """Make the kernels of a spec known, as if they had been compiled; ``changed`` replaces entries of manifests."""
+def build(
+    variant: str = "causal", declared: str = "", passes: str = "[forward, backward]", more: str = "", **changed: Any
+) -> None:
+    """Make the kernels of a spec known, as if they had been compiled; ``more`` is a field of its entry, and ``changed``
+    replaces entries of manifests."""
     text = (
         f"schema: 1\npackage: mine\narch: [sm90a]\n{declared}kernels:\n"
-        f"  - {{variant: {variant}, head_dim: 64, loads: pointer, passes: {passes}}}\n"
+        f"  - {{variant: {variant}, head_dim: 64, loads: pointer, passes: {passes}{more and ', ' + more}}}\n"
     )
     kernels = []
     for spec in expand(load_spec_text(text)):

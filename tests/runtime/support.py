@@ -27,6 +27,7 @@ from attngen.lang.ir import MAX_SEQLEN
 from attngen.lang.variant import Scalar, Variant
 from attngen.lang.variant import Tensor as Declared
 from attngen.runtime.arguments.checked import Call, Packing
+from attngen.runtime.arguments.given import KEPT
 from attngen.runtime.arguments.paging import Paging, bind_paged
 from attngen.runtime.arguments.shapes import bind
 from attngen.runtime.device.interface import Launch as KernelLaunch
@@ -472,7 +473,7 @@ def call_of(manifest: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[Cal
     assert bool(values["has_seqused_k"]) == (used is not None)
     call = bind(
         chosen, q, k, v, packing, softmax_scale=values.get("softmax_scale"), seqused_k=used,
-        return_lse=bool(values.get("has_lse")), layout="bshd", arguments=arguments,
+        return_lse=KEPT, layout="bshd", arguments=arguments,
     )  # fmt: skip
     return call, (q, k, v)
 
@@ -497,7 +498,7 @@ def call_of_pages(
     paging = Paging(table, starts, longest)
     call = bind_paged(
         chosen, q, k, v, paging, softmax_scale=values.get("softmax_scale"), seqused_k=used,
-        return_lse=bool(values.get("has_lse")), page_layout="NHD", arguments=arguments,
+        return_lse=KEPT, page_layout="NHD", arguments=arguments,
     )  # fmt: skip
     return call, (q, k, v)
 

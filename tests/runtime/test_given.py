@@ -40,7 +40,7 @@ DOORS: dict[str, Callable[..., Any]] = {
 #: Keywords that a call has under another name.
 FIELDS = {"k_pages": "k", "v_pages": "v", "page_layout": "layout"}
 #: Arguments that make another call.
-BEFORE = {"quantize", "num_decodes"}
+BEFORE = {"quantize", "num_decodes", "return_max_logits"}
 #: Arguments that operators do without: their name says it, or their results.
 OF_OPERATORS = {"variant", "package", "return_lse", "out"}
 
@@ -108,7 +108,7 @@ def test_an_operator_is_told_all_that_a_call_says(form: str, monkeypatch: pytest
     given = given._replace(out=None, return_lse=KEPT, package=None, arguments={"table": (1,), "limit": 2, "gain": 3.0})
     parts = [part.split()[1].partition("=")[0] for part in (*LEADING[form], *TRAILING[form])]
     assert {*parts, *OF_OPERATORS} >= set(keywords(form))
-    signature = Signature(("table",), ("limit", "gain"), (None, None), ())
+    signature = Signature(("table",), ("limit", "gain"), (None, None), (), max_logits=False)
     arguments = arguments_of(given, list(given.arguments.values()))
     assert len(arguments) == len(parts) + 3
     assert signature.given(given.variant, form, arguments) == given  # type: ignore[arg-type]

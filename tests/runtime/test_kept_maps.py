@@ -291,7 +291,7 @@ def test_a_map_made_on_demand_has_pairs_at_once(calls: Calls) -> None:
 
 
 def test_a_map_of_positions_serves_all_streams_and_captures(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     stream = [7]
@@ -343,7 +343,7 @@ def test_warm_up_runs_of_a_graph_keep_no_map(calls: Calls, monkeypatch: pytest.M
 
 
 def test_a_capture_before_the_second_use_makes_its_map(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     of_positions = Calls(DIAGONAL)

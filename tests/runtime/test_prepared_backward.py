@@ -77,6 +77,48 @@ def test_calls_without_a_graph_do_not_hide_one_that_needs_it(gpu: GradientDriver
         check(inputs)
 
 
+@pytest.mark.parametrize("variant", ["causal", "sunk"])
+def test_a_backward_is_recognized_by_its_tensors(
+    gpu: GradientDriver, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """As long as nothing but their places in memory differs, no key is made of them."""
+    build(variant, SINKS)
+    keyed: list[Any] = []
+
+    def counted(*given: Any, **options: Any) -> Any:
+        keyed.append(given)
+        return differentiate(*given, **options)
+
+    differentiate = training.differentiate
+    monkeypatch.setattr(training, "differentiate", counted)
+    kept = []  # other memory each time
+
+    def keys_of_step(*, turned: bool = False, with_lse: bool = False, graded: bool = True) -> int:
+        inputs, above = leaves(), torch.randn(2, 4, 40, 64).to(torch.bfloat16).transpose(1, 2)
+        own = {"sinks": torch.randn(4).requires_grad_(graded)} if variant == "sunk" else {}
+        above = above if turned else above.contiguous()
+        by = [*inputs, *own.values()] if graded else inputs
+        options: dict[str, Any] = {
+            "variant": variant,
+            "softmax_scale": 0.1 + 0.01 * len(kept),
+            "return_lse": True,
+            **own,
+        }
+        before, grads = len(keyed), []
+        for backend in (None, "reference"):
+            out, lse = attngen.attention(*inputs, backend=backend, **options)
+            results, gradients = ([out, lse], [above, torch.ones_like(lse)]) if with_lse else ([out], [above])
+            grads.append(torch.autograd.grad(results, by, gradients))
+        kept.append((inputs, own, above, grads))
+        close(*grads)
+        return len(keyed) - before
+
+    for form in ({}, {"turned": True}, {"with_lse": True}, {"graded": False}):
+        if variant == "sunk" or "graded" not in form:
+            assert [keys_of_step(**form) for _ in range(3)] == [1, 0, 0], form
+    assert keys_of_step() == keys_of_step(turned=True) == 0
+
+
 def test_other_strides_and_shapes_are_prepared_again(gpu: GradientDriver) -> None:
     build()
     q, k, v = leaves()

@@ -33,7 +33,7 @@ SAID = {
     "pipeline": "{stages: 3}", "warps": "4", "loads": "pointer", "tile_map": "never", "alignment": "16",
     "fast_math": "false", "softmax": "lazy", "softmax_scale": "0.5", "backward": "{dkdv: {stages: 2}}",
     "deterministic": "true", "persistent": "true", "order": "natural", "epilogue": "direct", "transposed_v": "true",
-    "pack_gqa": "true", "split_kv": "true", "allow": "[spill]",
+    "max_logits": "true", "pack_gqa": "true", "split_kv": "true", "allow": "[spill]",
 }  # fmt: skip
 
 #: What some of them need beside them.

@@ -180,7 +180,7 @@ def _arguments(plan: Plan, box_bytes: int) -> tuple[Argument, ...]:
             for name in "kv"
         ),
         arguments.pointer(plan, "out"),
-        arguments.row_pointer("lse"),
+        *arguments.results_of_rows(plan),
         *arguments.descales(plan),
         *arguments.partial_pointers(),
         *arguments.lengths(plan),

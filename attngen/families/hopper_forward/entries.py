@@ -43,7 +43,9 @@ def may_share_entries(spec: KernelSpec, room: int, exponents: tuple[int, int] | 
     plain = plain and spec.epilogue != "direct" and roles.overlap is not False
     if not plain or variant.mask != TRUE or variant.dropout or variant.sink is not None:
         return False
-    if sharing_scalar(variant, room) is None or softmax_of(spec, exponents)[0] != "first_max" or takes_row_max(spec):
+    if variant.max_logits or sharing_scalar(variant, room) is None:
+        return False
+    if softmax_of(spec, exponents)[0] != "first_max" or takes_row_max(spec):
         return False
     return _depends_on_keys_alone(variant, room, fast_math=spec.fast_math)
 

@@ -59,6 +59,7 @@ _OLD_MAX = (
 _FEW = "; from a new maximum after a partial first tile{few}"
 _CAPPED = "; in tiles without a mask tanh is a polynomial of the products while no argument is large"
 _RELATIVE = "; logits are relative to the row max, which a term of the score subtracts"
+_TRACKED = "; lanes keep the largest P of their keys besides"
 _ENTRIES = "; one vote for the rows of all batch entries"
 _LAZY = "maximum; O is rescaled only if it has grown by 2^{raised}; exponentials make P(j)"
 _CONSTANT = "exponentials make P(j) from a constant, {fixed_max}, in place of row maxima: the score is bounded"
@@ -82,6 +83,7 @@ KINDS = (
     SoftmaxKind(
         "first_max", "entries", "first_max_entries", _OLD_MAX + _ENTRIES, logits="branches_entries", cuts=False
     ),
+    SoftmaxKind("first_max", "tracked", "first_max_tracked", _OLD_MAX + _TRACKED, header="largest_p"),
     SoftmaxKind("lazy", "", "lazy", _LAZY, "lazy", dtypes=_ALL),
     SoftmaxKind("exact_max", "", "exact_max", "maximum, O rescaled, exponentials make P(j)", "exactmax", dtypes=_ALL),
     SoftmaxKind("bounded", "", "bounded", _CONSTANT, "bounded", "fused", _NO_MAX, cuts=False),
@@ -110,17 +112,22 @@ def kind_of(softmax: str, form: str, p: str) -> SoftmaxKind:
     return next(kind for kind in KINDS if (kind.softmax, kind.form) == (softmax, form) and p in kind.dtypes)
 
 
-def form_of(*, terms: tuple[float, ...], capped: bool, relative: bool, entries: int) -> str:
-    """The form of a softmax, by fields of ``HopperForward``."""
+def form_of(
+    *, terms: tuple[float, ...], capped: bool, relative: bool, entries: int, softmax: str, max_logits: bool
+) -> str:
+    """The form of a softmax, by fields of ``HopperForward``, and whether the largest logits are a result."""
+    if max_logits:
+        return "tracked" if softmax == "first_max" else ""
     if entries > 1:
         return "entries"
     return "capped" if capped else "powers" if terms else "relative" if relative else ""
 
 
-def kind_of_structure(forward: HopperForward, p: str) -> SoftmaxKind:
-    """The kind of softmax of a structure, with P in the dtype ``p``."""
+def kind_of_structure(forward: HopperForward, p: str, *, max_logits: bool) -> SoftmaxKind:
+    """The kind of softmax of a structure, with P in the dtype ``p``; with ``max_logits`` they are a result."""
     form = form_of(
-        terms=forward.terms, capped=forward.capped, relative=forward.relative, entries=forward.entries
+        terms=forward.terms, capped=forward.capped, relative=forward.relative, entries=forward.entries,
+        softmax=forward.softmax, max_logits=max_logits,
     )  # fmt: skip
     return kind_of(forward.softmax, form, p)
 
@@ -128,4 +135,4 @@ def kind_of_structure(forward: HopperForward, p: str) -> SoftmaxKind:
 def kind_of_plan(plan: Plan) -> SoftmaxKind:
     """The kind of softmax of a Hopper forward."""
     assert isinstance(plan.structure, HopperForward)
-    return kind_of_structure(plan.structure, plan.operands.p.name)
+    return kind_of_structure(plan.structure, plan.operands.p.name, max_logits=plan.variant.max_logits)

@@ -62,7 +62,7 @@ def plan_forward(spec: KernelSpec, arch: Arch, form: Form) -> Plan:
     tile, columns = hopper_tile(spec, arch, iteration, form), operand_widths(spec, operands)
     roles = tile.roles
     warpgroups = roles.consumers + 1
-    kind = kind_of_structure(roles, operands.p.name)
+    kind = kind_of_structure(roles, operands.p.name, max_logits=spec.variant.max_logits)
     usual = roles.schedule == ("pingpong" if roles.consumers > 1 else "cooperative")
     planned = drafted(
         spec,
@@ -165,7 +165,7 @@ def _arguments(plan: Plan, roles: HopperForward, kind: SoftmaxKind) -> tuple[Arg
     operands = (
         boxes("q", plan.tile_m, packed=plan.pack_gqa), boxes("k", keys), v_map, *staged, *of_biases,
         arguments.pointer(plan, "out"),
-        *([arguments.row_pointer("lse")] if kind.has_lse else []), *arguments.descales(plan),
+        *arguments.results_of_rows(plan), *arguments.descales(plan),
         *(arguments.partial_pointers() if roles.cuts else ()),
     )  # fmt: skip
     more_sizes = (
@@ -250,5 +250,6 @@ SCHEDULE = Schedule(
     pipes=forward_pipes_of,
     explanation="attngen.families.hopper_forward.explain:explain",
     layouts=("dense", "varlen", "paged"),
-    serves=serves(PROBABILITIES) | {"weights": only(*WEIGHTS, why="these kernels have no other weights")},
+    serves=serves(PROBABILITIES)
+    | {"weights": only(*WEIGHTS, why="these kernels have no other weights"), "max_logits": ANY},
 )

@@ -28,6 +28,8 @@ def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str
     """
     if not spec.variant.has_lse:
         return spec.variant.weights, None
+    if spec.variant.max_logits:
+        return _with_max_logits(spec), None
     if spec.softmax not in (None, "bounded"):
         return spec.softmax, None
     constant = constant_row_max(spec, exponents)
@@ -36,6 +38,15 @@ def softmax_of(spec: KernelSpec, exponents: tuple[int, int] | None) -> tuple[str
     if spec.softmax == "bounded":
         raise refuse(spec, "softmax", f"{_against(spec, exponents)}; allowed: first_max, lazy, exact_max")
     return "first_max", None
+
+
+def _with_max_logits(spec: KernelSpec) -> str:
+    """The softmax of kernels whose results have the largest logits: the others keep no maximum of all keys."""
+    kinds = ("exact_max",) if spec.split_tiles else ("first_max", "exact_max")
+    if spec.softmax not in (None, *kinds):
+        reason = f"'{spec.softmax}' does not find the largest logit of all keys, which 'max_logits' asks for"
+        raise refuse(spec, "softmax", f"{reason}; allowed: {', '.join(kinds)}")
+    return spec.softmax or kinds[0]
 
 
 def is_soft_capped(spec: KernelSpec) -> bool:

@@ -262,15 +262,20 @@ def _softmax(
         not terms
         and widest <= form.capped_columns
         and softmax in ("first_max", "bounded")
+        and not spec.variant.max_logits
         and not spec.scale_block
         and not tiled
         and is_soft_capped(spec)
     )
-    relative = softmax == "first_max" and not spec.scale_block and takes_row_max(spec)
+    absolute = spec.scale_block or spec.variant.max_logits
+    relative = softmax == "first_max" and not absolute and takes_row_max(spec)
     # rows of a tile map begin with a partial tile, in which some see few keys
     by_count = end_aligned or (iteration == "tile_map" and not relative and widest <= _COUNTED_COLUMNS)
     remembers = numbers.lane_sum_log2 and softmax == "first_max" and end_aligned and widest <= _REMEMBERED_COLUMNS
-    form_ = form_of(terms=terms, capped=capped, relative=relative, entries=candidate.entries)
+    form_ = form_of(
+        terms=terms, capped=capped, relative=relative, entries=candidate.entries, softmax=softmax,
+        max_logits=spec.variant.max_logits,
+    )  # fmt: skip
     kind = kind_of(softmax, form_, operands_of(spec).p.name)
     fields = {
         "softmax": softmax,

@@ -143,7 +143,7 @@ def plan_latent(
         key_bytes=element.bytes,
         whole_tiles=whole_tiles,
         merged_rows=MERGED_ROWS,
-        raise_above=raise_above,
+        raise_above="0.0f" if spec.variant.max_logits else raise_above,  # 0: as the running max, which is a result
     )
     planned = drafted(
         spec,
@@ -216,7 +216,7 @@ def arguments_of_maps(
         *(arguments.tensor_map(plan, name, plan.tile_n, BOX_BYTES[0]) for name in mapped),
         *((arguments.pointer(plan, "k"),) if addressed else ()),
         arguments.pointer(plan, "out"),
-        arguments.row_pointer("lse"),
+        *arguments.results_of_rows(plan),
         *arguments.key_scales(plan),
         Argument("partials_ptr", "pointer", "*fp32", of="partials", divisibility=16),
         *begun_arguments(plan),

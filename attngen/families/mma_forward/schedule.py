@@ -156,8 +156,14 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
     row_blocks = tile.m // (_ROWS * tile.warps)
     of_8_bits = spec.dtype == _8_BITS
     numbers = PROBABILITIES_OF_8_BITS[spec.dtype] if of_8_bits else PROBABILITIES[spec.dtype]
-    softmax, constant = ("exact_max", None) if of_8_bits else softmax_of(spec, numbers.exponents)
-    softmax = _USUAL if spec.softmax is None and constant is None and not of_8_bits else softmax
+    fixed = of_8_bits or spec.variant.max_logits
+    softmax, constant = ("exact_max", None) if fixed else softmax_of(spec, numbers.exponents)
+    if spec.variant.max_logits:
+        if spec.softmax not in (None, "exact_max"):
+            raise refuse(spec, "softmax", f"'{spec.softmax}' keeps no largest logit of all keys; allowed: exact_max")
+        softmax = "exact_max"
+    elif spec.softmax is None and constant is None and not of_8_bits:
+        softmax = _USUAL
     step = _PRODUCT_BYTES // element.bytes
     multiplied_qk, multiplied_v = -(-spec.head_dim_qk // step) * step, -(-spec.head_dim_v // _ROWS) * _ROWS
     unmasked = spec.variant.mask == TRUE
@@ -232,7 +238,7 @@ def _plan(spec: KernelSpec, arch: Arch) -> Plan:
 def _arguments(plan: Plan) -> tuple[Argument, ...]:
     """Return the arguments of the kernel."""
     operands = (
-        *(arguments.pointer(plan, name) for name in ("q", "k", "v", "out")), arguments.row_pointer("lse"),
+        *(arguments.pointer(plan, name) for name in ("q", "k", "v", "out")), *arguments.results_of_rows(plan),
         *arguments.descales(plan),
     )  # fmt: skip
     return arguments.signature(
@@ -435,7 +441,7 @@ SCHEDULE = Schedule(
         "dtype": only(*PROBABILITIES, _8_BITS, why="cuda kernels by mma.sync take bf16, fp16 and fp8_e4m3"),
         "kv_dtype": only(None, _8_BITS, why="kernels by mma.sync multiply no other numbers of 8 bits"),
         "out_dtype": ANY,
-        **ATTENTION, **ADDRESSES,
+        **ATTENTION, **ADDRESSES, "max_logits": ANY,
         "roles": only(None, why="cuda kernels by mma.sync have no roles; give a count"),
         "persistent": only(None, False, why="cuda kernels by mma.sync are not persistent"),
         "epilogue": only(None, "direct", why="cuda kernels by mma.sync store from registers"),

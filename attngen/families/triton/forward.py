@@ -133,7 +133,7 @@ def _arguments(plan: Plan) -> tuple[Argument, ...]:
             label = f"{name}_desc{arguments.block_suffix(blocks, index)}"
             operands.append(arguments.descriptor(plan, name, label, rows, block))
     own = ("lse",) if plan.variant.has_lse else ()
-    operands += [arguments.pointer(plan, "out"), *map(arguments.row_pointer, own)]
+    operands += [arguments.pointer(plan, "out"), *arguments.results_of_rows(plan)]
     return arguments.signature(plan, operands, tiles="q_tiles", strided=(*pointers, "out"), present=(*own, "seqused_k"))
 
 

@@ -26,7 +26,7 @@ TRITON_FORWARD = TRITON | {
     "order": only(None, "longest_first", why="Triton kernels begin with the longest tiles"),
     "epilogue": only(None, "direct", why="Triton kernels store from registers"),
     "pack_gqa": only(None, False, why="Triton kernels give each query head tiles of its own"),
-    **dict.fromkeys(("tile_m", "tile_n", "stages", "num_warps"), ANY),
+    **dict.fromkeys(("tile_m", "tile_n", "stages", "num_warps", "max_logits"), ANY),
 }
 
 #: Labels of the loads in kernel names.

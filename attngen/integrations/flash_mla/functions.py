@@ -55,10 +55,6 @@ _SCALES = (float, int, type(None))
 #: cache, its indices, their counts.
 _TOPK_LENGTH, _TABLE, _USED, _EXTRA_TOPK_LENGTH = 3, 5, 6, 9
 
-#: With the scale multiplied by this, a log-sum-exp of n logits exceeds the largest one by at most log(n) before it is
-#: divided by this again: by 1e-5 for 32,768 of them, as much as float32 keeps of a logit of 100.
-_SHARPENED = 2.0**20
-
 
 class _ListedRows(NamedTuple):
     """A cache, and the rows of it that each query lists; ``prefix`` is what their arguments are called after."""
@@ -212,8 +208,7 @@ def flash_mla_sparse_fwd(
 
     Returns the output (s_q, h, ``d_v``); the largest logit of each query and head (s_q, h) with ``return_max_logits``,
     else None; and the log-sum-exp (s_q, h). The latter two are natural, in float32, and −inf for a query without a key.
-    No kernel stores largest logits. They come from the log-sum-exp of a second launch, with 2^20 times the scale, and
-    are exact to 1e-5, or to what float32 keeps of a logit.
+    The kernels that store largest logits are others than those that do not.
 
     Entries below 0, or not below s_kv, are ignored. ``topk_length`` (s_q,) int32 is the number of entries of each query
     that count, from the first one on. ``attn_sink`` (h,) float32 is a logit without a value, which the
@@ -242,11 +237,14 @@ def flash_mla_sparse_fwd(
     q, kv, indices = contiguous_rows(q=q, kv=kv, indices=indices)
     own = {"indices": indices[:, 0][None], "topk_length": topk_length}
     tensors = q[None], kv[None], kv[None, ..., :d_v]
-    out, lse = _listed(*tensors, own, attn_sink, sm_scale)
-    largest = None
-    if return_max_logits:
-        largest = _listed(*tensors, own, None, _SHARPENED * sm_scale)[1][0].T / _SHARPENED
-    return out[0], largest, lse[0].T
+    if not return_max_logits:
+        out, lse = _listed(*tensors, own, attn_sink, sm_scale)
+        return out[0], None, lse[0].T
+    own = _with_sink(own, q, attn_sink)
+    out, lse, largest = attend(
+        [VariantCandidate(_name(own), own)], *tensors, spec=SPEC, softmax_scale=sm_scale, rows=True
+    )
+    return out[0], largest[0].T, lse[0].T
 
 
 def _check_cache(name: str, cache: Tensor) -> None:
@@ -424,14 +422,20 @@ def _listed(
     seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to listed keys, and the log-sum-exp (b, h, sq) without the sink."""
-    if attn_sink is not None:
-        _check_sink(q, attn_sink)
-        own = {**own, "sinks": attn_sink}
+    own = _with_sink(own, q, attn_sink)
     out, lse = attend(
         [VariantCandidate(_name(own), own)], q, k, v, spec=SPEC, pages=pages, softmax_scale=softmax_scale,
         seqused_k=seqused_k, return_lse=True,
     )  # fmt: skip
     return out, lse
+
+
+def _with_sink(own: dict[str, Tensor], q: Tensor, attn_sink: Tensor | None) -> dict[str, Tensor]:
+    """The tensors of a call with its sinks, if it has any. Raises CallError."""
+    if attn_sink is None:
+        return own
+    _check_sink(q, attn_sink)
+    return {**own, "sinks": attn_sink}
 
 
 def _name(own: dict[str, Tensor]) -> str:

@@ -104,9 +104,9 @@ def flex_attention(
 
     ``score_mod(score, b, h, q_idx, kv_idx)`` changes the scaled logit; ``block_mask`` says which keys a query sees.
     With ``return_lse`` the result is (out, lse); ``return_aux`` gives (out, AuxOutput), with the log-sum-exp and the
-    largest logit of each query where it asks for them. No kernel keeps the largest logits: they cost a pass of the
-    reference, in chunks. Captured tensors that require gradients get them. ``kernel_options`` tune torch's kernels, and
-    change nothing here. What the language cannot express raises CallError, and what no kernel computes NoKernelError;
+    largest logit of each query where it asks for them, from kernels of entries with ``max_logits: true``. Captured
+    tensors that require gradients get them. ``kernel_options`` tune torch's kernels, and change nothing here. What the
+    language cannot express raises CallError, and what no kernel computes NoKernelError;
     with ``fallback``, both run on torch's FlexAttention.
     """
     del kernel_options

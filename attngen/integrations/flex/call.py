@@ -14,10 +14,8 @@ from attngen.errors import AttngenError, CallError
 from attngen.integrations.flex.identity import Watch
 from attngen.integrations.flex.mask import BlockMask, Mod
 from attngen.integrations.flex.meaning import Traced, meaning
-from attngen.runtime.arguments.given import Given
+from attngen.integrations.shared import row_maxima
 from attngen.runtime.operations.attention import entry as calls
-from attngen.runtime.reference.eager import row_maxima
-from attngen.runtime.registry.binding import bind_call
 
 #: Meaning of a score_mod at its last call without a mask, and the facts under which it still holds.
 _LAST: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
@@ -83,27 +81,24 @@ def now(
             key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
         else:
             last.checked = query.shape, key.shape, enable_gqa
-        result = calls.attention(
-            query, key, value, variant=traced.handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse,
-            **traced.tensors(query.dtype),
-        )  # fmt: skip
-        maxima = _maxima(query, key, value, traced, scale) if wants_maxima else None
+        result = attended(query, key, value, traced.handle, scale, wants_lse, wants_maxima, traced.tensors(query.dtype))
     except AttngenError:
         if not fallback:
             raise
         return _by_torch(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux)
-    return result if return_aux is None else with_aux(result, maxima, wants_lse=wants_lse)
+    return result if return_aux is None else with_aux(result, wants_lse=wants_lse, wants_maxima=wants_maxima)
 
 
-def _maxima(query: Tensor, key: Tensor, value: Tensor, traced: Traced, scale: float | None) -> Tensor:
-    """The largest logit of each query, which no kernel keeps: by a pass of the reference, without a gradient."""
-    call, _ = bind_call(
-        Given(
-            q=query, k=key, v=value, arguments=traced.tensors(query.dtype), variant=traced.handle, softmax_scale=scale,
-            form="dense", layout="bhsd",
-        )
-    )  # fmt: skip
-    return row_maxima(call, query, key, value)
+def attended(
+    query: Tensor, key: Tensor, value: Tensor, variant: str, scale: float | None, wants_lse: bool, wants_maxima: bool,
+    tensors: dict[str, Tensor],
+) -> Any:  # fmt: skip
+    """Output, with the log-sum-exp where one is wanted; where the largest logit of each row is, all three."""
+    if wants_maxima:
+        return row_maxima.attention(query, key, value, variant=variant, softmax_scale=scale, layout="bhsd", **tensors)
+    return calls.attention(
+        query, key, value, variant=variant, softmax_scale=scale, layout="bhsd", return_lse=wants_lse, **tensors
+    )
 
 
 def requested_outputs(block_mask: Any, return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
@@ -122,9 +117,13 @@ def requested_outputs(block_mask: Any, return_lse: bool, return_aux: Any) -> tup
     return return_aux.lse, return_aux.max_scores
 
 
-def with_aux(result: Any, maxima: Tensor | None, *, wants_lse: bool) -> Any:
+def with_aux(result: Any, *, wants_lse: bool, wants_maxima: bool) -> Any:
+    """The output and what torch returns beside it, from the result of ``attended``."""
+    if wants_maxima:
+        out, lse, maxima = result
+        return out, AuxOutput(lse=lse if wants_lse else None, max_scores=maxima)
     out, lse = result if wants_lse else (result, None)
-    return out, AuxOutput(lse=lse, max_scores=maxima)
+    return out, AuxOutput(lse=lse, max_scores=None)
 
 
 def _check_lists(query: Tensor, block_mask: BlockMask) -> None:

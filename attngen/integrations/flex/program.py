@@ -11,11 +11,10 @@ from torch import Tensor
 from torch._dynamo.comptime import comptime
 
 from attngen.errors import AttngenError
-from attngen.integrations.flex.call import check_call, now, requested_outputs, with_aux
+from attngen.integrations.flex.call import attended, check_call, now, requested_outputs, with_aux
 from attngen.integrations.flex.mask import PROGRAMS, UNASKED, BlockMask, Mod
 from attngen.integrations.flex.meaning import Functions, argument, in_double, meaning
 from attngen.integrations.flex.paths import NoPathError, follow, paths_of
-from attngen.runtime.operations.attention import entry as calls
 
 
 def in_a_program(
@@ -34,7 +33,7 @@ def in_a_program(
     handle, tensors, of_mask = None, {}, {}
     if block_mask is not None:
         handle, of_mask = block_mask.handle, block_mask.double_tensors if double else block_mask.tensors
-    unread = wants_maxima or (block_mask is not None and handle is None)
+    unread = block_mask is not None and handle is None
     if unread or (score_mod is not None and (_made_inside(score_mod) or _is_partial_of_tensors(score_mod))):
         handle = None
     elif score_mod is not None or block_mask is None:
@@ -59,10 +58,8 @@ def in_a_program(
         )
     if key.shape[0] == 1 != query.shape[0]:
         key, value = (t.expand(query.shape[0], -1, -1, -1) for t in (key, value))
-    result = calls.attention(
-        query, key, value, variant=handle, softmax_scale=scale, layout="bhsd", return_lse=wants_lse, **tensors
-    )
-    return result if return_aux is None else with_aux(result, None, wants_lse=wants_lse)
+    result = attended(query, key, value, handle, scale, wants_lse, wants_maxima, tensors)
+    return result if return_aux is None else with_aux(result, wants_lse=wants_lse, wants_maxima=wants_maxima)
 
 
 @torch.compiler.assume_constant_result

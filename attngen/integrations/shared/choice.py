@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attngen import resources
 from attngen.errors import CallError, NoKernelError
-from attngen.integrations.shared import catalogue
+from attngen.integrations.shared import catalogue, row_maxima
 from attngen.integrations.shared.catalogue import variant
 from attngen.lang.dropout import DROPOUT_P, MAX_RATE, RNG_STATE
 from attngen.lang.variant import Variant
@@ -113,11 +113,13 @@ def attend(
     deterministic: bool = False,
     descales: Mapping[str, Tensor] | None = None,
     heads_first: bool = False,
+    rows: bool = False,
 ) -> Any:
     """Run the first candidate that a kernel takes: q (b, s, h, d), or (b, h, s, d) if ``heads_first``, or (total, h, d)
     with ``packing``. With ``pages`` k and v are (pages, page_size, hk, d), and ``seqused_k`` is needed.
 
-    Returns what ``attngen.attention`` returns. On the CPU, and with ``backend='reference'``, the first candidate runs
+    Returns what ``attngen.attention`` returns; with ``rows``, of a dense call, the output, the log-sum-exp and
+    the largest logit of each row. On the CPU, and with ``backend='reference'``, the first candidate runs
     on the reference, built or not, traced or not. Candidates with dropout share one state of random numbers, drawn
     here. Raises NoKernelError, which names the shipped ``spec`` that builds the candidates; an eager call
     ``or_reference`` warns instead, with the same text, and runs on the reference. With ``deterministic``, gradients
@@ -125,7 +127,8 @@ def attend(
     """
     options: dict[str, Any] = {
         "softmax_scale": softmax_scale, "seqused_k": seqused_k, "return_lse": return_lse, "backend": backend,
-        "deterministic": deterministic, **(descales or {}), **({"layout": "bhsd"} if heads_first else {}),
+        "deterministic": deterministic, "rows": rows, **(descales or {}),
+        **({"layout": "bhsd"} if heads_first else {}),
     }  # fmt: skip
     if DROPOUT_P.name in candidates[0].arguments and RNG_STATE.name not in candidates[0].arguments:
         state = {RNG_STATE.name: random_state(q)}
@@ -222,6 +225,10 @@ def _call(
         options = {**options, "return_lse": True}
     result: Any
     own = candidate.own()
+    options = {**options}
+    if options.pop("rows"):
+        del options["return_lse"]
+        return row_maxima.attention(q, k, v, variant=chosen, **options, **own)
     if pages is not None:
         rest = {**options, **own}
         del rest["deterministic"], rest["seqused_k"]

@@ -93,7 +93,10 @@ def note(key: tuple[Any, ...], record: Record, makers: Sequence[Maker], made: Se
     """Remember the arguments of a call that became ``given``, if that was recognized when it was made."""
     count = _NOTED.get(key, 0)
     ready = recognized(given) if count < _MOST_NOTED and choice.on_gpu(given.q) else None
-    if ready is None or not isinstance(ready[0], PreparedCall):  # or more than a launch makes such calls
+    if ready is None:
+        return
+    prepared, sized = ready
+    if not isinstance(prepared, PreparedCall):  # more than a launch makes such calls
         return
     _NOTED.put(key, count + 1)
     own = tuple(tensor for tensor in given.arguments.values() if type(tensor) in PLAIN)
@@ -112,4 +115,4 @@ def note(key: tuple[Any, ...], record: Record, makers: Sequence[Maker], made: Se
         sources.append((place, pointers.index(tensor.data_ptr())))
     noted = seen(record, (), range(len(record)), len(record), frozenset(), {})
     if noted is not None:
-        _KNOWN.put(key, _Alike(noted, makers, *ready, addresses, sources))
+        _KNOWN.put(key, _Alike(noted, makers, prepared, sized, addresses, sources))

@@ -75,18 +75,21 @@ class BenchCase:
 
 def bench_cases(
     variant: str, dtype: str, head_dim_qk: int, head_dim_v: int, *, tokens: int = TOKENS, seqlens: Sequence[int] = (),
-    direction: str = "forward",
+    direction: str = "forward", plain: str | None = None,
 ) -> tuple[BenchCase, ...]:  # fmt: skip
     """Cases of the kernels of one variant, dtype and head_dim, in one direction.
+
+    ``plain`` is the variant without its largest logits, whose cases they are; by default the variant itself.
 
     Without ``seqlens`` the grid has those of SEQLENS that ``tokens`` allows, and a variant one sequence of all tokens.
     """
     sizes = []
-    if variant in ON_GRID:
+    plain = plain or variant
+    if plain in ON_GRID:
         heads = max(GRID_WIDTH // head_dim_qk, 1)
         lengths = seqlens or [length for length in SEQLENS if length <= tokens] or [tokens]
         sizes += [("grid", length, heads, heads) for length in lengths]
-    if variant != "full":  # causal is there, too: the cost of others is relative to it
+    if plain != "full":  # causal is there, too: the cost of others is relative to it
         kv_heads = max(VARIANT_WIDTH // head_dim_qk // GROUP, 1)
         sizes += [("variants", length, GROUP * kv_heads, kv_heads) for length in seqlens or [tokens]]
     return tuple(

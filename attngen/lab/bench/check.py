@@ -27,7 +27,7 @@ _ELEMENTS = 2**25
 
 
 #: Features of variants that oracles compute.
-SERVES = ("mask", "score", "sink", "dropout", "weights")
+SERVES = ("mask", "score", "sink", "dropout", "weights", "max_logits")
 
 
 class Oracle:

@@ -369,6 +369,7 @@ def _cases(team: Team, options: BenchOptions) -> Sequence[BenchCase]:
     every = bench_cases(
         team.variant.name, team.dtype, team.head_dim_qk, team.head_dim_v,
         tokens=options.tokens, seqlens=options.seqlens, direction=team.direction,
+        plain=team.variant.without_max_logits().name,
     )  # fmt: skip
     cases = [case for case in every if case.suite in options.suites]
     return [case for case in cases if case.suite == cases[0].suite] if options.ladder else cases

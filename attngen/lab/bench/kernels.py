@@ -14,7 +14,7 @@ from attngen.build.pipeline import Prepared, compile_kernels
 from attngen.dtypes import DESCALES, LATENT_ROWS, QUANTIZED_DTYPES
 from attngen.errors import CallError, suggest
 from attngen.lab.bench.cases import DIRECTIONS
-from attngen.lab.bench.peers import Tensors
+from attngen.lab.bench.peers import Tensors, output_of
 from attngen.lab.bench.timing import Contender
 from attngen.lab.bench.workloads import Workload
 from attngen.lab.verify.inputs import in_groups
@@ -138,9 +138,11 @@ def enter(
     keywords = _keywords(kernel, kernel.name, work, one)
     if kernel.needs_tile_map:
         keywords["tile_map"] = tile_map(one.q, one.k, v=one.v, **keywords)
+    if kernel.variant.max_logits:
+        keywords["return_max_logits"] = True
     leaves = [each.bshd for each in inputs]
     calls = [partial(attention, *_as_read(kernel, *each), **keywords) for each in leaves]
-    return Contender(label, calls, leaves=leaves)
+    return Contender(label, calls, as_bshd=output_of, leaves=leaves)
 
 
 def taken(team: Team, kernels: Mapping[str, Kernel], work: Workload, one: Tensors) -> dict[str, Prepared]:

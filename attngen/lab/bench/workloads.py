@@ -26,7 +26,7 @@ from attngen.schema import preset
 WINDOW, PREFIX, DOCUMENT, SOFTCAP = 1024, 4096, 1300, 30.0
 
 #: Features of variants beside which the mask alone decides how many pairs are counted.
-SERVES = ("mask", "score", "sink", "dropout", "sink_in_lse", "weights")
+SERVES = ("mask", "score", "sink", "dropout", "sink_in_lse", "weights", "max_logits")
 
 #: Pairs whose mask is evaluated at a time.
 _PAIRS = 2**22
@@ -145,7 +145,9 @@ def _shape(case: BenchCase) -> Case:
 
 
 def terms_of(variant: Variant, case: BenchCase, device: torch.device | str) -> Terms | None:
-    """A variant in the terms of other libraries; None unless it is exactly a preset of the table."""
+    """A variant in the terms of other libraries, which give no largest logits; None unless it is exactly a preset of
+    the table."""
+    variant = variant.without_max_logits()
     write = _TERMS.get(variant.name)
     return write(case, device) if write is not None and variant == preset(variant.name) else None
 

@@ -133,7 +133,7 @@ def subjects(
             continue
         cases = bench_cases(
             plan.variant.name, plan.dtype_name, plan.head_dim_qk, plan.head_dim_v, tokens=options.tokens,
-            seqlens=options.seqlens, direction=plan.direction,
+            seqlens=options.seqlens, direction=plan.direction, plain=plan.variant.without_max_logits().name,
         )  # fmt: skip
         chosen_kernels.append(Subject(kernel, cases))
     return chosen_kernels, left_out, prepared

@@ -215,7 +215,7 @@ def in_rows(call: Call, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Ten
     """Return results as the rows of all sequences, (total_q, heads, head_dim) and (heads, total_q), where kernels see
     them so; as they are where not."""
     if call.ragged and call.order != "thd":
-        return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        return out.flatten(0, 1), lse.transpose(0, 1).flatten(1, 2)
     return out, lse
 
 

@@ -210,18 +210,22 @@ class Call:
         return (self.batch, self.seqlen_q, self.heads, self.head_dim_v)
 
     def lse_shape(self) -> tuple[int, ...]:
-        """Shape of the log-sum-exp: (batch, heads, seqlen_q), or (heads, total_q) of packed queries."""
+        """Shape of the log-sum-exp: (batch, heads, seqlen_q), or (heads, total_q) of packed queries. With the largest
+        logits an axis of both follows."""
+        both = (2,) if self.variant.max_logits else ()
         if self.order == "thd":
-            return (self.heads, self.total_q)
-        return (self.batch, self.heads, self.seqlen_q)
+            return (self.heads, self.total_q, *both)
+        return (self.batch, self.heads, self.seqlen_q, *both)
 
     def lse_strides(self) -> tuple[int, ...]:
-        """Strides of the log-sum-exp, in elements: contiguous, but (heads, total_q) in memory where rows are ragged."""
+        """Strides of the log-sum-exp, in elements: contiguous, but (heads, total_q) in memory where rows are ragged.
+        Largest logits follow it in memory, so that either of both lies as the other would alone."""
+        both = (max(self.heads * self.total_q, 1),) if self.variant.max_logits else ()
         if self.order == "thd":
-            return (max(self.total_q, 1), 1)
+            return (max(self.total_q, 1), 1, *both)
         if self.ragged:
-            return (max(self.seqlen_q, 1), max(self.total_q, 1), 1)
-        return (max(self.heads * self.seqlen_q, 1), max(self.seqlen_q, 1), 1)
+            return (max(self.seqlen_q, 1), max(self.total_q, 1), 1, *both)
+        return (max(self.heads * self.seqlen_q, 1), max(self.seqlen_q, 1), 1, *both)
 
 
 def view(shape: Iterable[int], strides: Iterable[int], order: str) -> View:

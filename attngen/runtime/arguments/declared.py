@@ -17,7 +17,8 @@ from attngen.runtime.arguments.scalars import Number, ScalarRule
 
 #: Keywords of the call itself, offered when an unknown keyword is near one of them.
 _CALL_KEYWORDS = (
-    "variant", "softmax_scale", "seqused_k", "return_lse", "layout", "backend", "package", "tile_map", "deterministic",
+    "variant", "softmax_scale", "seqused_k", "return_lse", "return_max_logits", "layout", "backend", "package",
+    "tile_map", "deterministic",
 )  # fmt: skip
 
 #: Keywords of SDPA and flash-attn, and of the dense call in a packed one, and what to write instead.

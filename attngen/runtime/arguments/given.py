@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 #: that have none it takes any tensor of its shape.
 KEPT = "kept"
 
+#: ``return_lse`` of a call that wants the largest logits beside the log-sum-exp, as the variant's kernels give them.
+MAX_LOGITS = "max_logits"
+
 #: Those of a call whose variant takes none.
 NO_ARGUMENTS: Mapping[str, object] = MappingProxyType({})
 
@@ -51,7 +54,7 @@ class Given(NamedTuple):
     softmax_scale: float | None = None
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
-    return_lse: bool | str = False  # or KEPT
+    return_lse: bool | str = False  # or KEPT, MAX_LOGITS
     deterministic: bool = False
     form: str = "dense"  # dense | varlen | paged
     layout: str = "bshd"  # bshd | bhsd, varlen, or of a paged call NHD | HND

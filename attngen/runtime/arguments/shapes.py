@@ -32,7 +32,7 @@ from attngen.runtime.arguments.checked import (
 )
 from attngen.runtime.arguments.declared import bind_declared
 from attngen.runtime.arguments.extra_cache import check_extra_cache, has_extra_cache
-from attngen.runtime.arguments.given import KEPT, Given
+from attngen.runtime.arguments.given import KEPT, MAX_LOGITS, Given
 from attngen.runtime.arguments.latent_rows import check_latent_rows, latent_name
 from attngen.runtime.arguments.scalars import FLOAT32_MAX
 
@@ -286,11 +286,13 @@ def finish(
     arguments: Mapping[str, object] = MappingProxyType({}),
 ) -> Call:
     """Check what all calls take: scale, lengths, used lengths and what the variant declares; resolve every extent."""
-    if not isinstance(return_lse, bool) and return_lse != KEPT:
+    if not isinstance(return_lse, bool) and return_lse not in (KEPT, MAX_LOGITS):
         raise CallError(f"return_lse must be True or False, got {return_lse!r}")
     call.scale = default_scale(call.head_dim_qk) if softmax_scale is None else softmax_scale_of(softmax_scale)
     if return_lse is True:
         require_lse(call.variant)
+        if call.variant.max_logits:
+            raise CallError(f"{call.variant.name} goes with return_max_logits=True, beside the plain name")
     call.return_lse = bool(return_lse)
     for name in ("seqlen_q", "seqlen_k", "total_q", "total_k"):
         if getattr(call, name) > MAX_SEQLEN:

@@ -1,14 +1,13 @@
 """Calls that are differentiated: autograd keeps q, k, v, the output and its log-sum-exp, and the backward runs.
 
 As with a forward, the first backward with some shapes checks everything, selects kernels and prepares their launches;
-later ones find that in a cache.
+later ones find that in a cache, and those of calls that autograd differentiates are recognized by their tensors.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +19,9 @@ from attngen.runtime.arguments.addresses import DLSE, DOUT, LSE, NO_BACKWARD, OU
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, Results, view
 from attngen.runtime.arguments.given import KEPT, OTHERS, TENSORS, Given, keyed_of, of_parts, settings_of
 from attngen.runtime.arguments.keys import note_others
+from attngen.runtime.arguments.kinds import INDEX_VECTORS
 from attngen.runtime.arguments.lengths import lengths_of
+from attngen.runtime.arguments.seen import SeenTensors, seen
 from attngen.runtime.autograd.transforms import Recorded, gradients
 from attngen.runtime.cache import PREPARED_CALLS, RecentCache
 from attngen.runtime.device import driver as drivers
@@ -40,35 +41,80 @@ if TYPE_CHECKING:
     from attngen.runtime.autograd.context import Context
 
     class _TrainingContext(Context, Protocol):
+        call: TrainedCall
         given: _WithoutTensors
 
 
-#: A call without its tensors: numbers of its variant, names of the variant's tensors, and settings.
-_WithoutTensors = tuple[Mapping[str, object], tuple[str, ...], tuple[object, ...]]
+#: A call without its tensors: numbers of its variant, and settings.
+_WithoutTensors = tuple[Mapping[str, object], tuple[object, ...]]
 
 #: What runs a call, the call, its addresses, and the call without its tensors.
-_Recorded = tuple[Callable[[Given, list[int]], Results], Given, list[int], _WithoutTensors]
+_Recorded = tuple["TrainedCall", Given, list[int], _WithoutTensors]
+
+#: Output and log-sum-exp, the tensors of the call and those of its variant, the gradients of the former, and a None.
+_Record = tuple[Tensor | None, ...]
 
 _PREPARED: RecentCache[PreparedBackward] = RecentCache(PREPARED_CALLS)
 
+#: Backward passes that a call recognizes, in effect one for each layout of the output's gradient. Not measured: a bound
+#: of memory.
+_BACKWARDS = 16
 
-def attend(
-    forward: Callable[[Given, list[int]], Results], given: Given, addresses: list[int]
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call such that autograd can differentiate it.
+#: Variants of calls with their largest logits, as the calls name them, and the same without.
+_OF_BACKWARD: RecentCache[tuple[str | Variant, Variant]] = RecentCache(PREPARED_CALLS)
 
-    ``forward`` gives its output and its log-sum-exp, and is called as a ``PreparedCall``.
+
+class TrainedCall:
+    """A prepared call that autograd differentiates, and the prepared backward passes of such calls.
+
+    Called as a ``PreparedCall``. A backward is recognized by its tensors, as a forward is: an earlier one had the same,
+    but for their places in memory.
     """
-    names: tuple[str, ...] = ()
-    own: Sequence[Tensor] = ()
-    scalars = given.arguments
-    if scalars:
-        names = tuple(name for name, value in scalars.items() if isinstance(value, Tensor))
-        own = [scalars[name] for name in names]
-        scalars = {name: value for name, value in scalars.items() if name not in names}
-    recorded = forward, given, addresses, (scalars, names, settings_of(given))
-    result: Tensor | tuple[Tensor, Tensor] = _apply(recorded, given.q, given.k, given.v, *own)
-    return result
+
+    __slots__ = ("_backwards", "_forward", "names")
+
+    def __init__(self, forward: Callable[[Given, list[int]], Results], names: tuple[str, ...]) -> None:
+        """``forward`` gives the output and its log-sum-exp, and is called as a ``PreparedCall``. ``names``: of the
+        variant's own tensors."""
+        self._forward, self.names = forward, names
+        #: By what decides a backward beside its tensors. False: its tensors cannot be recognized.
+        self._backwards: RecentCache[tuple[SeenTensors, PreparedBackward] | Literal[False]] = RecentCache(_BACKWARDS)
+
+    def __call__(self, given: Given, addresses: list[int], sized: object = None, repeats: object = None) -> Results:
+        """Run a call such that autograd can differentiate it. It is repeated by no other launch, and has one size."""
+        names, numbers = self.names, given.arguments
+        own: Sequence[Tensor] = ()
+        if names:
+            own = [numbers[name] for name in names]
+            numbers = {name: value for name, value in numbers.items() if name not in names}
+        recorded = self, given, addresses, (numbers, settings_of(given))
+        result: Results = _apply(recorded, given.q, given.k, given.v, *own)
+        return result
+
+    def run(self, given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:
+        """Run a call and return its output and its log-sum-exp, which autograd does not see."""
+        out, lse = self._forward(given, addresses)
+        return out, lse
+
+    def recalled(self, key: tuple[object, ...], record: _Record) -> tuple[PreparedBackward, list[int]] | None:
+        """The prepared backward of an earlier call like this one, and the addresses of this one's tensors; or None."""
+        alike = self._backwards[key]
+        if not alike:
+            return None
+        addresses = alike[0].addresses(record)
+        return None if addresses is None else (alike[1], addresses)
+
+    def note(self, key: tuple[object, ...], record: _Record, prepared: PreparedBackward) -> None:
+        """Remember the first backward of a key."""
+        if self._backwards[key] is not None:
+            return
+        absent, kept = len(record) - 1, len(record) - 5 - len(self.names)
+        fields = [absent] * len(BACKWARD)
+        fields[:kept] = range(2, 2 + kept)
+        fields[OUT], fields[LSE], fields[DOUT], fields[DLSE] = 0, 1, absent - 2, absent - 1
+        fields += range(2 + kept, absent - 2)
+        noted = seen(record, (), fields, len(fields), INDEX_VECTORS, {})
+        self._backwards.put(key, False if noted is None else (noted, prepared))
 
 
 class _Attention(torch.autograd.Function):
@@ -78,9 +124,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: _TrainingContext, recorded: _Recorded, q: Tensor, k: Tensor, v: Tensor, *own: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``recorded`` is what ``attend`` makes of a call; autograd sees the tensors that follow it."""
-        forward, given, addresses, ctx.given = recorded  # the last holds no tensors: autograd keeps those
-        out, lse = forward(given, addresses)
+        """``recorded`` is what a ``TrainedCall`` makes of a call; autograd sees the tensors that follow it."""
+        ctx.call, given, addresses, ctx.given = recorded  # the last holds no tensors: autograd keeps those
+        out, lse = ctx.call.run(given, addresses)
         ctx.save_for_backward(out, lse, q, k, v, *OTHERS[given.form](given), *own)
         ctx.set_materialize_grads(False)
         return (out, lse) if given.return_lse else out
@@ -100,16 +146,30 @@ def _backward(ctx: _TrainingContext, dout: Tensor | None, dlse: Tensor | None) -
     wanted = ctx.needs_input_grad
     if dout is None and dlse is None:
         return (None,) * len(wanted)
-    arguments, names, settings = ctx.given
-    out, lse, *tensors = ctx.saved_tensors
-    own = len(tensors) - len(names)  # where the variant's own tensors begin
+    call, (arguments, settings), saved = ctx.call, ctx.given, ctx.saved_tensors
+    names = call.names
+    own = len(saved) - len(names)  # where the variant's own tensors begin
     asked: tuple[str, ...] = ()
     if names:
-        arguments = {**arguments, **dict(zip(names, tensors[own:], strict=True))}
-        asked = tuple(name for name, needed in zip(names, wanted[4:], strict=True) if needed)
-    tensors[own:] = [None] * (len(TENSORS) - own)
-    given = of_parts(tensors, arguments, settings)
-    dq, dk, dv, gradients = differentiate(given, out, lse, dout, dlse, asked)
+        arguments = {**arguments, **dict(zip(names, saved[own:], strict=True))}
+        asked = tuple([name for name, needed in zip(names, wanted[4:], strict=True) if needed])
+    given = of_parts((*saved[2:own], *_ABSENT[own - 2 :]), arguments, settings)
+    record = (*saved, dout, dlse, None)
+    key = (
+        asked, None if dout is None else dout.stride(), dlse is None, asks_for_determinism(),
+        lengths_of(given.cu_seqlens_k),
+    )  # fmt: skip
+    recalled = call.recalled(key, record)
+    if recalled is not None and dout is not None:
+        prepared, addresses = recalled
+        prepared.warn()
+        dq, dk, dv, gradients = prepared(given, saved[1], dout, addresses)
+    else:
+
+        def note(prepared: PreparedBackward) -> None:
+            call.note(key, record, prepared)
+
+        dq, dk, dv, gradients = differentiate(given, saved[0], saved[1], dout, dlse, asked, note=note)
     _, q_wanted, k_wanted, v_wanted, *_ = wanted
     return (
         None,
@@ -120,9 +180,13 @@ def _backward(ctx: _TrainingContext, dout: Tensor | None, dlse: Tensor | None) -
     )
 
 
+#: What stands for tensors that a call of its form does not have.
+_ABSENT = (None,) * len(TENSORS)
+
+
 def _differentiable_again(ctx: _TrainingContext, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the same gradients, of which plain torch gives derivatives."""
-    numbers, names, settings = ctx.given
+    (numbers, settings), names = ctx.given, ctx.call.names
     out, lse, *tensors = ctx.saved_tensors
     own = len(tensors) - len(names)
     every = (*tensors[:own], *[None] * (len(TENSORS) - own), *tensors[own:])
@@ -139,15 +203,20 @@ def _never(given: Given) -> Results:
 
 def differentiate(
     given: Given, out: Tensor, lse: Tensor, dout: Tensor | None, dlse: Tensor | None, asked: tuple[str, ...],
-    into: Places = NOWHERE,
+    into: Places = NOWHERE, note: Callable[[PreparedBackward], None] | None = None,
 ) -> Gradients:  # fmt: skip
     """Return dq, dk, dv and the gradients of the variant's declared tensors; ``asked`` names those that are needed.
 
     ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. A kernel stores
     dq, dk and dv ``into`` the tensors that are given for them, whose rows begin at multiples of 16 bytes (``usable``).
+    ``note`` is told what runs the backward, if it takes these very tensors.
     Raises NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
     CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
     """
+    as_given = dout, dlse
+    if lse.dim() == out.dim():
+        given, lse, dlse = _without_max_logits(given, lse, dlse)
+        note = None
     q, k, v, variant = given.q, given.k, given.v, given.variant
     dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()  # a sign that is not in memory yet
     dlse = None if dlse is None else dlse.resolve_neg().to(torch.float32).contiguous()
@@ -188,9 +257,27 @@ def differentiate(
             return differentiate(with_copies(given), out, lse, dout, dlse, asked, into)
         prepared = _prepare(request, resolved, given, names, out, dout, into, dlse is not None, unordered)
         _PREPARED.put(identity, prepared)
-    if prepared.unordered is not None:
-        warnings.warn(prepared.unordered, UserWarning, stacklevel=2)
+    prepared.warn()
+    if note is not None and dout is as_given[0] and dlse is as_given[1]:
+        note(prepared)
     return prepared(given, lse, dout, addresses, into)
+
+
+def _without_max_logits(given: Given, lse: Tensor, dlse: Tensor | None) -> tuple[Given, Tensor, Tensor | None]:
+    """A call without the largest logits, whose backward is that of the call with them: they have no gradient."""
+    return of_backward(given), lse[..., 0], None if dlse is None else dlse[..., 0]
+
+
+def of_backward(given: Given) -> Given:
+    """The call whose backward kernels a call has: one that may give its largest logits has those of one that does
+    not."""
+    key = given.variant if isinstance(given.variant, str) else id(given.variant), given.package, registry.generation
+    known = _OF_BACKWARD[key]
+    if known is None:
+        variant = find(given.variant, given.package).variant
+        known = given.variant, variant.without_max_logits()
+        _OF_BACKWARD.put(key, known)
+    return given._replace(variant=known[1])
 
 
 def asks_for_determinism() -> int:

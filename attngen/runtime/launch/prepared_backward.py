@@ -6,6 +6,7 @@ maps are kept from call to call. The results are tensors of their own, since aut
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -39,8 +40,7 @@ class PreparedBackward:
 
     __slots__ = (
         "_call", "_contiguous_dout", "_device", "_floats", "_gradients", "_kept", "_launch", "_like", "_maps",
-        "_results", "_rows", "_scalars", "_scale", "_shared", "_sinks", "_v_of_key",
-        "unordered",
+        "_results", "_rows", "_scalars", "_scale", "_shared", "_sinks", "_unordered", "_v_of_key",
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +65,7 @@ class PreparedBackward:
         whether the log-sum-exp has a gradient. ``unordered``: the warning that a gradient has no fixed order, where
         torch wants to be told. ``kept``: what the cache's key refers to by identity, which must therefore stay alive.
         """
-        self._kept, self.unordered = kept, unordered
+        self._kept, self._unordered = kept, unordered
         self._v_of_key = kernel.v_of_key
         self._call, self._device = call.without_tensors(), call.device
         self._scalars, self._scale = Scalars(call.variant.name, call.rules), default_scale(call.head_dim_qk)
@@ -136,6 +136,11 @@ class PreparedBackward:
             add_gradients(call, lse, workspace[self._rows].view(lse.shape), sums)
         gradients = {name: total.to(graded[name].dtype) for name, total in sums.items()} if sums else sums
         return dq, dk, dv, gradients
+
+    def warn(self) -> None:
+        """Warn of a gradient that has no fixed order, where torch wants to be told."""
+        if self._unordered is not None:
+            warnings.warn(self._unordered, UserWarning, stacklevel=3)
 
     def _empty(self, index: int, like: Tensor) -> Tensor:
         return torch.empty(self._results[index], dtype=like.dtype, device=self._device)

@@ -114,7 +114,7 @@ class MapMaker:
         """Append the addresses of all maps, and return these; they must live until the launches are enqueued."""
         launches = self._launches
         addresses += [0] * (len(launches.names) - len(addresses))
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         last, stream = self._last, launches.stream()
         numbers = [scalars[place] for place in self._scalars]
         if self._reads_floats:
@@ -153,7 +153,7 @@ class MapMaker:
         launches = self._launches
         addresses += [0] * (len(launches.names) - len(addresses))
         ((owner, shape),) = launches.maps.items()
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         bits = shape.tile_words > 0 and not capturing
         return self._made(owner, shape, launches.first_map, addresses, scale, scalars, bits)
 

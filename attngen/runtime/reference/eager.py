@@ -41,7 +41,7 @@ _ODD_KEYS = 16
 
 
 #: Features of variants that the reference computes, and its derivatives.
-SERVES = ("mask", "score", "sink", "dropout", "keys", "sink_in_lse", "weights")
+SERVES = ("mask", "score", "sink", "dropout", "keys", "sink_in_lse", "weights", "max_logits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ def reference(
     ``compute`` is the dtype of all arithmetic: float32 unless the inputs are float64. With float64 both results stay
     float64, which makes an oracle; otherwise out has q's dtype and lse is float32. Rows without a visible key give
     0 and −inf, or the sink of their head if there is one; rows of no sequence give 0 and −inf. Where weights have no
-    log-sum-exp, 0 stands for that of other rows. Autograd records it if
+    log-sum-exp, 0 stands for that of other rows. With ``max_logits`` a last axis has it and, as a constant, the largest
+    logit of the row, −inf without a visible key. Autograd records it if
     gradients are enabled, also inside an operator. Raises IndexError for a load out of extent that nothing guards, and
     CallError for an element beyond the range that the variant declares, and for an input of inference mode that asks
     for a gradient.
@@ -126,7 +127,8 @@ def _computed(
         out, lse = _attend(call, sequence, compute)
         outs.append(out.to(out_dtype))  # while others are computed in twice the bytes
         lses.append(lse)
-    return joined(call, q, outs, lses, out_dtype, compute)
+    out, lse = joined(call, q, outs, lses, out_dtype, compute)
+    return out, (lse.movedim(-1, 0).contiguous().movedim(0, -1) if call.variant.max_logits else lse)
 
 
 def _dequantized(call: Call, sequence: OneSequence, compute: torch.dtype) -> OneSequence:
@@ -269,7 +271,7 @@ def _join_packed(
     assert call.cu_seqlens_q is not None
     unowned = call.total_q - sum(out.shape[0] for out in outs)
     out = q.new_zeros((unowned, *call.out_shape()[1:]), dtype=out_dtype)
-    lse = torch.full((call.heads, unowned), rest, dtype=compute, device=q.device)
+    lse = torch.full((call.heads, unowned, *call.lse_shape()[2:]), rest, dtype=compute, device=q.device)
     return torch.cat([*outs, out]), torch.cat([*lses, lse], dim=1)
 
 
@@ -286,7 +288,7 @@ def without_keys(
     if call.variant.sink is not None and call.variant.sink_in_lse:
         of_heads = sinks(call, compute, checked=not smooth)[sequence.index]
         lse = (of_heads if heads is None else of_heads[heads])[:, None].expand_as(lse)
-    return out, lse
+    return out, (torch.stack((lse, lse.new_full(lse.shape, -math.inf)), dim=-1) if call.variant.max_logits else lse)
 
 
 def _attend(call: Call, sequence: OneSequence, compute: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,27 +353,9 @@ def attend_rows(
     visible, scores = scores_of(call, sequence, rows, compute, heads=heads, smooth=smooth, keys=keys)
     weights, divisor, lse = probabilities_of(call, sequence, rows, visible, scores, compute, heads=heads, smooth=smooth)
     out = _weighted(weights, keys.v, keys.odd_v, visible) / divisor
+    if call.variant.max_logits:
+        lse = torch.stack((lse, scores.detach().amax(dim=-1)), dim=-1)
     return out.transpose(0, 1), lse
-
-
-@torch.no_grad()
-def row_maxima(call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The largest logit of each query of a dense call after mask and score, −inf where it sees nothing: (b, h, s)."""
-    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-    sequences = []
-    for b in range(call.batch):
-        sequence = sequence_at(call, q, k, v, b, compute)
-        rows, keys = sequence.q.shape[0], sequence.k.shape[0]
-        if not rows or not keys or not call.heads:
-            sequences.append(torch.full((call.heads, rows), -math.inf, dtype=compute, device=q.device))
-            continue
-        step = max(1, CHUNK_ELEMENTS.get(call.device.type, CHUNK_ELEMENTS_ELSEWHERE) // (call.heads * keys))
-        of_heads = _SequenceKeys.of(call, sequence, compute)
-        parts = (slice(first, min(first + step, rows)) for first in range(0, rows, step))
-        sequences.append(
-            torch.cat([scores_of(call, sequence, part, compute, keys=of_heads)[1].amax(-1) for part in parts], dim=1)
-        )
-    return torch.stack(sequences) if sequences else q.new_empty((0, call.heads, call.seqlen_q), dtype=compute)
 
 
 def scores_of(

@@ -83,12 +83,14 @@ def without_keys(call: Call) -> tuple[Tensor, Tensor]:
     """Return out and the log-sum-exp of a call that has queries and no keys, which a sink makes: 0, and the sink."""
     out = torch.zeros(call.out_shape(), dtype=call.out_dtype, device=call.device)
     sink = sinks_of_kernels(call, call.tensors, call.scalars)
-    if call.order == "thd" and call.batch:
-        return out, sink[_sequences_of_rows(call)[0]].T.contiguous()
-    if call.order == "thd":
-        return out, torch.full(call.lse_shape(), -math.inf, dtype=torch.float32, device=call.device)
     lse = torch.empty_strided(call.lse_shape(), call.lse_strides(), dtype=torch.float32, device=call.device)
-    return out, lse.copy_(sink[:, :, None])
+    lse.fill_(-math.inf)
+    own = lse[..., 0] if call.variant.max_logits else lse
+    if call.order != "thd":
+        own.copy_(sink[:, :, None])
+    elif call.batch:
+        own.copy_(sink[_sequences_of_rows(call)[0]].T)
+    return out, lse
 
 
 def _sequences_of_rows(call: Call) -> tuple[Tensor, Tensor]:

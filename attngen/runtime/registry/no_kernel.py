@@ -227,7 +227,8 @@ def yaml_lines(call: Call, capability: int, request: Request | None = None) -> l
     lines = [
         f"  arch: [{arch.name}]",
         "  kernels:",
-        f"    - variant: {call.variant.name}",
+        f"    - variant: {call.variant.without_max_logits().name}",
+        *(["      max_logits: true"] if call.variant.max_logits else []),
         f"      head_dim: {head_dim}",
         f"      dtype: {call.dtype}",
         *([] if call.kv_dtype == call.dtype else [f"      kv_dtype: {call.kv_dtype}"]),

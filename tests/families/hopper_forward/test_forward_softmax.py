@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from attngen.errors import PlanError
-from attngen.families.hopper_forward.kinds import KINDS, SOFTMAXES, SoftmaxKind
+from attngen.families.hopper_forward.kinds import KINDS, SOFTMAXES, SoftmaxKind, kind_of_plan
 from attngen.families.hopper_forward.structure import HopperForward
 from attngen.lang.folding import KEY, ONE, fold_logit, split_keys, subtract
 from attngen.lang.ir import Const, Op, Type, names, own
@@ -153,6 +153,40 @@ def test_the_template_of_a_kind_has_its_macros(kind: SoftmaxKind) -> None:
     text = (TEMPLATES / f"softmax/{kind.file}.cu.j2").read_text()
     taken = ", ".join(re.findall(r"^<% set ([\w, ]+) =", text, re.MULTILINE)).split(", ")
     assert {*re.findall(r"<% macro (\w+)\(", text), *taken} >= MACROS | (MACROS_OF_LSE if kind.has_lse else set())
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [({}, "tracked"), ({"softmax": "exact_max"}, ""), ({"split_kv": "tiles"}, ""), ({"variant": "softcap"}, "tracked")],
+    ids=str,
+)
+def test_kinds_that_find_the_largest_logit_of_all_keys(fields: dict[str, str], form: str) -> None:
+    """A form that saves instructions is given up for it."""
+    plan = planned(backend="cuda", max_logits="true", **fields)
+    kind = kind_of_plan(plan)
+    assert (kind.softmax, kind.form) == ("first_max" if form else "exact_max", form)
+    text = (TEMPLATES / f"softmax/{kind.file}.cu.j2").read_text()
+    assert {"max_logit", "settle", "settled"} <= {*re.findall(r"\w+", text)}
+    assert [argument.of for argument in plan.arguments].count("lse_rows") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"softmax": "lazy"}, r"softmax: 'lazy' does not find the largest logit of all keys, .* first_max, exact_max"),
+        ({"softmax": "first_max", "split_kv": "tiles"}, r"softmax: 'first_max' does not find .*; allowed: exact_max"),
+        (
+            {"softmax": "lazy", "arch": "sm80"},
+            r"softmax: 'lazy' keeps no largest logit of all keys; allowed: exact_max",
+        ),
+        ({"dtype": "fp8"}, r"max_logits: kernels of fp8_e4m3 keep no largest logits; leave it out"),
+        ({"split_kv": "true", "kv_dtype": "fp8"}, r"max_logits: kernels of fp8_e4m3 keep no largest logits"),
+    ],
+    ids=str,
+)
+def test_kernels_that_do_not_are_refused(fields: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        planned(backend="cuda", max_logits="true", **fields)
 
 
 def test_nothing_else_reads_what_a_kind_declares() -> None:

@@ -16,7 +16,7 @@ from torch._guards import TracingContext
 from attngen.errors import CallError
 from attngen.runtime.arguments.given import TENSORS, Given, tensors_of
 from attngen.runtime.arguments.paging import in_rows
-from attngen.runtime.autograd.training import asks_for_determinism
+from attngen.runtime.autograd.training import asks_for_determinism, of_backward
 from attngen.runtime.cache import RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.expanded import are_one_head, need_copies, with_copies, with_one_head
@@ -46,7 +46,7 @@ def prepare(given: Given, on_gpu: Callable[[object], bool], direction: str = "fo
     device = given.q.device.index or 0
     try:
         with _without_tracing():
-            _make(_concrete(given), device, direction)
+            _make(_concrete(of_backward(given) if direction == "backward" else given), device, direction)
     except (CallError, _UnknownError):  # NoKernelError among them
         return
 

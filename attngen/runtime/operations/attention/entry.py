@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 #: Looked up once: every call asks. Whether autocast is on is asked for any device.
 _any_autocast = torch._C._is_any_autocast_enabled
 
-_dense = maker(
+#: A dense call of its fields, in this order.
+dense = maker(
     "q k v q_descale k_descale v_descale seqused_k arguments tile_map variant softmax_scale return_lse deterministic "
     "layout backend package out_dtype",
     form="dense",
@@ -51,6 +52,7 @@ def attention(
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     layout: str = "bshd",
     backend: str | None = None,
     package: str | None = None,
@@ -62,7 +64,7 @@ def attention(
     out_dtype: torch.dtype | None = None,
     quantize: str | None = None,
     **arguments: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention: softmax(score(softmax_scale · q kᵀ) where the mask allows) · v.
 
     Tensors on the CPU, and ``backend='reference'``, run the eager reference. On a GPU the call enqueues work on the
@@ -80,6 +82,8 @@ def attention(
         softmax_scale: Factor of q kᵀ; 1/√head_dim by default.
         seqused_k: (batch,) int32, the number of keys of each sequence that count.
         return_lse: Also return the log-sum-exp.
+        return_max_logits: Also return the largest logit of each query head, after scale, score and mask, without a
+            gradient. Kernels of entries with ``max_logits: true`` give it.
         layout: ``'bshd'`` as above, or ``'bhsd'`` for (batch, heads, seqlen, head_dim).
         backend: ``'cuda'`` or ``'triton'`` for kernels of that kind only, or ``'reference'``.
         package: Look for kernels in this package only.
@@ -104,25 +108,31 @@ def attention(
 
     Returns:
         The output (batch, seqlen_q, heads, head_dim of v), and with ``return_lse`` the natural log-sum-exp, float32
-        (batch, heads, seqlen_q). A query that sees no key gives 0, and a log-sum-exp of −inf or of its sink.
+        (batch, heads, seqlen_q). A query that sees no key gives 0, and a log-sum-exp of −inf or of its sink. With
+        ``return_max_logits`` the largest logits come last, float32 (heads,), over all queries of the batch: −inf for a
+        head that sees no key.
 
     Raises:
         CallError: Arguments are wrong or contradict each other.
         NoKernelError: No kernel takes the call; the message lists every candidate and the reason against it.
     """
     if _any_autocast():
-        q, k, v = _as_autocast(q, k, v)
+        q, k, v = as_autocast(q, k, v)
     if quantize is not None:
+        if return_max_logits:
+            raise CallError("quantize goes with kernels in 8 bits, which give no largest logits; leave out one")
         return later.quantized.attend(
             attention, quantize, q, k, v, variant=variant, softmax_scale=softmax_scale, seqused_k=seqused_k,
             return_lse=return_lse, layout=layout, backend=backend, package=package, tile_map=tile_map,
             deterministic=deterministic, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             out_dtype=out_dtype, **arguments,
         )  # fmt: skip
-    given = _dense(
+    given = dense(
         q, k, v, q_descale, k_descale, v_descale, seqused_k, arguments, tile_map, variant, softmax_scale, return_lse,
         deterministic, layout, backend, package, out_dtype,
     )  # fmt: skip
+    if return_max_logits:
+        return later.largest.attend(run_or_trace, given)
     return run_plain(given) if may_repeat(q) else _by_state(given)
 
 
@@ -139,6 +149,7 @@ def attention_varlen(
     softmax_scale: float | None = None,
     seqused_k: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
     package: str | None = None,
     tile_map: TileMap | None = None,
@@ -148,7 +159,7 @@ def attention_varlen(
     v_descale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     **arguments: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """As ``attention``, for sequences packed one after the other.
 
     Values of the offsets are checked on the CPU and under ``attngen.debug()`` only, since reading them would wait for
@@ -166,14 +177,17 @@ def attention_varlen(
         variant: This and all other arguments are those of ``attention``.
 
     Returns:
-        The output (total_q, heads, head_dim of v), and with ``return_lse`` the log-sum-exp (heads, total_q).
+        The output (total_q, heads, head_dim of v), and with ``return_lse`` the log-sum-exp (heads, total_q); with
+        ``return_max_logits`` also (heads,), the largest logits, to which rows after the last sequence add nothing.
     """
     if _any_autocast():
-        q, k, v = _as_autocast(q, k, v)
+        q, k, v = as_autocast(q, k, v)
     given = _varlen(
         q, k, v, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, cu_seqlens_k, arguments, tile_map, variant,
         softmax_scale, max_seqlen_q, max_seqlen_k, return_lse, deterministic, backend, package, out_dtype,
     )  # fmt: skip
+    if return_max_logits:
+        return later.largest.attend(run_or_trace, given)
     return run_plain(given) if may_repeat(q) else _by_state(given)
 
 
@@ -211,7 +225,7 @@ def _check_on_meta(given: Given) -> None:
             raise CallError(f"q is on meta, but {name} is on {tensor.device}; all tensors must be on one device")
 
 
-def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors in the dtype of ``torch.autocast`` for their devices, as for torch's functions of lower precision."""
     return tuple(_autocast(t) if isinstance(t, Tensor) and t.dtype is torch.float32 else t for t in tensors)
 
@@ -238,13 +252,14 @@ def attention_paged(
     split_size: int | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     backend: str | None = None,
     package: str | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     **arguments: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """As ``attention``, for keys and values in the pages of a cache. There is no backward.
 
     Key j of sequence b is row j % page_size of page page_table[b, j // page_size]. Page numbers, lengths and offsets
@@ -268,6 +283,7 @@ def attention_paged(
         split_size: Number of keys of each of these blocks. The bits of a row then depend only on its own sequence.
         out: Tensor for the output.
         return_lse: Also return the log-sum-exp.
+        return_max_logits: As for ``attention``.
         backend: As for ``attention``.
         package: As for ``attention``.
         q_descale: Scale of a float8_e4m3fn q, () or (batch, kv_heads); the output is bfloat16.
@@ -278,7 +294,7 @@ def attention_paged(
 
     Returns:
         The output, of q's shape with the head_dim of v, and with ``return_lse`` the log-sum-exp, float32: (heads,
-        total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q).
+        total_q) with ``cu_seqlens_q``, else (batch, heads, seqlen_q). With ``return_max_logits`` also (heads,).
 
     Raises:
         CallError: As ``attention``; also if a kernel would run and a gradient is needed. The reference is
@@ -289,6 +305,10 @@ def attention_paged(
         q, k_pages, v_pages, q_descale, k_descale, v_descale, seqused_k, cu_seqlens_q, page_table, out, arguments,
         variant, softmax_scale, max_seqlen_q, return_lse, page_layout, backend, package, num_splits, split_size,
     )  # fmt: skip
+    if return_max_logits:
+        if num_decodes is not None:
+            raise CallError("num_decodes makes two launches, which give no largest logits; leave out one")
+        return later.largest.attend(run_or_trace, given)
     if num_decodes is not None:
         return later.mixed.attend(run_or_trace, num_decodes, given, whole=True)
     if not may_repeat(q):

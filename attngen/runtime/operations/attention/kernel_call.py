@@ -7,6 +7,7 @@ shapes, strides, dtypes and devices find that in a cache, check the scalars, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ from attngen.runtime.arguments.keys import note_others
 from attngen.runtime.arguments.kinds import has_kinds, kind_of, resize
 from attngen.runtime.arguments.paging import in_rows
 from attngen.runtime.autograd import transforms
-from attngen.runtime.autograd.training import attend, carries_tangent, differentiate
+from attngen.runtime.autograd.training import TrainedCall, carries_tangent, differentiate
 from attngen.runtime.cache import PREPARED_CALLS, RecentCache
 from attngen.runtime.device import driver as drivers
 from attngen.runtime.launch.expanded import ExpandedCall, are_one_head, gets_copies, with_copies, with_one_head
@@ -39,9 +40,11 @@ from attngen.runtime.registry.select import reason_against
 
 #: Prepared calls by the key of their kind (packed and paged calls), or by the key of everything, sizes included. False
 #: for a kind: its calls are prepared one by one, under the latter.
-PREPARED: RecentCache[PreparedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(PREPARED_CALLS)
+PREPARED: RecentCache[PreparedCall | TrainedCall | WidenedCall | ExpandedCall | RaggedCalls | bool] = RecentCache(
+    PREPARED_CALLS
+)
 _BY_KIND = cast("RecentCache[RaggedCalls | bool]", PREPARED)
-_BY_SIZES = cast("RecentCache[PreparedCall | WidenedCall | ExpandedCall]", PREPARED)
+_BY_SIZES = cast("RecentCache[PreparedCall | TrainedCall | WidenedCall | ExpandedCall]", PREPARED)
 
 _Entry = TypeVar("_Entry")
 
@@ -66,10 +69,8 @@ def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again:
     learns = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (bool(arguments) and _learns(arguments))
     )
-    if learns:
-        lookup = None
-        if with_lse is False:
-            with_lse = True
+    if learns and with_lse is False:
+        with_lse = True
     if given.form == "paged":
         if learns:
             raise CallError(
@@ -96,7 +97,7 @@ def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again:
         del addresses[len(FORWARD) :]
     # The key of everything that checks, selection and packed parameters depend on.
     key: list[object] = [
-        name, with_lse, registry.generation, *keyed_of(given),
+        name, with_lse, learns, registry.generation, *keyed_of(given),
         q.dtype, shape, strides, q.get_device(), addresses[0] & 15, q.is_neg(),
         k.dtype, k.shape, k.stride(), k.get_device(), addresses[1] & 15, k.is_neg(),
         v.dtype, v.shape, v.stride(), v.get_device(), addresses[2] & 15, v.is_neg(), addresses[1] == addresses[2],
@@ -112,24 +113,23 @@ def run(given: Given, lookup: Lookup | None, repeats: Repeats | None, run_again:
                     f"{name} requires a gradient, which no kernel has; detach it, or say backend='reference'"
                 )
         call.return_lse = bool(with_lse)
-        prepared = _prepare(call, resolved, addresses, given, run_again, learns=learns)
+        made = _prepare(call, resolved, addresses, given, run_again, learns=learns)
         of_kind: RaggedCalls | bool = False
         if kind is not None and resize(call.without_tensors(), given):
-            of_kind = _of_kind(call, addresses, given, prepared)
+            of_kind = _of_kind(call, addresses, given, made)
             _BY_KIND.put(kind, of_kind)
+        prepared = _trained(made, given) if learns and isinstance(made, PreparedCall) else made
         if of_kind is False:
             _BY_SIZES.put(identity, prepared)
-        if isinstance(calls, RaggedCalls) and isinstance(prepared, PreparedCall | WidenedCall):
-            other = prepared.of_kind(given) if isinstance(prepared, WidenedCall) else prepared.kernel
+        if isinstance(calls, RaggedCalls) and isinstance(made, PreparedCall | WidenedCall):
+            other = made.of_kind(given) if isinstance(made, WidenedCall) else made.kernel
             if other is not None:
                 calls.note(given, other)
         lookup = None  # its tensors are remembered when it is made again
-    if not isinstance(prepared, PreparedCall):
+    if isinstance(prepared, WidenedCall | ExpandedCall):
         return prepared(given, addresses)
-    if learns:
-        return attend(_without_keys if prepared.sinks_only else prepared, given, addresses)
-    if prepared.sinks_only:
-        return _without_keys(given, addresses)
+    if isinstance(prepared, PreparedCall) and prepared.sinks_only:
+        return _without_keys(prepared, given, addresses)
     if of_one_size(given):  # else its key has no lengths
         note_seen(lookup, given, prepared)
     return prepared(given, addresses, None, repeats)
@@ -164,8 +164,14 @@ def _of_kind(
     return RaggedCalls(call, kernels, names, driver, device_index(call), kept, prepared=ready, few_rows=mixed)
 
 
-def _without_keys(given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:
-    """Return the results of a call without keys, which its sinks make; called as a ``PreparedCall``."""
+def _trained(prepared: PreparedCall, given: Given) -> TrainedCall:
+    """A prepared call such that autograd can differentiate it."""
+    forward = partial(_without_keys, prepared) if prepared.sinks_only else prepared
+    return TrainedCall(forward, tuple(tensor_names(given.arguments)))
+
+
+def _without_keys(_: PreparedCall, given: Given, addresses: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the results of a prepared call without keys, which its sinks make."""
     out, lse = without_keys(bind_call(given)[0])
     return (out if given.out is None else given.out.copy_(out)), lse
 

@@ -8,15 +8,17 @@ if TYPE_CHECKING:
     from attngen.runtime.autograd import transforms
     from attngen.runtime.autograd.training import differentiate
     from attngen.runtime.launch.tile_map import require_map
-    from attngen.runtime.operations.attention import kernel_call, mixed, quantized
+    from attngen.runtime.operations.attention import kernel_call, largest, mixed, quantized
 
-__all__ = ["differentiate", "kernel_call", "mixed", "quantized", "require_map", "transforms"]
+__all__ = ["differentiate", "kernel_call", "largest", "mixed", "quantized", "require_map", "transforms"]
 
 
 def __getattr__(name: str) -> Any:
-    global differentiate, kernel_call, mixed, quantized, require_map, transforms
+    global differentiate, kernel_call, largest, mixed, quantized, require_map, transforms
     if name == "kernel_call":
         from attngen.runtime.operations.attention import kernel_call
+    elif name == "largest":
+        from attngen.runtime.operations.attention import largest
     elif name == "mixed":
         from attngen.runtime.operations.attention import mixed
     elif name == "quantized":

@@ -140,6 +140,7 @@ class _Calls:
         at_trace.prepare(given, torch_state.on_gpu)
         q = given.q
         out = q.new_empty((*q.shape[:-1], value_columns(given.v)), dtype=out_dtype_of(q.dtype, given.out_dtype))
+        both = (2,) if self.signature.max_logits else ()
         lse_shape: tuple[int, ...]
         if given.form == "varlen":
             lse_shape = (q.shape[1], q.shape[0])
@@ -147,7 +148,8 @@ class _Calls:
             lse_shape = (q.shape[0], q.shape[1], q.shape[2])
         else:
             lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-        return out, q.new_empty(lse_shape, dtype=lse_dtype_of(q.dtype))
+        lse = q.new_empty((*both, *lse_shape), dtype=lse_dtype_of(q.dtype))
+        return out, lse.movedim(0, -1) if both else lse
 
     def setup_context(self, ctx: _OperatorContext, inputs: tuple[object, ...], output: tuple[Tensor, ...]) -> None:
         """Keep what the backward needs: the inputs, the output and its log-sum-exp."""

@@ -19,6 +19,7 @@ from attngen.runtime.registry.lookup import registry
 
 if TYPE_CHECKING:
     from attngen.runtime.arguments.checked import Results
+    from attngen.runtime.autograd.training import TrainedCall
     from attngen.runtime.launch.chain import Sized
     from attngen.runtime.launch.prepared import PreparedCall, Repeats
     from attngen.runtime.launch.ragged import RaggedCalls
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 #: The tensors of an earlier call, or of an earlier call of a kind, and what ran it: a prepared call, or those of the
 #: kind. By ``seen_key``: a call with tensors like these is recognized in one step, without any other key. False: its
 #: tensors cannot be recognized.
-SEEN: RecentCache[tuple[SeenTensors, PreparedCall | None, RaggedCalls | None] | Literal[False]] = RecentCache(
-    PREPARED_CALLS
+SEEN: RecentCache[tuple[SeenTensors, PreparedCall | TrainedCall | None, RaggedCalls | None] | Literal[False]] = (
+    RecentCache(PREPARED_CALLS)
 )
 
 
@@ -76,7 +77,10 @@ def of_one_size(given: Given) -> bool:
 
 
 def note_seen(
-    lookup: Lookup | None, given: Given, prepared: PreparedCall | None = None, calls: RaggedCalls | None = None
+    lookup: Lookup | None,
+    given: Given,
+    prepared: PreparedCall | TrainedCall | None = None,
+    calls: RaggedCalls | None = None,
 ) -> None:
     """Remember the tensors of a call that is made for the second time, so that the next one is recognized by them.
 
@@ -104,7 +108,7 @@ def calls_of_kind(given: Given) -> RaggedCalls | None:
     return alike[2] if alike else None
 
 
-def recognized(given: Given) -> tuple[PreparedCall, Sized | None] | None:
+def recognized(given: Given) -> tuple[PreparedCall | TrainedCall, Sized | None] | None:
     """The prepared call of a call recognized by its tensors, and its numbers where it is one of a kind; or None."""
     lookup = seen_key(given)
     alike = None if lookup is None else SEEN[lookup[0]]

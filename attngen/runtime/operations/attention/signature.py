@@ -66,6 +66,7 @@ class Signature:
     scalars: tuple[str, ...]
     defaults: tuple[Number | None, ...]  # of the scalars; None where the caller has to say
     differentiable: tuple[str, ...]  # float tensors that the spec wants a gradient of
+    max_logits: bool  # the log-sum-exp has an axis more, with the largest logits
 
     @classmethod
     def of(cls, variant: Variant) -> Signature:
@@ -75,6 +76,7 @@ class Signature:
             scalars=tuple(s.name for s in variant.arguments),
             defaults=tuple(s.default for s in variant.arguments),
             differentiable=tuple(t.name for t in variant.tensors if t.grad),
+            max_logits=variant.max_logits,
         )
 
     def given(self, variant: str, form: str, arguments: Sequence[object]) -> Given:
