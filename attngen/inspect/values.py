@@ -19,6 +19,7 @@ from attngen.lang.biases import is_of_tile
 from attngen.lang.dropout import DROPOUT_P, RNG_STATE
 from attngen.lang.intervals import bounds
 from attngen.lang.ir import Expr, Load, walk
+from attngen.lang.listed import EXTRA_INDICES, EXTRA_TOPK_LENGTH, INDICES, TOPK_LENGTH
 from attngen.lang.ranges import DTYPE_RANGES, Range
 from attngen.lang.variant import Bound, Scalar, Tensor, Variant
 
@@ -66,6 +67,13 @@ def extents_of(case: Case, layout: str) -> dict[str, int]:
         "total_q": sum(case.q_lengths) if packed else case.batch * case.seqlen_q,
         "total_k": sum(case.k_lengths) if packed else case.batch * case.seqlen_k,
     }  # fmt: skip
+
+
+#: The extents of lists that tensors of lengths count the entries of.
+_ENTRIES = {
+    length.name: str(indices.shape[-1])
+    for indices, length in ((INDICES, TOPK_LENGTH), (EXTRA_INDICES, EXTRA_TOPK_LENGTH))
+}
 
 
 class _Chooser:
@@ -212,6 +220,7 @@ class _Chooser:
         if dtype_row(tensor.dtype).kind != "int":
             return (least if low is None else low, most if high is None else high)
         first = int(max(least, 0 if low is None else low))
+        high = self._extents.get(_ENTRIES.get(tensor.name, ""), high)
         if high is not None:
             return (int(min(first, high)) if low is None else first, int(min(most, high)))
         return (first, int(min(most, first + self._calm * self._case.seqlen_k)))

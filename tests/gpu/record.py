@@ -63,7 +63,7 @@ FAMILIES = {
     "forward": (
         "accuracy", "hidden", "memory", "stress", "narrow", "attempts", "constants", "divisions", "divisors", "bounds",
         "looking", "calls", "waves", "shared_tiles", "mask_bits", "tile_maps", "biases", "outside", "transforms",
-        "columns", "score_values", "tables", "cards", "fallback", "arrays", "block_mask",
+        "columns", "score_values", "tables", "cards", "fallback", "arrays", "block_mask", "max_logits",
     ),
     "backward": ("backward", "backward_stress", "cut_tiles", "jvp", "mla_backward"),
     "decode": (

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from attngen.errors import CallError, NoKernelError
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.addresses import DLSE, DOUT, LSE, NO_BACKWARD, OUT, known_of
+from attngen.runtime.arguments.addresses import BACKWARD, DLSE, DOUT, LSE, NO_BACKWARD, OUT, known_of
 from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, Results, view
 from attngen.runtime.arguments.given import KEPT, OTHERS, TENSORS, Given, keyed_of, of_parts, settings_of
 from attngen.runtime.arguments.keys import note_others
