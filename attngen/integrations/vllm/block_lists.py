@@ -216,8 +216,8 @@ def write_lists(
     block_indices: Tensor, query_positions: Tensor, visible_blocks: Tensor, compress_ratio: int, token_topk: int,
     out: Tensor,
 ) -> None:  # fmt: skip
-    """In the place of ``expand_qsa_block_indices``: a row of the buffer holds the last block, chosen ones, how many keys
-    its token sees and how many of its blocks are read; other columns are not. Rows that vLLM fills with -1 see none."""
+    """In the place of ``expand_qsa_block_indices``: a row of the buffer holds the last block, chosen ones, how many
+    keys its token sees and how many blocks are read; other columns are not. Rows that vLLM fills with -1 see none."""
     del visible_blocks
     lists = _lists_of_qsa(token_topk, compress_ratio)
     seen = query_positions + 1
