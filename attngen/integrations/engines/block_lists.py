@@ -2,8 +2,9 @@
 heads: MiniMax-M3 (MSA, blocks of 128 for each KV head) and Qwen3.8-Flash-Next (QSA, blocks of 4 for all heads).
 
 An engine projects, rotates and writes its caches; here blocks are scored and selected, and attended to, with the pages
-of the caches read where they lie. Tokens of prompts are sequences of one query each, whatever is mixed. The last
-columns of a list are what a token always sees: they and the tokens' pages are the same in all layers of a step.
+of the caches read where they lie. Tokens of prompts are sequences of one query each, whatever is mixed. The first
+columns of a list are what a token always sees, so that entries of -1 stand last and no call reads them. These columns,
+the tokens' pages and how many entries their lists have are the same in all layers of a step.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class Lists:
     @property
     def variant(self) -> Variant:
         """The variant of attention over these lists."""
-        return variant(f"listed_{'head_' * self.per_head}blocks_of_{self.block}")
+        return variant(self.name)
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return f"counted_{'head_' * self.per_head}blocks_of_{self.block}"
 
     @property
     def entries(self) -> int:
@@ -70,16 +76,27 @@ def require_kernels(lists: Lists, head_dim: int, index_dtype: str, device: torch
 
 
 class TokenRows(NamedTuple):
-    """Sequences of as many tokens each: pages (sequences, max_pages) int32, and keys (sequences,) int32 up to the last
-    token's own, 0 for one that belongs to no request. Tokens of a mixed step are sequences of their own."""
+    """Sequences of as many tokens each: pages (sequences, max_pages) int32; keys (sequences,) int32 up to the last
+    token's own, 0 for one that belongs to no request; and the entries of each list that are read, (sequences, tokens of
+    each) int32, or (sequences, tokens of each, heads). Tokens of a mixed step are sequences of their own."""
 
     page_table: Tensor
     lengths: Tensor
+    counts: Tensor
 
 
-def tokens_of(page_table: Tensor, request: Tensor, lengths: Tensor) -> TokenRows:
+def tokens_of(lists: Lists, page_table: Tensor, request: Tensor, lengths: Tensor, heads: int) -> TokenRows:
     """The tokens of a step whose requests have rows of a page table: ``request`` (tokens,) is the row of each."""
-    return TokenRows(page_table[request.long()], lengths)
+    return TokenRows(page_table[request.long()], lengths, counts_of(lists, lengths, heads)[:, None])
+
+
+def counts_of(lists: Lists, lengths: Tensor, heads: int) -> Tensor:
+    """Entries of each token's list that may name keys, the first ones: as ``start_lists``, (tokens, heads) int32 or
+    (tokens,)."""
+    if not lists.per_head:
+        return (lengths // lists.block + 1).clamp(max=lists.entries).where(lengths > 0, 0).to(torch.int32)
+    blocks = (lengths + (lists.block - 1)) // lists.block
+    return blocks.clamp(max=lists.entries).to(torch.int32)[:, None].expand(-1, heads).contiguous()
 
 
 def lengths_of_tokens(starts: Tensor, used: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -92,11 +109,11 @@ def lengths_of_tokens(starts: Tensor, used: Tensor, tokens: int) -> tuple[Tensor
 
 
 def start_lists(lists: Lists, lengths: Tensor, heads: int, out: Tensor | None = None) -> Tensor:
-    """Lists of tokens with the entries that each always has, in the last columns; the others are not written.
+    """Lists of tokens with the entries that each always has, in the first columns; the others are not written.
 
     ``lengths`` (tokens,) int32 are the keys up to each token's own. Lists of each of ``heads`` are (tokens, heads,
-    entries) and end with the token's own block and those before it; of all heads (tokens, entries), and end with the
-    block that may be incomplete.
+    entries) and begin with the token's own block and those before it; of all heads (tokens, entries), and begin with
+    the block that may be incomplete.
     """
     tokens = len(lengths)
     shape = (tokens, heads, lists.entries) if lists.per_head else (tokens, lists.entries)
@@ -105,7 +122,7 @@ def start_lists(lists: Lists, lengths: Tensor, heads: int, out: Tensor | None = 
         return out
     last = (lengths - 1 if lists.per_head else lengths).div(lists.block, rounding_mode="floor")
     entries = last[:, None] - torch.arange(lists.always, device=lengths.device, dtype=torch.int32)
-    out[..., lists.count :] = entries.clamp(min=-1).view(tokens, *[1] * (out.dim() - 2), lists.always)
+    out[..., : lists.always] = entries.clamp(min=-1).view(tokens, *[1] * (out.dim() - 2), lists.always)
     return out
 
 
@@ -120,7 +137,7 @@ def choosable(lists: Lists, lengths: Tensor, heads: int) -> Tensor:
 
 
 def choose_head_blocks(q: Tensor, keys: Tensor, lists: Lists, requests: Requests, blocks: Tensor, out: Tensor) -> None:
-    """Write the chosen blocks of each token and index head into the first columns of ``out``, -1 behind them.
+    """Write the chosen blocks of each token and index head into the last columns of ``out``, -1 behind them.
 
     ``q`` is (requests, tokens of each, heads, columns), or (tokens, heads, columns) with ``starts``; ``keys`` (pages,
     page_size, columns) of the same dtype. ``blocks`` are those of ``choosable``. It does not wait for the GPU, and may
@@ -135,7 +152,7 @@ def choose_head_blocks(q: Tensor, keys: Tensor, lists: Lists, requests: Requests
         cu_seqlens_q=requests.starts, max_seqlen_q=q.shape[0] if packed else None, out=scores,
     )  # fmt: skip
     rows = scores.flatten(0, -3)
-    topk(rows, lists.count, lengths=blocks, out=out[..., : lists.count])
+    topk(rows, lists.count, lengths=blocks, out=out[..., -lists.count :])
 
 
 def choose_blocks(
@@ -148,7 +165,7 @@ def choose_blocks(
     blocks: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the chosen complete blocks of each token into the first columns of ``out``, -1 behind them.
+    """Write the chosen complete blocks of each token into the last columns of ``out``, -1 behind them.
 
     As ``choose_head_blocks``, but ``keys`` are those of blocks, one each, ``requests`` count and page these, and
     scores are ``scale`` times sums over heads of relu(q · k). ``context`` (requests,) int32: the keys, not blocks,
@@ -163,7 +180,7 @@ def choose_blocks(
         cu_seqlens_q=requests.starts, max_seqlen_q=q.shape[0] if packed else None, out=scores, ratio=lists.block,
         context=context,
     )  # fmt: skip
-    topk(scores.flatten(0, -2), lists.count, lengths=blocks, out=out[..., : lists.count])
+    topk(scores.flatten(0, -2), lists.count, lengths=blocks, out=out[..., -lists.count :])
 
 
 def attend_to_blocks(
@@ -172,5 +189,6 @@ def attend_to_blocks(
     """Attention of q (sequences, tokens of each, heads, columns) over pages k and v (pages, page_size, kv_heads,
     columns) into ``out``, with lists (sequences, tokens of each, …)."""
     attention_paged(
-        q, k, v, tokens.page_table, tokens.lengths, variant=lists.variant, indices=chosen, softmax_scale=scale, out=out
-    )
+        q, k, v, tokens.page_table, tokens.lengths, variant=lists.variant, indices=chosen, topk_length=tokens.counts,
+        softmax_scale=scale, out=out,
+    )  # fmt: skip

@@ -27,9 +27,11 @@ from attngen.integrations.engines.block_lists import (
     choosable,
     choose_blocks,
     choose_head_blocks,
+    counts_of,
     lengths_of_tokens,
     require_kernels,
     start_lists,
+    tokens_of,
 )
 from attngen.integrations.engines.indexer import Requests
 from attngen.integrations.shared.catalogue import is_shipped
@@ -51,7 +53,7 @@ def _lists_of_msa(impl: Any) -> Lists:
     lists = Lists(impl.block_size, impl.topk_blocks - impl.local_blocks, impl.local_blocks, per_head=True)
     if impl.init_blocks or impl.score_type != "max":
         _refuse("an indexer that always selects the first blocks, or has other scores than the largest product")
-    if not is_shipped(f"listed_head_blocks_of_{lists.block}") or lists.count < 1:
+    if not is_shipped(lists.name) or lists.count < 1:
         _refuse(f"{impl.topk_blocks} blocks of {lists.block} keys, {impl.local_blocks} of them before each token")
     if impl.num_index_heads > _MOST_HEADS or impl.num_index_heads != impl.num_kv_heads:
         _refuse(f"an indexer of {impl.num_index_heads} heads for {impl.num_kv_heads} KV heads")
@@ -84,17 +86,22 @@ def choose_for_msa(impl: Any, index_query: Tensor) -> tuple[Tensor | None, Tenso
 
 def _decoding_of_msa(step: Any, lists: Lists, out: Tensor, heads: int) -> tuple[Requests, Tensor]:
     """Requests that decode, and the blocks that tokens may choose from. The first layer of a step computes them, and
-    writes what the lists of all layers end with."""
+    writes what the lists of all layers begin with."""
     of_step = step.decode
     known = getattr(of_step, "attngen_choice", None)
     if known is None:
-        before = torch.arange(1 - of_step.decode_query_len, 1, dtype=torch.int32, device=out.device)
-        lengths = (of_step.seq_lens[:, None] + before).clamp(min=0).flatten()
+        lengths = _lengths_of_decoding(of_step)
         start_lists(lists, lengths, heads, out)
         requests = Requests(of_step.block_table, of_step.seq_lens, of_step.max_seq_len)
         known = of_step.attngen_choice = requests, choosable(lists, lengths, heads)
     result: tuple[Requests, Tensor] = known
     return result
+
+
+def _lengths_of_decoding(of_step: Any) -> Tensor:
+    """Keys that each token of requests that decode sees."""
+    before = torch.arange(1 - of_step.decode_query_len, 1, dtype=torch.int32, device=of_step.seq_lens.device)
+    return (of_step.seq_lens[:, None] + before).clamp(min=0).flatten()
 
 
 def _prompts_of_msa(step: Any, lists: Lists, out: Tensor, heads: int) -> tuple[Requests, Tensor]:
@@ -129,14 +136,19 @@ def attend_for_msa(
     if step.num_decodes:
         of_step = step.decode
         shape = (step.num_decodes, of_step.decode_query_len)
+        rows = getattr(of_step, "attngen_tokens", None)
+        if rows is None:  # the same for all layers
+            counts = counts_of(lists, _lengths_of_decoding(of_step), k.shape[2]).unflatten(0, shape)
+            rows = of_step.attngen_tokens = TokenRows(of_step.block_table, of_step.seq_lens, counts)
         q_, chosen_, out_ = (each[:decoding].unflatten(0, shape) for each in (q, chosen, out))
-        attend_to_blocks(q_, k, v, chosen_, lists, TokenRows(of_step.block_table, of_step.seq_lens), impl.scale, out_)
+        attend_to_blocks(q_, k, v, chosen_, lists, rows, impl.scale, out_)
     if step.num_prefills:
         of_step = step.prefill
         rows = getattr(of_step, "attngen_tokens", None)
-        if rows is None:  # the same for all layers
+        if rows is None:
             request, lengths = lengths_of_tokens(of_step.cu_seqlens_q, of_step.seq_lens, tokens - decoding)
-            rows = of_step.attngen_tokens = TokenRows(of_step.block_table[request], lengths)
+            rows = tokens_of(lists, of_step.block_table, request, lengths, k.shape[2])
+            of_step.attngen_tokens = rows
         q_, chosen_, out_ = (each[decoding:, None] for each in (q, chosen, out))
         attend_to_blocks(q_, k, v, chosen_, lists, rows, impl.scale, out_)
     return output
@@ -146,9 +158,10 @@ def attend_for_msa(
 
 
 def _lists_of_qsa(token_topk: int, compress_ratio: int) -> Lists:
-    if not is_shipped(f"listed_blocks_of_{compress_ratio}"):
+    lists = Lists(compress_ratio, token_topk // compress_ratio, 1, per_head=False)
+    if not is_shipped(lists.name):
         _refuse(f"blocks of {compress_ratio} keys for all heads")
-    return Lists(compress_ratio, token_topk // compress_ratio, 1, per_head=False)
+    return lists
 
 
 def _choose_for_qsa(
@@ -203,14 +216,15 @@ def write_lists(
     block_indices: Tensor, query_positions: Tensor, visible_blocks: Tensor, compress_ratio: int, token_topk: int,
     out: Tensor,
 ) -> None:  # fmt: skip
-    """In the place of ``expand_qsa_block_indices``: a row of the buffer holds blocks, the last one, and how many keys
-    its token sees; other columns are not read. Rows that vLLM fills with -1 see none."""
+    """In the place of ``expand_qsa_block_indices``: a row of the buffer holds the last block, chosen ones, how many
+    keys its token sees and how many blocks are read; other columns are not. Rows that vLLM fills with -1 see none."""
     del visible_blocks
     lists = _lists_of_qsa(token_topk, compress_ratio)
-    out[:, : lists.count] = block_indices
     seen = query_positions + 1
-    out[:, lists.count] = seen // compress_ratio
+    out[:, 0] = seen // compress_ratio
+    out[:, 1 : lists.entries] = block_indices
     out[:, lists.entries] = seen
+    out[:, lists.entries + 1] = counts_of(lists, seen, 1)
 
 
 def attend_for_qsa(
@@ -227,8 +241,9 @@ def attend_for_qsa(
     # The buffer has a column for each key of a full list, those of a last block but one, and their count.
     block = _block_of(logical_indices.shape[1])
     lists = _lists_of_qsa(logical_indices.shape[1] - block, block)
-    chosen, seen = logical_indices[:, : lists.entries], logical_indices[:, lists.entries].clamp(min=0)
-    rows = TokenRows(block_table[token_to_req.long()], seen)
+    chosen, last = logical_indices[:, : lists.entries], logical_indices[:, lists.entries : lists.entries + 2].t()
+    seen, counts = torch.clamp(last, min=0, out=last.new_empty(last.shape))
+    rows = TokenRows(block_table[token_to_req.long()], seen, counts[:, None])
     attend_to_blocks(q[:, None], k_cache, v_cache, chosen[:, None], lists, rows, q.shape[-1] ** -0.5, out[:, None])
     return out.mul_(output_gate.view_as(out).sigmoid())
 

@@ -115,7 +115,7 @@ def check_msa(module: Any, metadata: Any, context: Any) -> None:
             best = scores.topk(min(TOPK, scores.shape[-1])).indices
             for hk in range(KV_HEADS):
                 listed = buffer[token, hk]
-                assert set(listed[listed >= 0].tolist()) == set(best[hk].tolist())
+                assert set(listed[: best.shape[-1]].tolist()) == set(best[hk].tolist())  # those that are counted
             rows = [at[torch.isin(torch.arange(seen) // 128, best[hk])] for hk in range(KV_HEADS)]
             wanted = attended(q[token].view(HEADS, COLUMNS), k, v, rows)  # type: ignore[arg-type]
             torch.testing.assert_close(out[token].view(HEADS, COLUMNS).double(), wanted, rtol=0, atol=1e-5)
@@ -158,6 +158,8 @@ def check_qsa(module: Any, topk: int = 32) -> None:
     request = torch.cat([made.request, made.request[:1]])
     module.attend_for_qsa(query, k, v, buffer, table, request, True, out, output_gate=gate)
     assert (out[-1] == 0).all()
+    assert (buffer[:-1, topk // 4 + 2] == (made.seen > 0) * (visible + 1).clamp(max=topk // 4 + 1)).all()
+    assert (buffer[:-1, 0] == visible.where(made.seen > 0, 0)).all()
     for token in range(made.tokens):
         seen = int(made.seen[token])
         keys = cache.flatten(0, 2)[places(of_blocks, token, seen // 4, 8)].double()
