@@ -20,7 +20,7 @@ from attngen.runtime.arguments.checked import TORCH_DTYPES, Call, Results, conti
 from attngen.runtime.arguments.given import Given
 from attngen.runtime.device.counters import in_graph
 from attngen.runtime.device.interface import Driver
-from attngen.runtime.geometry.prediction import at_work, pairs_of_tiles, predict
+from attngen.runtime.geometry.prediction import pairs_of_tiles, predict
 from attngen.runtime.geometry.splits import reciprocal
 from attngen.runtime.kernels.module import Kernel
 from attngen.runtime.operations.shared.launches import Grid, HelperLaunches, Key, LaunchOperands, Resized
@@ -111,7 +111,6 @@ def _bytes(call: Call, size: int) -> int:
 
 def _sooner(kernel: Kernel, wide: Call, request: Request, driver: Driver) -> bool:
     """Whether a kernel is done with the widened call before one that reads the cache would be."""
-    wide = at_work(wide)
     pairs = pairs_of_tiles(kernel, wide)
     if pairs is None:
         return False
