@@ -84,7 +84,9 @@ def _scales_of_rows(new: Tensor) -> Tensor:
     """Scales (tokens, heads) that bring the largest magnitude of each row to the largest number of e4m3."""
     largest = new.float().abs().amax(dim=-1)
     least = torch.finfo(torch.float32).tiny
-    return torch.where(largest == 0, 1.0, (largest / torch.finfo(torch.float8_e4m3fn).max).clamp(min=least))
+    # a tensor: on a GPU torch multiplies by the reciprocal of a number
+    most = largest.new_full((), torch.finfo(torch.float8_e4m3fn).max)
+    return torch.where(largest == 0, 1.0, (largest / most).clamp(min=least))
 
 
 def _rounded(new: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
