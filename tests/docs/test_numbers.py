@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from statistics import geometric_mean
 
 import pytest
 
 from attngen.build.kernel_filter import KernelFilter
+from attngen.lab.bench.cases import DIRECTIONS
 from attngen.lab.bench.figures import mean_and_range
 from attngen.lab.bench.ladder import RUNGS
 from attngen.lab.bench.masks.cases import mask_cases
@@ -156,3 +158,19 @@ def test_means_of_masks(page: str, pattern: str, head_dim: int) -> None:
     (quoted,) = re.findall(pattern, " ".join((ROOT / page).read_text().split()))
     for figure, direction in zip(quoted, ("forward", "backward"), strict=True):
         assert abs(float(figure) - geometric_mean(ratios_of_masks(head_dim, direction))) < 0.06, (page, figure)
+
+
+@pytest.mark.parametrize(
+    ("page", "pattern", "head_dims", "directions"),
+    [
+        ("docs/performance.md", r"d 128, forward / backward \| .*?, at least ([\d.]+) ×", (128,), DIRECTIONS),
+        ("docs/performance.md", r"the same at d 64 \| .*?, at least ([\d.]+) ×", (64,), DIRECTIONS),
+        ("docs/performance/masks.md", r"on every function, ([\d.]+) times at least", (128, 64), DIRECTIONS),
+        ("docs/performance/masks.md", r"least ratios are ([\d.]+) in the forward", (128, 64), ("forward",)),
+        ("docs/performance/masks.md", r"and ([\d.]+) in the backward", (128, 64), ("backward",)),
+    ],
+)
+def test_least_speeds_of_masks(page: str, pattern: str, head_dims: Sequence[int], directions: Sequence[str]) -> None:
+    (quoted,) = re.findall(pattern, " ".join((ROOT / page).read_text().split()))
+    least = min(ratio for d in head_dims for direction in directions for ratio in ratios_of_masks(d, direction))
+    assert quoted == f"{least:.2f}"
