@@ -157,6 +157,7 @@ class _Calls:
         ctx.tensor_places = [i for i, value in enumerate(inputs) if isinstance(value, Tensor)]
         ctx.save_for_backward(*output, *(inputs[i] for i in ctx.tensor_places))
         ctx.others = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.set_materialize_grads(False)  # a program that does not use the log-sum-exp would fill zeros for it
 
     def _refuse_undeclared(self, ctx: _OperatorContext, inputs: tuple[object, ...]) -> None:
         own = self.signature.tensors

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dynamo.decorators import mark_unbacked
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attngen
 from attngen.errors import CallError, NoKernelError
@@ -188,6 +189,31 @@ def test_a_step_that_is_traced_whole_has_its_gradients() -> None:
     traced = make_fx(step, tracing_mode="fake")(*inputs)
     for a, b in zip(torch.compile(traced, backend="aot_eager")(*inputs), step(*inputs), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("used", ["out", "lse"])
+def test_results_that_a_program_does_not_use_have_no_gradient(used: str) -> None:
+    """A program would fill zeros for it, and a kernel read them."""
+    install(variant("part"))
+    given = [t.requires_grad_() for t in tensors()]
+    namespace, name, _ = operators_of("part")
+    above: list[object] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if str(func).startswith(f"{namespace}.{name}__backward"):
+                above.extend(args[:2])
+            return func(*args, **(kwargs or {}))
+
+    out, lse = getattr(getattr(torch.ops, namespace), name)(*given, None, None, None, "bshd", None)
+    result = {"out": out, "lse": lse}[used].square().sum()
+    with Watch():
+        gradients = torch.autograd.grad(result, given, allow_unused=True)
+    assert [one is None for one in above] == [used != "out", used != "lse"]
+    out, lse = attngen.attention(*given, variant="part", return_lse=True)  # type: ignore[misc]
+    wanted = torch.autograd.grad({"out": out, "lse": lse}[used].square().sum(), given, allow_unused=True)
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, torch.zeros_like(one) if other is None else other)
 
 
 @pytest.mark.parametrize("packed", [False, True])
