@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.dtypes import DESCALES, SCALAR_TYPES
 from attngen.lang.variant import Variant
-from attngen.runtime.arguments.given import KEPT, Given
+from attngen.runtime.arguments.given import KEPT, NO_ARGUMENTS, Given, maker
 from attngen.runtime.launch.tile_map import TileMap
 
 if TYPE_CHECKING:
@@ -57,6 +57,13 @@ def _fields(parts: Sequence[str]) -> tuple[str, ...]:
 _BEFORE = {form: _fields(parts) for form, parts in LEADING.items()}
 _AFTER = {form: _fields(parts) for form, parts in TRAILING.items()}
 
+#: Makes the call of a form, of these fields, its own arguments and its variant; and the defaults of the last fields.
+_MAKERS = {
+    form: maker(" ".join((*_BEFORE[form], *_AFTER[form], "arguments variant return_lse")), form=form)
+    for form in LEADING
+}
+_LEFT_OUT = {form: tuple(Given._field_defaults[name] for name in after) for form, after in _AFTER.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Signature:
@@ -84,13 +91,11 @@ class Signature:
         names = (*self.tensors, *self.scalars)
         start = first_own(form)
         end = start + len(names)
-        own = dict(zip(names, arguments[start:end], strict=True))
-        fields: dict[str, Any] = dict(
-            zip(_BEFORE[form] + _AFTER[form], (*arguments[:start], *arguments[end:]), strict=False)
-        )
-        words = fields.pop("tile_map", None)
-        tile_map = None if words is None else TileMap.of_words(words)
-        return Given(**fields, arguments=own, tile_map=tile_map, variant=variant, return_lse=KEPT, form=form)
+        own = dict(zip(names, arguments[start:end], strict=True)) if names else NO_ARGUMENTS
+        after = (*arguments[end:], *_LEFT_OUT[form][len(arguments) - end :])
+        given = _MAKERS[form](*arguments[:start], *after, own, variant, KEPT)
+        words: Any = given.tile_map
+        return given if words is None else given._replace(tile_map=TileMap.of_words(words))
 
 
 def first_own(form: str) -> int:
