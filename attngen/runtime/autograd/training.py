@@ -209,7 +209,7 @@ def differentiate(
 
     ``out`` and ``lse`` are what the forward gave, ``dout`` and ``dlse`` their gradients, None for none. A kernel stores
     dq, dk and dv ``into`` the tensors that are given for them, whose rows begin at multiples of 16 bytes (``usable``).
-    ``note`` is told what runs the backward, if it takes these very tensors.
+    ``note`` is called with the prepared backward, unless tensors had to be copied for it.
     Raises NoKernelError, which lists every candidate and its reason, if no backward is built that takes the call, and
     CallError for a gradient that the spec does not declare or that is not deterministic where that is asked for.
     """

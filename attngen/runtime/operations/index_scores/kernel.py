@@ -128,7 +128,7 @@ def _against(kernel: Kernel, given: IndexScores, call: Call) -> str | None:
         if built != asked:
             return f"{kernel.full_name}: {label} is {built}, the call has {asked}"
     if call.cu_seqlens_q is not None and not takes(kernel, "cu_seqlens_q"):
-        return f"{kernel.full_name} was built by an older attngen, which had no packed queries; build it again"
+        return f"{kernel.full_name}, from an older attngen, does not take packed queries; rebuild it"
     if not (call.batch and call.seqlen_q and call.total_q and call.seqlen_k and call.heads):
         return "there is no score"
     if given.block is not None and given.block % kernel.tile_n:

@@ -46,7 +46,7 @@ Resized = Sequence[tuple[int, bytes]]
 
 
 def takes(kernel: Kernel, tensor: str) -> bool:
-    """Whether a kernel has a parameter for a tensor: one that was built by an older attngen may have none."""
+    """Whether a kernel has a parameter for a tensor. Kernels from an older attngen may lack it."""
     return any(one.of == tensor for one in kernel.main.entry.layout.parameters)
 
 

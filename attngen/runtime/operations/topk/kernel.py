@@ -215,8 +215,7 @@ def prepare_on(kernel: Kernel, call: Topk, sizes: TopkSizes, driver: Driver) -> 
             return f"{name} is not contiguous"
     table = call.page_table
     if (table is not None or into != call.k) and not takes(kernel, "page_table"):
-        lacking = "page tables and wider rows of out"
-        return f"{kernel.full_name} was built by an older attngen, which had no {lacking}; build it again"
+        return f"{kernel.full_name}, from an older attngen, takes no page table and no wider rows of out; rebuild it"
     if table is not None and table.shape[1] > 1 and table.stride(1) != 1:
         return "rows of page_table are not contiguous"
     if sizes.columns > most_columns(kernel):
